@@ -1,0 +1,36 @@
+# Two commands: `make demo` (the main job on real data) and `make test`. Each makes the environment it needs, in .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check test-cuda images clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.installed check
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# On a machine with a CUDA device; CUDA_PYTHON is the python of an environment with PyTorch's CUDA build and this package.
+CUDA_PYTHON ?= python3
+test-cuda:
+	$(CUDA_PYTHON) -m pytest -q -m cuda
+
+images: $(VENV)/.installed
+	$(BIN)/python docs/render_dashboard.py
+
+# PyTorch's CPU build first: asked for by another package, torch comes with several GB of CUDA libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) lightning_logs build dist .mypy_cache .ruff_cache .pytest_cache

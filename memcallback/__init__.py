@@ -1,0 +1,2 @@
+"""memcallback."""
+__version__ = "0.1.0"

@@ -1,0 +1,94 @@
+"""Bytes as people write them: `KiB`, `MiB` and `GiB`, a formatter and a parser that agree, and rounding up."""
+
+from __future__ import annotations
+
+import re
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:[_,]\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a number of bytes as PyTorch's out-of-memory message does, so that the two can be compared by eye.
+
+    The steps between units are those of `format_size` in PyTorch's c10/cuda/CUDACachingAllocator.cpp: a unit is used
+    above, not at, its first multiple, so 2**30 bytes are `1024.00 MiB`.
+
+    Args:
+        num_bytes: Any integer; a negative one, such as a difference, gets a minus sign.
+
+    Returns:
+        Text such as `23.52 GiB`, `123.75 MiB` or `512 bytes`.
+
+    Examples:
+        >>> format_bytes(129761280)
+        '123.75 MiB'
+    """
+    sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    if size <= KiB:
+        return f"{sign}{size} bytes"
+    for unit, name in ((KiB, "KiB"), (MiB, "MiB")):
+        if size <= unit * 1024:
+            return f"{sign}{size / unit:.2f} {name}"
+    return f"{sign}{size / GiB:.2f} GiB"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as `24GiB`, `24 GB`, `512 MiB`, `1_000` or 1000 as bytes.
+
+    Units are not guessed: MB is 10**6 bytes, MiB is 2**20. Upper and lower case are alike.
+
+    Args:
+        text: A size with or without a unit; an integer is bytes already.
+
+    Returns:
+        The whole number of bytes, at least 0; a fraction of a byte is cut off.
+
+    Raises:
+        ValueError: If the text is not a size, or negative.
+    """
+    if isinstance(text, int):
+        if text < 0:
+            raise ValueError(f"A size cannot be negative, got {text}. Give a number of bytes such as 25769803776, or '24GiB'.")
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as '24GiB'.")
+    number = match[1].replace(",", "").replace("_", "")
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def round_up(num_bytes: int, multiple_bytes: int) -> int:
+    """Round up to a multiple.
+
+    Args:
+        num_bytes: At least 0.
+        multiple_bytes: At least 1.
+
+    Returns:
+        The smallest multiple of `multiple_bytes` that is not below `num_bytes`.
+
+    Raises:
+        ValueError: If `multiple_bytes` is below 1.
+    """
+    if multiple_bytes < 1:
+        raise ValueError(f"multiple_bytes must be at least 1, got {multiple_bytes}.")
+    return -(-num_bytes // multiple_bytes) * multiple_bytes
