@@ -1,0 +1,261 @@
+"""Copies of a user's objects on fake tensors: the same shapes and the same sharing, no data, nothing of the user's touched."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+# What ties a LightningModule to the run it is in: lightning/pytorch/core/module.py, LightningModule.__init__.
+_RUN_ATTRIBUTES = ("_trainer", "_fabric")
+
+
+class _CannotBeFake(ValueError):
+    """A tensor for which no fake can stand."""
+
+
+def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
+    """Deep-copy an object, with a fake tensor for every tensor in it.
+
+    Every fake lies on device `cpu`, whatever the device of the original, and has its shape, strides, dtype and
+    `requires_grad`. A parameter stays a parameter. Tensors that are one object, or that share one storage, do so in the
+    copy as well. Gradients (`.grad`) are not copied.
+
+    What differs from `copy.deepcopy`:
+
+    - The Trainer and the Fabric of a LightningModule become None, wherever the object refers to them.
+    - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a LightningModule says `cpu`.
+    - A module compiled by `torch.compile` is replaced by the module that it wraps.
+    - A dataset or data loader that is an attribute of a module is shared with the original, since it can be as large as the data.
+    - What cannot be deep-copied (a lock, an open file, a generator) is shared with the original; what holds it is copied.
+
+    As in `copy.deepcopy`, functions are shared, with what their closures hold.
+
+    Args:
+        obj: A module, a batch (containers nested in any way, dataclasses, objects of any class), or a tuple of several
+            such things, which keep what they share with each other.
+        fake_mode: The mode that the fakes belong to; it need not be active.
+
+    Returns:
+        The copy.
+
+    Raises:
+        ValueError: If a tensor has no strided storage (sparse, nested, lazily initialised) or is of a subclass with a
+            `__torch_dispatch__` of its own, or if a module refuses to be copied.
+    """
+    return _copy_with(obj, _FakeFactory(fake_mode))
+
+
+def resize_batch(batch: T, batch_size: int, new_batch_size: int) -> T:
+    """Copy a batch of fake tensors with another number of samples.
+
+    Args:
+        batch: A batch of fake tensors, as `fake_copy` makes it.
+        batch_size: The number of samples in it, at least 0.
+        new_batch_size: The number of samples in the result, at least 0.
+
+    Returns:
+        A copy in which every tensor whose first dimension is `batch_size` has `new_batch_size` there, with its dimensions in
+        the same order in memory and a storage of its own. The other tensors are copied as they are.
+
+    Raises:
+        ValueError: If a size is negative.
+    """
+    for name, size in (("batch_size", batch_size), ("new_batch_size", new_batch_size)):
+        if size < 0:
+            raise ValueError(f"{name} is a number of samples and cannot be negative, got {size}.")
+    keep: dict[FakeTensorMode, _FakeFactory] = {}
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        assert isinstance(tensor, FakeTensor), type(tensor)
+        mode = tensor.fake_mode
+        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
+            return keep.setdefault(mode, _FakeFactory(mode))(tensor)
+        shape = (new_batch_size, *tensor.shape[1:])
+        with mode, torch.no_grad():
+            fake = torch.empty_strided(shape, _strides_in_order_of(tensor, shape), dtype=tensor.dtype, device=_CPU)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    return _copy_with(batch, resized)
+
+
+@contextlib.contextmanager
+def untouched_globals() -> Iterator[None]:
+    """Give back the random number generators as they were, and keep `torch.compile` from compiling for fakes.
+
+    Covers Python's `random`, NumPy's global generator where NumPy is imported, and PyTorch's CPU generator. Enter it
+    outside of any fake mode, in which the generator's state would be a fake as well.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    torch_state = torch.get_rng_state()
+    try:
+        with _eager():
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _eager() -> contextlib.AbstractContextManager[object]:
+    # Nothing is compiled before dynamo is imported, and importing it takes about a second.
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class _FakeFactory:
+    """Makes a fake for a tensor; tensors on one storage get fakes on one storage."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self._mode = fake_mode
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        _refuse_unless_strided(tensor)
+        storage = tensor.untyped_storage()
+        with self._mode, torch.no_grad():
+            if storage._cdata not in self._storages:
+                flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_CPU)
+                self._storages[storage._cdata] = flat.untyped_storage()
+            fake = torch.empty(0, dtype=tensor.dtype, device=_CPU)
+            fake.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+class _CopyMode(TorchFunctionMode):
+    """Answers for `copy.deepcopy` of a tensor; a parameter's own `__deepcopy__` asks for a clone of its data."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._make(tensor)
+            return memo[id(tensor)]
+        if getattr(func, "__name__", None) == "clone" and isinstance(args[0], torch.Tensor):
+            return self._make(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_unless_strided(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise _CannotBeFake(
+            f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for it. "
+            "Run the model once on a real batch first."
+        )
+    own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(tensor, FakeTensor)
+    if own_dispatch or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise _CannotBeFake(
+            f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout {tensor.layout} cannot be made "
+            "fake: only tensors that own one strided storage can. Convert it first, for instance with .to_dense(), "
+            ".dequantize() or .to_local(), or leave it out of the model and the batch."
+        )
+
+
+def _shape_text(tensor: torch.Tensor) -> str:
+    return "unknown" if tensor.is_nested else str(tuple(tensor.shape))
+
+
+def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    for module in _modules_of(obj):
+        # A lazy parameter copies itself without a word to the mode below.
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            _refuse_unless_strided(tensor)
+    shared: list[Any] = _to_share(obj)
+    while True:
+        memo: dict[int, Any] = {id(item): item for item in shared}
+        memo.update(dict.fromkeys(map(id, _run_references(obj))))
+        try:
+            with _CopyMode(make), torch.no_grad():
+                for compiled in _compiled_modules(obj):
+                    memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
+                result = copy.deepcopy(obj, memo)
+        except (_CannotBeFake, RecursionError):
+            raise
+        except Exception as error:
+            culprit = _last_object_copied(error.__traceback__)
+            if isinstance(culprit, nn.Module):
+                raise ValueError(
+                    f"A module of class {type(culprit).__name__} cannot be copied ({error}). "
+                    "Give it a __deepcopy__ that works, or leave it out of the model."
+                ) from error
+            if culprit is None or any(culprit is item for item in shared):
+                raise
+            shared.append(culprit)
+        else:
+            _settle(memo)
+            return result
+
+
+def _last_object_copied(traceback: TracebackType | None) -> Any:
+    found = None
+    while traceback is not None:
+        if traceback.tb_frame.f_code is copy.deepcopy.__code__:
+            found = traceback.tb_frame.f_locals["x"]
+        traceback = traceback.tb_next
+    return found
+
+
+def _modules_of(obj: object) -> Iterator[nn.Module]:
+    for leaf in pytree.tree_leaves(obj):
+        if isinstance(leaf, nn.Module):
+            yield from leaf.modules()
+
+
+def _run_references(obj: object) -> list[object]:
+    return [vars(module)[name] for module in _modules_of(obj) for name in _RUN_ATTRIBUTES if vars(module).get(name) is not None]
+
+
+def _to_share(obj: object) -> list[Any]:
+    return [value for module in _modules_of(obj) for value in vars(module).values() if isinstance(value, (Dataset, DataLoader))]
+
+
+def _compiled_modules(obj: object) -> list[Any]:
+    # Outer modules come first in modules(); a compiled module inside another must be in the memo before it is reached.
+    return [module for module in _modules_of(obj) if "_orig_mod" in module._modules][::-1]
+
+
+def _settle(memo: dict[int, Any]) -> None:
+    for module in [value for value in memo.values() if isinstance(value, nn.Module)]:
+        attributes = vars(module)
+        for name, value in attributes.items():
+            if isinstance(value, torch.device):
+                attributes[name] = _CPU
+        if attributes.get("_compiled_call_impl") is not None:
+            attributes["_compiled_call_impl"] = None
+
+
+def _strides_in_order_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [0] * len(shape)
+    step = 1
+    # The smallest stride first; of equal strides the last dimension first, as in a contiguous tensor.
+    for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            continue
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
