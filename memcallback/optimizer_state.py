@@ -39,7 +39,7 @@ class OptimizerStateEstimate:
         return sum(self.steady_bytes_by_device.values())
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> OptimizerStateEstimate | None:
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer, *, device_type: str | None = None) -> OptimizerStateEstimate | None:
     """Find the bytes of an optimizer's state, now and after its first updates.
 
     Where the optimizer has state for a parameter already, that is its size for good. Where it has none, a table of formulas
@@ -49,22 +49,26 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> OptimizerStateEst
 
     Args:
         optimizer: Any optimizer. It is not touched.
+        device_type: Type of the device, such as "cuda", that the parameters stand for. To be given for an optimizer of fake
+            tensors, which all say `cpu`; the table then goes before the state that is there.
 
     Returns:
         The estimate; None if the optimizer's class is unknown and some of its parameters have no state yet.
     """
     formula = next((_FORMULAS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _FORMULAS), None)
-    own = {id(parameter): _bytes_by_device(state) for parameter, state in optimizer.state.items() if isinstance(parameter, torch.Tensor)}
+    prefers_table = formula is not None and (formula.grows or device_type is not None)
     steady: dict[str, int] = {}
     from_table = False
     for group in optimizer.param_groups:
         for members in _members(group, formula):
-            from_state = _sum_by_device(own.get(id(parameter), {}) for parameter in members)
-            if (formula and formula.grows) or not (from_state or _is_frozen(members)):
+            part = _sum_by_device(_bytes_by_device(optimizer.state.get(parameter, {})) for parameter in members)
+            if not _is_frozen(members) and (prefers_table or not part):
                 if formula is None:
                     return None
-                from_state, from_table = _from_formula(formula, members, group), True
-            steady = _sum_by_device((steady, from_state))
+                part, from_table = _from_formula(formula, members, group, device_type or members[0].device.type), True
+            elif device_type is not None:
+                part = {device_type: sum(part.values())}
+            steady = _sum_by_device((steady, part))
     return OptimizerStateEstimate(
         name=type(optimizer).__name__,
         now_bytes_by_device=_bytes_by_device(dict(optimizer.state)),
@@ -266,7 +270,7 @@ def _is_frozen(parameters: Sequence[torch.Tensor]) -> bool:
     return not any(parameter.requires_grad for parameter in parameters)
 
 
-def _from_formula(formula: _Formula, members: Sequence[torch.Tensor], options: Options) -> dict[str, int]:
+def _from_formula(formula: _Formula, members: Sequence[torch.Tensor], options: Options, device_type: str) -> dict[str, int]:
     scalar_bytes = 8 if torch.get_default_dtype() == torch.float64 and not options.get("fused") else 4
     specs = [
         ParameterSpec(shape=tuple(member.shape), itemsize_bytes=member.element_size(), scalar_bytes=scalar_bytes) for member in members
@@ -276,7 +280,7 @@ def _from_formula(formula: _Formula, members: Sequence[torch.Tensor], options: O
     else:
         assert formula.of_parameter
         state = formula.of_parameter(specs[0], options)
-    return _sum_by_device(({members[0].device.type: state.device_bytes}, {"cpu": state.host_bytes}))
+    return _sum_by_device(({device_type: state.device_bytes}, {"cpu": state.host_bytes}))
 
 
 def _bytes_by_device(state: object) -> dict[str, int]:

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.optimizer_state import _FORMULAS, ParameterSpec, _formula, optimizer_state_bytes
 
@@ -191,6 +192,15 @@ def test_each_device_type_has_its_own_sum():
     assert optimizer_state_bytes(optimizer).steady_bytes_by_device == {"meta": 800, "cpu": 4}
 
 
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adagrad])
+def test_an_optimizer_of_fakes_is_counted_on_the_device_that_they_stand_for(make):
+    mode = FakeTensorMode()
+    with mode:
+        optimizer = make([nn.Parameter(torch.empty(10, 10))])
+    on_device = {torch.optim.Adam: 800, torch.optim.Adagrad: 400}[make]
+    assert optimizer_state_bytes(optimizer, device_type="cuda").steady_bytes_by_device == {"cuda": on_device, "cpu": 4}
+
+
 @pytest.mark.parametrize(
     ("make", "multiple"),
     [
@@ -234,6 +244,7 @@ def test_an_unknown_optimizer_is_unknown_until_it_has_state_of_its_own():
     estimate = optimizer_state_bytes(optimizer)
     assert estimate.steady_bytes == estimate.now_bytes == 3 * 14 * 4
     assert not estimate.from_table
+    assert optimizer_state_bytes(optimizer, device_type="cuda").steady_bytes_by_device == {"cuda": 3 * 14 * 4}
 
 
 def test_a_second_formula_for_one_optimizer_is_refused():
