@@ -1,2 +1,73 @@
-"""memcallback."""
+"""See where device memory goes while a PyTorch model trains, know it before the first step, and find the largest batch.
+
+    from memcallback import MemoryCallback
+    trainer = Trainer(callbacks=[MemoryCallback()])
+
+Reading order: `units`, `events`, `stats` (one type for measured and predicted), `prediction`, `advise`, `report`; then, with
+PyTorch, `holdings`, `meters`, `recorder`, `steps`, `shape_pass`, `textbook`; then the adapters `tensorboard`, `sinks`,
+`callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from memcallback.advise import BatchSizeAdvice
+from memcallback.events import Category, Phase
+from memcallback.layer_table import Layer, LayerTable
+from memcallback.prediction import Prediction
+from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.units import format_bytes, parse_bytes
+from memcallback.warn import MemoryWarning
+
+if TYPE_CHECKING:
+    from memcallback.callback import MemoryCallback
+    from memcallback.recorder import MemoryRecorder
+    from memcallback.shape_pass import layers
+    from memcallback.steps import TrainingStep
+    from memcallback.textbook import PredictionError, predict, suggest_batch_size
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchSizeAdvice",
+    "Category",
+    "DeviceMemory",
+    "Kind",
+    "Layer",
+    "LayerTable",
+    "MemoryCallback",
+    "MemoryRecorder",
+    "MemoryStats",
+    "MemoryWarning",
+    "Phase",
+    "PhaseMemory",
+    "Prediction",
+    "PredictionError",
+    "StepMemory",
+    "TrainingStep",
+    "format_bytes",
+    "layers",
+    "parse_bytes",
+    "predict",
+    "suggest_batch_size",
+]
+
+_ON_FIRST_USE = {
+    "MemoryCallback": "callback",
+    "MemoryRecorder": "recorder",
+    "PredictionError": "textbook",
+    "TrainingStep": "steps",
+    "layers": "shape_pass",
+    "predict": "textbook",
+    "suggest_batch_size": "textbook",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"memcallback.{_ON_FIRST_USE[name]}"), name)
+    globals()[name] = value
+    return value

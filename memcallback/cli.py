@@ -78,7 +78,7 @@ _COMMANDS: tuple[Callable[[Any], None], ...] = (_add_layers,)
 def _run_layers(arguments: argparse.Namespace) -> None:
     sizes = [_parse_input(text) for text in arguments.input]
     model = _load_model(arguments.target)
-    from memcallback.layers import input_dtype, layers
+    from memcallback.shape_pass import input_dtype, layers
 
     inputs = [_meta_tensor(size, dtype_name, input_dtype(model)) for size, dtype_name in sizes]
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.

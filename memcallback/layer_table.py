@@ -1,4 +1,4 @@
-"""The per-layer table as data: its rows, its sums, and its forms as a table and as JSON. How it is made: layers.py."""
+"""The per-layer table as data: its rows, its sums, and its forms as a table and as JSON. How it is made: shape_pass.py."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ class LayerTable:
         layers: One for every call. Modules whose parameters no call used come last.
         saved_bytes: Storages made in the pass that autograd keeps for the backward pass; parameters, buffers and inputs are
             not among them. 0 in a pass without gradients.
+        kept_bytes: Storages of all outputs, and what else autograd keeps (the mask of a dropout, say).
     """
 
     layers: tuple[Layer, ...]
     saved_bytes: int
+    kept_bytes: int
 
     @property
     def num_parameters(self) -> int:
@@ -125,7 +127,12 @@ class LayerTable:
         """The table for JSON: a list of layers and the sums, the unit in every key."""
         layers = [{**asdict(layer), "output_share_pct": 100 * self.share(layer)} for layer in self.layers]
         total_names = ("num_parameters", "parameter_bytes", "output_bytes", "num_flops", "num_multiply_adds", "read_bytes", "written_bytes")
-        return {"layers": layers, "total": {name: getattr(self, name) for name in total_names}, "saved_bytes": self.saved_bytes}
+        return {
+            "layers": layers,
+            "total": {name: getattr(self, name) for name in total_names},
+            "saved_bytes": self.saved_bytes,
+            "kept_bytes": self.kept_bytes,
+        }
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

@@ -19,7 +19,7 @@ from zoo import (
 )
 
 from memcallback.fakes import fake_copy
-from memcallback.layers import Layer, LayerTable, layers, shape_pass
+from memcallback.shape_pass import Layer, LayerTable, layers, shape_pass
 
 
 def row(table: LayerTable, name: str) -> Layer:

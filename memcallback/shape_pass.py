@@ -176,6 +176,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._uncounted = {_place(parameter) for parameter in model.parameters()}
         self._made: set[int] = set()
         self._saved: dict[int, torch.UntypedStorage] = {}
+        # Held to the end, so that a saved storage is not taken for an output that had its address before.
+        self._outputs: dict[int, torch.UntypedStorage] = {}
         self._is_saving = False
 
     @property
@@ -194,6 +196,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self, row: _Row, output: object, *, keep: bool = True) -> None:
         del self._rows[self._rows.index(row) :]
         if keep:
+            self._outputs.update({_address(t): t.untyped_storage() for t in _tensors(output) if _address(t) in row.made})
             self._layers.append(row.finish(output, self.flop_counter.get_total_flops()))
 
     def on_save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -285,7 +288,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if row.num_parameters:
                 self._layers.append(row.finish(None, row.num_flops_before))
         saved_bytes = sum(storage.nbytes() for storage in self._saved.values())
-        return LayerTable(layers=tuple(self._layers), saved_bytes=saved_bytes)
+        kept_bytes = sum(storage.nbytes() for storage in (self._outputs | self._saved).values())
+        return LayerTable(layers=tuple(self._layers), saved_bytes=saved_bytes, kept_bytes=kept_bytes)
 
 
 class _Functions(TorchFunctionMode):

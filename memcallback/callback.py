@@ -1,0 +1,422 @@
+"""`MemoryCallback`: Lightning's hooks, deciding only when something is recorded, predicted, logged or printed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import torch
+
+from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
+from memcallback.events import Phase
+from memcallback.figures import batch_size_curve, step_by_category
+from memcallback.meters import device_memory
+from memcallback.prediction import Prediction
+from memcallback.recorder import MemoryRecorder
+from memcallback.report import Report
+from memcallback.sinks import Sinks
+from memcallback.stats import DeviceMemory, StepMemory, largest
+from memcallback.steps import TrainingStep, infer_batch_size
+from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.textbook import predict
+from memcallback.units import parse_bytes
+from memcallback.warn import warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+else:
+    # The two packages are the same code with unrelated classes. A Trainer calls any object's hooks; only a callback given
+    # outside a list must be of its own package's class. So take that of whatever the program has imported, or both.
+    _loaded = [sys.modules[name].Callback for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+    if not _loaded:
+        try:
+            from lightning.pytorch import Callback
+        except ModuleNotFoundError:
+            from pytorch_lightning import Callback
+    else:
+        Callback = type("Callback", tuple(_loaded), {}) if len(_loaded) > 1 else _loaded[0]
+
+_P = ParamSpec("_P")
+
+
+def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
+    """A hook in which an error of ours ends the recording, not the training."""
+
+    @functools.wraps(hook)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        callback: Any = args[0]
+        if callback._is_broken:
+            return
+        try:
+            hook(*args, **kwargs)
+        except Exception as error:
+            callback._is_broken = True
+            callback._release()
+            warn(f"MemoryCallback has stopped recording: {type(error).__name__} in {hook.__name__}: {error}. Training goes on without it.")
+
+    return guarded
+
+
+class MemoryCallback(Callback):
+    """Records device memory in each phase of each training step, beside a prediction, and suggests the largest batch.
+
+    Nothing of the training changes: weights, losses, random numbers, metrics and checkpoints are the same with and without.
+    On CUDA a step costs five reads of the allocator's counters; the rest happens at the Trainer's logging interval. On a
+    CPU only the first three steps and those at the logging interval are recorded.
+
+    Logged to every logger of the Trainer (`memcallback.tensorboard` lists the tags); without a logger, to a TensorBoard run
+    under the Trainer's root directory. A report is printed once the first steady step is known, and at the end.
+
+    Args:
+        batch_size: Samples in a batch, if they are not to be inferred from it.
+        device: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains.
+        headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
+        predict: Whether to predict the step before it first runs.
+        reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
+            `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
+            recorder has what it would have said.
+
+    Attributes:
+        recorder: The recorder of the current or last fit; None before.
+        prediction: The prediction of the current or last fit; None if there is none.
+        report: The last report; None before.
+
+    Raises:
+        ValueError: If a size, the headroom or the batch size is out of range.
+
+    Examples:
+        >>> callback = MemoryCallback(device="24GiB")
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int | None = None,
+        device: str | int | None = None,
+        headroom: float = DEFAULT_HEADROOM,
+        predict: bool = True,
+        reset_peaks: bool = True,
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
+        if not 0 <= headroom < 1:
+            raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
+        self._batch_size = batch_size
+        self._capacity_bytes = None if device is None else parse_bytes(device)
+        self._headroom = headroom
+        self._predicts = predict
+        self._reset_peaks = reset_peaks
+        self.recorder: MemoryRecorder | None = None
+        self.prediction: Prediction | None = None
+        self.report: Report | None = None
+        self._restored_peaks: dict[str, int | None] = {}
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.prediction = None
+        self.report = None
+        self._sinks: Sinks | None = None
+        self._hooks: list[Any] = []
+        self._is_broken = False
+        self._has_seen_batch = False
+        self._has_reported = False
+        self._unlogged: StepMemory | None = None
+        self._warm_up: StepMemory | None = None
+        self._steady: StepMemory | None = None
+        self._notes: tuple[str, ...] = ()
+
+    # When something begins and ends.
+
+    @_never_stops_training
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin recording; sanity validation is over."""
+        self._release()
+        self._start_anew()
+        device = trainer.strategy.root_device
+        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+        self.recorder = MemoryRecorder(
+            pl_module, optimizers, device=device, sample_every_n_steps=_log_interval(trainer) or sys.maxsize, reset_peaks=self._reset_peaks
+        )
+        self.recorder.lifetime_peak_allocated_bytes = self._restored_peaks.get("lifetime_peak_allocated_bytes")
+        self.recorder.lifetime_peak_reserved_bytes = self._restored_peaks.get("lifetime_peak_reserved_bytes")
+        is_manual = not pl_module.automatic_optimization
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._on_update_start() if is_manual else None))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._on_update_end(is_manual)))
+        if trainer.is_global_zero:
+            own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
+            self._sinks = Sinks(trainer.loggers, own)
+        self._warn_of_devices(pl_module, device)
+
+    @_never_stops_training
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A step begins with its forward pass; before the first one comes the prediction."""
+        if self.recorder is None:
+            return
+        if not self._has_seen_batch:
+            self._has_seen_batch = True
+            self._look_at_first_batch(trainer, pl_module, batch)
+        self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
+        self.recorder.open_phase(Phase.FORWARD)
+
+    @_never_stops_training
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Under automatic optimization the forward pass is over."""
+        self._end_forward()
+
+    @_never_stops_training
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """The backward pass begins."""
+        self._end_forward()
+        if self.recorder:
+            self.recorder.open_phase(Phase.BACKWARD)
+
+    @_never_stops_training
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """The backward pass is over; by hand, another forward pass may follow."""
+        if self.recorder:
+            self.recorder.close_phase()
+            if not pl_module.automatic_optimization:
+                self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
+
+    @_never_stops_training
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The optimizer step begins, gradient clipping included."""
+        self._on_update_start()
+
+    @_never_stops_training
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The step is over, the optimizer's too if the update was skipped."""
+        if self.recorder is None:
+            return
+        if self.recorder.current_phase is Phase.FORWARD and not pl_module.automatic_optimization:
+            # A loop by hand that calls neither manual_backward nor an optimizer that we know marks nothing.
+            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
+        record = self.recorder.end_step()
+        if record is not None:
+            self._keep(record)
+            self._publish(trainer, pl_module, record)
+
+    @_never_stops_training
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last report."""
+        if self._steady is None and self._warm_up is not None:
+            text = (
+                f"Only {trainer.global_step} optimizer update was made: gradients and optimizer state were not there before it, so no steady "
+                "step was measured. Train for at least 2 steps to compare prediction and measurement."
+            )
+            self._notes = (*self._notes, text)
+            if not trainer.fast_dev_run:
+                warn(text)
+        self._finish(trainer, pl_module)
+
+    @_never_stops_training
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Training has failed: keep what was recorded of the step, and report."""
+        if self.recorder is None:
+            return
+        record = self.recorder.end_step(is_interrupted=True)
+        if record is not None:
+            self._keep(record)
+            self._notes = (*self._notes, f"The last step ended with {type(exception).__name__}.")
+        self._finish(trainer, pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take back the hooks on the optimizers."""
+        self._release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The peaks over the life of the training."""
+        if self.recorder is None:
+            return dict(self._restored_peaks)
+        return {
+            "lifetime_peak_allocated_bytes": self.recorder.lifetime_peak_allocated_bytes,
+            "lifetime_peak_reserved_bytes": self.recorder.lifetime_peak_reserved_bytes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's peaks."""
+        self._restored_peaks = dict(state_dict)
+
+    # What happens then.
+
+    def _end_forward(self) -> None:
+        if self.recorder is None:
+            return
+        if self.recorder.current_phase is Phase.OPTIMIZER_STEP:
+            # LBFGS has called its closure again, and nothing marks where the forward pass in it began.
+            self.recorder.close_phase(covers=(Phase.OPTIMIZER_STEP, Phase.FORWARD))
+        elif self.recorder.current_phase is Phase.FORWARD:
+            self.recorder.close_phase()
+
+    def _on_update_start(self) -> None:
+        if self.recorder is None or self.recorder.current_phase is Phase.OPTIMIZER_STEP:
+            return
+        if self.recorder.current_phase is Phase.FORWARD:
+            # Only a bare loss.backward() comes this far without a mark between the two passes.
+            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
+        self.recorder.open_phase(Phase.OPTIMIZER_STEP)
+
+    def _on_update_end(self, is_manual: bool) -> None:
+        if self.recorder and self.recorder.current_phase is Phase.OPTIMIZER_STEP:
+            self.recorder.close_phase()
+            if is_manual:
+                self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
+
+    def _look_at_first_batch(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        size = infer_batch_size(batch)
+        if self._batch_size is None and size.batch_size is None:
+            warn(
+                f"The batch size cannot be inferred from a batch of type {type(batch).__name__}: no tensor in it has a first dimension. Memory is "
+                "recorded, but not predicted, and no batch size is suggested. Give it: MemoryCallback(batch_size=32)."
+            )
+            return
+        if self._batch_size is None and size.is_ambiguous:
+            warn(
+                f"The tensors of the batch differ in their first dimension; {size.batch_size}, the most frequent, is taken for the batch size. "
+                "If that is wrong, give it: MemoryCallback(batch_size=32)."
+            )
+        if self._predicts:
+            self._predict(trainer, pl_module, batch)
+
+    def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        try:
+            step = TrainingStep.from_lightning(
+                pl_module, batch, optimizer=trainer.optimizers, precision=trainer.precision, batch_size=self._batch_size
+            )
+            assert self.recorder is not None
+            self.prediction = predict(step, device=self._capacity_bytes, device_name=self.recorder.meter.device_name)
+        except Exception as error:  # whatever a user's model does on shapes alone, training goes on
+            warn(
+                f"The step's memory could not be predicted: {type(error).__name__}: {error} It is still recorded. "
+                "MemoryCallback(predict=False) leaves the prediction out."
+            )
+
+    def _warn_of_devices(self, pl_module: Any, device: torch.device) -> None:
+        devices = sorted({str(parameter.device) for parameter in pl_module.parameters()})
+        if len(devices) > 1:
+            warn(
+                f"The model's parameters are on {len(devices)} devices ({', '.join(devices)}); memory of {device} alone is recorded, and the "
+                "prediction counts the parameters there. Record the others with a MemoryRecorder(device=...) each."
+            )
+
+    def _keep(self, record: StepMemory) -> None:
+        """The warm-up step, the largest steady step so far (one with a count by category, once there is one), and the largest unlogged one."""
+        if record.is_warm_up:
+            self._warm_up = record
+        elif not record.is_interrupted and (self._steady is None or _rank(record) >= _rank(self._steady)):
+            self._steady = record
+        if self._unlogged is None or _rank(record) >= _rank(self._unlogged):
+            self._unlogged = record
+
+    def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
+        is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
+        is_first_steady = self._steady is not None and not self._has_reported
+        if is_window_complete and (_is_logging_step(trainer) or is_first_steady):
+            device = device_memory(self.recorder.meter.device) if self.recorder else DeviceMemory()
+            self._log(device, _step_number(trainer))
+            if is_first_steady:
+                self._report(pl_module, device, _step_number(trainer))
+
+    def _log(self, device: DeviceMemory, number: int) -> None:
+        step, self._unlogged = self._unlogged, None
+        if step is not None and self._sinks is not None:
+            self._sinks.log_scalars(scalars(step, self._prediction_for(step), device), number)
+
+    def _prediction_for(self, step: StepMemory) -> Prediction | None:
+        return self.prediction.at(step.batch_size) if self.prediction and step.batch_size else self.prediction
+
+    def _advise(self, device: DeviceMemory) -> BatchSizeAdvice | None:
+        steady = self._steady
+        capacity = self._capacity_bytes if self._capacity_bytes is not None else device.capacity_bytes
+        outside: int | None = None
+        if steady and self._capacity_bytes is None:
+            if steady.peak_reserved_bytes is not None:
+                outside = device.non_pytorch_bytes(steady.windows[-1].end.reserved_bytes)
+            elif device.used_bytes is not None and steady.peak_resident_bytes is not None:
+                # On a CPU: other processes, and what of this one is not tensors of the step.
+                outside = max(0, device.used_bytes - (steady.peak_allocated_bytes or 0))
+        return suggest(
+            measured=steady,
+            predicted=self._prediction_for(steady) if steady else self.prediction,
+            capacity_bytes=capacity,
+            outside_bytes=outside,
+            headroom=self._headroom,
+        )
+
+    def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
+        """Print the report, and write it and its pictures where there is a TensorBoard run."""
+        self._has_reported = True
+        step = self._steady or self._warm_up
+        prediction = self._prediction_for(step) if step else self.prediction
+        advice = self._advise(device)
+        if self._capacity_bytes is not None:
+            device = replace(device, capacity_bytes=self._capacity_bytes, used_bytes=None)
+        peak = self.recorder.lifetime_peak_allocated_bytes if self.recorder else None
+        self.report = Report(
+            measured=step, prediction=prediction, device=device, advice=advice, lifetime_peak_allocated_bytes=peak, notes=self._notes
+        )
+        if self._sinks is None:
+            return
+        _print(pl_module, self.report.to_text())
+        self._sinks.log_text(REPORT_TAG, self.report.to_markdown(), number)
+        if step is not None and any(window.start.by_category for window in step.windows):
+            self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
+        if advice is not None:
+            self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
+
+    def _finish(self, trainer: Any, pl_module: Any) -> None:
+        if self.recorder is None:
+            return
+        device = device_memory(self.recorder.meter.device)
+        # Lightning has counted the last batch already.
+        number = max(0, _step_number(trainer) - 1)
+        self._log(device, number)
+        self._report(pl_module, device, number)
+        if self._sinks is not None and self._sinks.log_dir is not None:
+            _print(pl_module, f"Memory curves: tensorboard --logdir {self._sinks.log_dir}")
+        self._release()
+
+    def _release(self) -> None:
+        """Leave nothing behind on the optimizers; write out what is buffered."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.recorder is not None:
+            self.recorder.close()
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None
+
+
+def _rank(record: StepMemory) -> tuple[bool, bool, int]:
+    """Steady before warm-up, complete before partial, then by peak."""
+    return (
+        not record.is_warm_up,
+        Phase.OPTIMIZER_STEP in record.phases,
+        largest((record.peak_allocated_bytes, record.peak_resident_bytes, 0)) or 0,
+    )
+
+
+def _log_interval(trainer: Any) -> int:
+    return int(trainer.log_every_n_steps)
+
+
+def _step_number(trainer: Any) -> int:
+    """The step that Lightning gives its loggers, so that our points lie under the user's own."""
+    return int(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step))
+
+
+def _is_logging_step(trainer: Any) -> bool:
+    interval = _log_interval(trainer)
+    return interval > 0 and (_step_number(trainer) + 1) % interval == 0
+
+
+def _print(pl_module: Any, text: str) -> None:
+    """Beside the progress bar, in letters that the console has."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    pl_module.print(text.encode(encoding, "replace").decode(encoding))

@@ -1,0 +1,151 @@
+"""Two pictures: one step by category with the prediction over it, and the peak over batch sizes with the capacity.
+
+Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memcallback.advise import BatchSizeAdvice
+from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.prediction import Prediction
+from memcallback.stats import MemoryStats, StepMemory
+from memcallback.units import GiB, KiB, MiB
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_COLOURS = {
+    Category.PARAMETER: "#4e79a7",
+    Category.BUFFER: "#a0cbe8",
+    Category.GRADIENT: "#f28e2b",
+    Category.OPTIMIZER_STATE: "#59a14f",
+    Category.INPUT: "#b07aa1",
+}
+_REST_COLOUR = "#d4d4d4"
+_PREDICTED_COLOUR = "#c62828"
+
+
+def step_by_category(measured: StepMemory, prediction: Prediction | None) -> npt.NDArray[np.uint8]:
+    """What stands at each boundary of a measured step, stacked by category, with each phase's peak and its predicted band.
+
+    Args:
+        measured: A step on which categories were counted.
+        prediction: The prediction at its batch size.
+
+    Returns:
+        An image of shape (height, width, 3), 0 to 255.
+
+    Raises:
+        ValueError: If the step has no boundary with allocated bytes and categories.
+    """
+    moments = [(name, stats) for name, stats in _boundaries(measured) if stats.by_category and stats.allocated_bytes is not None]
+    if not moments:
+        raise ValueError("The step has no count by category: take a sampled step of a recorder that knows its model.")
+    unit, unit_name = _unit(max(measured.peak_allocated_bytes or 0, *(stats.allocated_bytes or 0 for _, stats in moments)))
+    figure, axes = _canvas()
+    positions = range(len(moments))
+    bottoms = [0.0] * len(moments)
+    stacks = [(c.label, _COLOURS[c], [(s.by_category or {}).get(c, 0) for _, s in moments]) for c in HELD_CATEGORIES]
+    stacks.append(("activations and other", _REST_COLOUR, [stats.rest_bytes or 0 for _, stats in moments]))
+    for label, colour, sizes in stacks:
+        heights = [size / unit for size in sizes]
+        axes.bar(positions, heights, bottom=bottoms, label=label, color=colour, width=0.6)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    _draw_peaks(axes, measured, prediction, [name for name, _ in moments], unit)
+    axes.set_xticks(list(positions), [name for name, _ in moments])
+    axes.set_ylabel(f"allocated ({unit_name})")
+    axes.set_title(f"One training step by category, batch size {measured.batch_size or 'unknown'}, {measured.device_name}, measured")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return _pixels(figure)
+
+
+def _boundaries(step: StepMemory) -> list[tuple[str, MemoryStats]]:
+    moments = []
+    for phase in Phase:
+        if window := step.phases.get(phase):
+            moments += [(f"{window.label}\nstart", window.start), (f"{window.label}\nend", window.end)]
+    return moments
+
+
+def _draw_peaks(axes: Any, measured: StepMemory, prediction: Prediction | None, names: list[str], unit: int) -> None:
+    predicted = prediction.phases if prediction else {}
+    for number, (phase, window) in enumerate(measured.phases.items()):
+        if f"{window.label}\nstart" not in names:
+            continue
+        left = names.index(f"{window.label}\nstart")
+        right = left + 1
+        label = "measured peak of the phase" if number == 0 else None
+        if window.peak_allocated_bytes is not None:
+            axes.plot([left - 0.35, right + 0.35], [window.peak_allocated_bytes / unit] * 2, color="black", linewidth=2, label=label)
+        ours = predicted.get(phase)
+        if ours and ours.peak_allocated_bytes is not None:
+            high = ours.peak_allocated_bytes / unit
+            low = high if ours.low_bytes is None else ours.low_bytes / unit
+            axes.fill_between(
+                [left - 0.35, right + 0.35], low, high, color=_PREDICTED_COLOUR, alpha=0.15, label="predicted band" if number == 0 else None
+            )
+            axes.plot(
+                [left - 0.35, right + 0.35], [high] * 2, "--", color=_PREDICTED_COLOUR, label="predicted peak" if number == 0 else None
+            )
+
+
+def batch_size_curve(advice: BatchSizeAdvice, prediction: Prediction | None) -> npt.NDArray[np.uint8]:
+    """The peak over batch sizes, with the device's capacity and the suggestion.
+
+    Args:
+        advice: The suggestion.
+        prediction: The prediction, drawn beside it.
+
+    Returns:
+        An image of shape (height, width, 3), 0 to 255.
+    """
+    largest = max(2, 2 * max(advice.batch_size, advice.current_batch_size))
+    sizes = sorted({max(1, round(largest ** (i / 60))) for i in range(61)})
+    unit, unit_name = _unit(advice.capacity_bytes)
+    figure, axes = _canvas()
+    if prediction:
+        predicted = [prediction.at(size) for size in sizes]
+        axes.plot(
+            sizes,
+            [p.peak_allocated_bytes / unit for p in predicted],
+            "--",
+            color=_PREDICTED_COLOUR,
+            label=f"predicted peak ({prediction.source})",
+        )
+    if advice.is_measured:
+        axes.plot(sizes, [advice.peak_bytes(size) / unit for size in sizes], color="black", label="peak expected from the measured step")
+    axes.axhline(advice.capacity_bytes / unit, color="#555555", label="capacity")
+    axes.axhline(max(0, advice.budget_bytes) / unit, color="#555555", linestyle=":", label="capacity less headroom and others' use")
+    if advice.batch_size:
+        axes.axvline(advice.batch_size, color="#59a14f", label=f"suggested batch size {advice.batch_size}")
+    axes.axvline(advice.current_batch_size, color="#4e79a7", linestyle="--", label=f"current batch size {advice.current_batch_size}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("batch size")
+    axes.set_ylabel(f"peak ({unit_name})")
+    axes.set_title("Peak memory over the batch size")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return _pixels(figure)
+
+
+def _unit(largest_bytes: int) -> tuple[int, str]:
+    return (GiB, "GiB") if largest_bytes > GiB else (MiB, "MiB") if largest_bytes > MiB else (KiB, "KiB")
+
+
+def _canvas() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), dpi=100, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _pixels(figure: Any) -> npt.NDArray[np.uint8]:
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

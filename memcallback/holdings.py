@@ -1,0 +1,122 @@
+"""Which storages a training holds, and for what: parameters, buffers, gradients, optimizer state, input.
+
+Storages are counted, not tensors: a tied weight or a view adds nothing. Only those on one device count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memcallback.events import Category
+
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, torch.nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What is held at one moment.
+
+    Attributes:
+        by_category: Bytes of storages for each of parameter, buffer, gradient, optimizer state and input; a storage
+            that serves several counts in the first of them.
+        storages: Address of each storage on the device -> its bytes.
+    """
+
+    by_category: Mapping[Category, int]
+    storages: Mapping[int, int]
+
+
+def holdings(
+    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], batch: object, device: torch.device
+) -> Holdings:
+    """Count what models, optimizers and a batch hold on a device.
+
+    Args:
+        modules: The models.
+        optimizers: The optimizers; their own state is read.
+        batch: Any nesting of dicts, lists, tuples, dataclasses and objects with tensors in it; None for no batch.
+        device: Storages elsewhere are left out. A device without an index stands for all of its type.
+
+    Returns:
+        Bytes by category, and the storages.
+    """
+    modules = list(modules)
+    by_category: dict[Category, int] = {}
+    storages: dict[int, int] = {}
+    sources: tuple[tuple[Category, Iterable[torch.Tensor]], ...] = (
+        (Category.PARAMETER, chain.from_iterable(module.parameters() for module in modules)),
+        (Category.BUFFER, chain.from_iterable(module.buffers() for module in modules)),
+        (Category.GRADIENT, (p.grad for module in modules for p in module.parameters() if p.grad is not None)),
+        (Category.OPTIMIZER_STATE, chain.from_iterable(tensors_in(dict(optimizer.state)) for optimizer in optimizers)),
+        (Category.INPUT, tensors_in(batch)),
+    )
+    for category, tensors in sources:
+        num_bytes = 0
+        for storage in chain.from_iterable(map(storages_of, tensors)):
+            if not is_on(storage.device, device) or storage.nbytes() == 0:
+                continue
+            address = storage.data_ptr()
+            if address not in storages:
+                storages[address] = storage.nbytes()
+                num_bytes += storages[address]
+        by_category[category] = num_bytes
+    return Holdings(by_category=by_category, storages=storages)
+
+
+def is_on(device: torch.device, wanted: torch.device) -> bool:
+    """Whether a device is the wanted one; a wanted device without an index is any of its type."""
+    return device.type == wanted.type and (wanted.index is None or device.index in (None, wanted.index))
+
+
+def tensors_in(obj: object) -> Iterator[torch.Tensor]:
+    """Every tensor in a nesting of mappings, sequences, sets, dataclasses and objects, in order, each object visited once."""
+    seen: set[int] = set()
+    return _tensors_in(obj, seen)
+
+
+def _tensors_in(obj: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(obj, torch.Tensor):
+        yield obj
+        return
+    if isinstance(obj, _LEAVES) or id(obj) in seen:
+        return
+    seen.add(id(obj))
+    for child in _children(obj):
+        yield from _tensors_in(child, seen)
+
+
+def _children(obj: object) -> Iterable[object]:
+    if isinstance(obj, Mapping):
+        return list(obj.values())
+    if isinstance(obj, (list, tuple, set, frozenset)):
+        return list(obj)
+    if dataclasses.is_dataclass(obj):
+        return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
+    # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes. Functions and modules of
+    # Python have attributes too, and would lead everywhere.
+    return list(vars(obj).values()) if hasattr(obj, "__dict__") and not isinstance(obj, (Callable, type(torch))) else []  # type: ignore[arg-type]
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages behind a tensor: one, or those of the tensors that a sparse tensor or a wrapper such as DTensor consists of."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from storages_of(tensor._indices())
+        yield from storages_of(tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
+            yield from storages_of(part)
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
+            yield from storages_of(part)
+    elif not torch.nn.parameter.is_lazy(tensor):
+        yield tensor.untyped_storage()

@@ -1,0 +1,87 @@
+"""What is outside the allocator: NVML's view of a device. For logging steps, never for every step.
+
+NVML answers a question in tens of microseconds to milliseconds and needs a driver; nothing here raises for want of one.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from memcallback.stats import DeviceMemory
+
+
+def cuda_memory(device: torch.device) -> DeviceMemory:
+    """A CUDA device as NVML sees it; without NVML, as the CUDA driver does, which cannot tell processes apart.
+
+    Args:
+        device: A CUDA device.
+
+    Returns:
+        Capacity (what PyTorch can use: the driver keeps some), used bytes (contexts included), the shares of this
+        process and of others. `unavailable` says what is missing and why.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        nvml = _initialised()
+        handle = _handle(nvml, str(properties.uuid))
+        used = _used_bytes(nvml, handle)
+    except Exception as error:  # whatever is wrong with a driver, training goes on
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(capacity_bytes=total, used_bytes=total - free, unavailable=f"NVML is not available: {_reason(error)}")
+    try:
+        own, others = _by_process(nvml, handle)
+    except Exception as error:
+        return DeviceMemory(capacity_bytes=properties.total_memory, used_bytes=used, unavailable=f"no figures by process: {_reason(error)}")
+    hidden = "this process is not in NVML's list, as in a container with process numbers of its own" if own is None else None
+    return DeviceMemory(
+        capacity_bytes=properties.total_memory,
+        used_bytes=used,
+        this_process_bytes=own,
+        other_processes_bytes=others if own is not None else None,
+        unavailable=hidden,
+    )
+
+
+@lru_cache(maxsize=1)
+def _initialised() -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """By UUID, since CUDA_VISIBLE_DEVICES renumbers CUDA's devices and not NVML's."""
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    return nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _used_bytes(nvml: Any, handle: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+    except nvml.NVMLError_FunctionNotFound:
+        # Drivers before 510 have the first version only, whose figure includes what the driver keeps for itself.
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def _by_process(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
+    """Bytes of this process and of the others; None where NVML lists a process without a figure, or not at all."""
+    own: int | None = None
+    others: int | None = 0
+    for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        size = process.usedGpuMemory
+        if process.pid == os.getpid():
+            own = size
+        else:
+            others = None if size is None or others is None else others + size
+    return own, others
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return "the module pynvml is missing (pip install nvidia-ml-py)"
+    return f"{type(error).__name__}: {error}"

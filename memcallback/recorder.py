@@ -1,0 +1,291 @@
+"""`MemoryRecorder`: the boundaries of any training loop, made into one `StepMemory` a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from memcallback.cpu_meter import CpuMeter
+from memcallback.events import Phase
+from memcallback.holdings import holdings
+from memcallback.meters import AllocatorMeter, Meter
+from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory, largest
+from memcallback.steps import infer_batch_size
+
+#: The first steps are always sampled: the warm-up, the first steady step, and one after it.
+NUM_FIRST_SAMPLED = 3
+
+
+@dataclass
+class _OpenStep:
+    """A step under way: windows are pairs of positions in the list of the meter's readings."""
+
+    batch: object
+    batch_size: int | None
+    is_sampled: bool
+    num_updates_before: int
+    num_readings: int = 0
+    windows: list[tuple[tuple[Phase, ...], int, int]] = field(default_factory=list)
+    phase: Phase | None = None
+    phase_start: int = 0
+    is_provisional: bool = False
+    is_after_backward: bool = False
+
+
+class MemoryRecorder:
+    """Records the memory of training steps, in any loop.
+
+    On CUDA every step costs five reads of the allocator's counters and no synchronisation. What model, optimizers and
+    batch hold, by category, is counted on sampled steps only: the first three and every `sample_every_n_steps`-th. On a
+    CPU only sampled steps are recorded.
+
+    Args:
+        model: The model or models, for the split by category; on a CPU, for any figure but the resident size.
+        optimizer: The optimizer or optimizers, for their state, and to know which steps made an update.
+        device: What to read; by default the model's device, else the current accelerator, else the CPU.
+        sample_every_n_steps: At least 1.
+        reset_peaks: Whether the allocator's peaks are reset at each boundary (see `AllocatorMeter`).
+
+    Attributes:
+        steps: The last 100 recorded steps, oldest first.
+        lifetime_peak_allocated_bytes: The largest allocated figure since the recorder began, between steps included;
+            what `torch.cuda.max_memory_allocated()` would have said without the resets. None before the first step.
+        lifetime_peak_reserved_bytes: The same for reserved memory.
+
+    Raises:
+        ValueError: If `sample_every_n_steps` is below 1.
+        MeterUnavailableError: If the device cannot be read.
+
+    Examples:
+        >>> model = torch.nn.Linear(10, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> recorder = MemoryRecorder(model, optimizer)
+        >>> with recorder.step(batch_size=32):
+        ...     with recorder.phase(Phase.FORWARD):
+        ...         loss = model(torch.ones(32, 10)).sum()
+        ...     with recorder.phase(Phase.BACKWARD):
+        ...         loss.backward()
+        ...     with recorder.phase(Phase.OPTIMIZER_STEP):
+        ...         optimizer.step()
+        >>> [phase.label for phase in recorder.steps[-1].phases]
+        ['forward', 'backward', 'optimizer step']
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        sample_every_n_steps: int = 50,
+        reset_peaks: bool = True,
+    ) -> None:
+        if sample_every_n_steps < 1:
+            raise ValueError(f"sample_every_n_steps must be at least 1, got {sample_every_n_steps}. Leave it out for every 50th step.")
+        self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        chosen = torch.device(device) if device is not None else default_device(self._modules)
+        self.meter: Meter = CpuMeter(reset_peaks=reset_peaks) if chosen.type == "cpu" else AllocatorMeter(chosen, reset_peaks=reset_peaks)
+        self.steps: deque[StepMemory] = deque(maxlen=100)
+        self.lifetime_peak_allocated_bytes: int | None = None
+        self.lifetime_peak_reserved_bytes: int | None = None
+        self._sample_every_n_steps = sample_every_n_steps
+        self._num_steps = 0
+        self._num_updates = 0
+        self._open: _OpenStep | None = None
+        self._is_skipping = False
+        self._hooks = [
+            opt.register_step_post_hook(self._count_update) for opt in self._optimizers if isinstance(opt, torch.optim.Optimizer)
+        ]
+
+    def close(self) -> None:
+        """Take back the hooks on the optimizers, and drop a step that is still open."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._open:
+            self.end_step(is_interrupted=True)
+
+    @contextmanager
+    def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
+        """One training step: one batch, with its phases inside.
+
+        Args:
+            batch: The batch, to count its storages as input and its samples.
+            batch_size: Samples in the batch, if they are not to be inferred from it.
+
+        Raises:
+            RuntimeError: If a step is open already.
+        """
+        self.begin_step(batch, batch_size=batch_size)
+        try:
+            yield
+        except BaseException:
+            self.end_step(is_interrupted=True)
+            raise
+        self.end_step()
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """One phase inside a step. A phase may come several times in a step.
+
+        Raises:
+            RuntimeError: If no step is open.
+            TypeError: If `phase` is not a `Phase`.
+        """
+        if not isinstance(phase, Phase):
+            raise TypeError(f"phase must be a memcallback.Phase, got {phase!r}. Use Phase.FORWARD, Phase.BACKWARD or Phase.OPTIMIZER_STEP.")
+        if self._open is None and not self._is_skipping:
+            raise RuntimeError(f"The phase {phase.label!r} is outside a step. Put it inside `with recorder.step(batch_size=...):`.")
+        self.open_phase(phase)
+        try:
+            yield
+        finally:
+            self.close_phase()
+        if phase is Phase.OPTIMIZER_STEP and not self._hooks:
+            self._num_updates += 1
+
+    # The same as calls, for loops whose boundaries are hooks.
+
+    @property
+    def current_phase(self) -> Phase | None:
+        """The phase that is open and did begin; None between phases, and in one that is provisional."""
+        return self._open.phase if self._open and not self._open.is_provisional else None
+
+    def begin_step(self, batch: object = None, *, batch_size: int | None = None, sample: bool = False) -> None:
+        """Begin a step.
+
+        Args:
+            batch: As for `step`.
+            batch_size: As for `step`.
+            sample: Count what is held by category in this step too.
+
+        Raises:
+            RuntimeError: If a step is open already.
+        """
+        if self._open is not None:
+            raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
+        is_sampled = sample or self._num_steps < NUM_FIRST_SAMPLED or self._num_steps % self._sample_every_n_steps == 0
+        self._is_skipping = not (is_sampled or self.meter.reads_every_step)
+        if self._is_skipping:
+            self._num_steps += 1
+            return
+        size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
+        self._open = _OpenStep(batch=batch, batch_size=size, is_sampled=is_sampled, num_updates_before=self._num_updates)
+        self.meter.begin()
+
+    def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
+        """Begin a phase, ending the one that is open at the same reading.
+
+        An optimizer step right after a backward pass begins with the reading that ended it: nothing happens between
+        them that a person would look for, and a step stays at five reads.
+
+        Args:
+            phase: The phase.
+            is_provisional: It begins at the last reading, and did not happen if the step ends or another provisional
+                phase or an optimizer step begins without a reading in between.
+        """
+        step = self._open
+        if step is None:
+            return
+        if step.phase is not None and step.is_provisional and (is_provisional or phase is Phase.OPTIMIZER_STEP):
+            step.phase = None
+        if step.phase is not None:
+            self.close_phase()
+        elif not (is_provisional or (phase is Phase.OPTIMIZER_STEP and step.is_after_backward)):
+            self._read(step)
+        step.phase, step.phase_start, step.is_provisional = phase, step.num_readings - 1, is_provisional
+
+    def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
+        """End the open phase, if there is one.
+
+        Args:
+            covers: All the phases that were in this window, where nothing marked the boundary between them.
+        """
+        step = self._open
+        if step is None or step.phase is None:
+            return
+        self._read(step)
+        covers = covers or (step.phase,)
+        step.windows.append((covers, step.phase_start, step.num_readings - 1))
+        step.phase, step.is_after_backward = None, Phase.BACKWARD in covers
+
+    def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
+        """End the step and keep its record.
+
+        Args:
+            is_interrupted: An exception ended it.
+
+        Returns:
+            The record; None if this step was not read.
+        """
+        self._is_skipping = False
+        step = self._open
+        if step is None:
+            return None
+        if not step.is_provisional:
+            self.close_phase()
+        self._open = None
+        self._num_steps += 1
+        stats = self.meter.end()
+        self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
+        self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))
+        record = StepMemory(
+            kind=Kind.MEASURED,
+            source=self.meter.source,
+            device_name=self.meter.device_name,
+            windows=tuple(_window(covers, stats[start : end + 1]) for covers, start, end in step.windows),
+            index=self._num_steps - 1,
+            batch_size=step.batch_size,
+            is_warm_up=step.num_updates_before == 0,
+            num_optimizer_updates=self._num_updates - step.num_updates_before if self._hooks else None,
+            is_interrupted=is_interrupted,
+        )
+        self.steps.append(record)
+        return record
+
+    def _count_update(self, *_: object) -> None:
+        self._num_updates += 1
+
+    def _read(self, step: _OpenStep) -> None:
+        held = None
+        if step.is_sampled and self._modules:
+            held = holdings(self._modules, self._optimizers, step.batch, self.meter.device)
+        self.meter.read(held)
+        step.num_readings += 1
+        step.is_after_backward = False
+
+
+def _window(covers: tuple[Phase, ...], stats: tuple[MemoryStats, ...]) -> PhaseMemory:
+    start, end = stats[0], stats[-1]
+    inside = stats[1:]
+    return PhaseMemory(
+        # A forward and backward pass in one is named for the backward pass, which usually has the peak.
+        phase=max(covers, key=list(Phase).index),
+        covers=covers,
+        start=start,
+        end=end,
+        peak_allocated_bytes=largest(s.peak_allocated_bytes for s in inside),
+        peak_reserved_bytes=largest(s.peak_reserved_bytes for s in inside),
+        peak_resident_bytes=largest(s.peak_resident_bytes for s in inside),
+        num_alloc_retries=_increase(start.num_alloc_retries, end.num_alloc_retries),
+        num_ooms=_increase(start.num_ooms, end.num_ooms),
+    )
+
+
+def _increase(start: int | None, end: int | None) -> int | None:
+    return None if start is None or end is None else end - start
+
+
+def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
+    """The device of the first parameter that has one; without parameters the current accelerator, else the CPU."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.device.type != "meta":
+                return parameter.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else torch.device("cpu")

@@ -1,0 +1,164 @@
+"""What was measured, predicted and advised, as one compact text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memcallback.advise import BatchSizeAdvice
+from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.prediction import Prediction
+from memcallback.stats import DeviceMemory, MemoryStats, PhaseMemory, StepMemory, error_pct
+from memcallback.tables import Table
+from memcallback.units import format_bytes
+
+UNKNOWN = "n/a"
+_INDENT = "   "
+_PLURAL = {Category.PARAMETER: "parameters", Category.BUFFER: "buffers", Category.GRADIENT: "gradients"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is known of a training's memory at one time.
+
+    Attributes:
+        measured: A steady step, or the warm-up step where there is no other; None if no step was recorded.
+        prediction: The prediction at that step's batch size, None if there is none.
+        device: The whole device.
+        advice: The suggestion, None if there is none.
+        lifetime_peak_allocated_bytes: The largest allocated figure since the recording began.
+        notes: What else the person should know, one sentence each.
+    """
+
+    measured: StepMemory | None
+    prediction: Prediction | None
+    device: DeviceMemory
+    advice: BatchSizeAdvice | None
+    lifetime_peak_allocated_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def table(self) -> Table:
+        """Per phase and per category: predicted and measured with the error; then the device."""
+        predicted = self.prediction.step if self.prediction else None
+        phases = _phase_rows(self.measured, predicted)
+        categories = _category_rows(self.measured, predicted)
+        device = self._device_rows()
+        return Table(
+            title=self._title(),
+            columns=("", "predicted", "low edge", "measured", "error"),
+            rows=(*phases, *categories, *device),
+            rules_after=frozenset({len(phases) - 1, len(phases) + len(categories) - 1}),
+        )
+
+    def lines(self) -> tuple[str, ...]:
+        """The suggestion, what it leaves out, and the notes."""
+        lines = []
+        if self.advice:
+            lines.append(self.advice.sentence())
+            lines.append("It leaves out " + "; ".join(self.advice.leaves_out) + ".")
+        if self.prediction:
+            lines.extend(self.prediction.caveats)
+        if self.device.unavailable:
+            lines.append(f"Of the device: {self.device.unavailable}.")
+        return (*lines, *self.notes)
+
+    def to_text(self) -> str:
+        """For a console."""
+        return self.table().to_text() + "".join(f"{line}\n" for line in self.lines())
+
+    def to_markdown(self) -> str:
+        """For TensorBoard and files."""
+        return self.table().to_markdown() + "\n\n" + "\n\n".join(self.lines())
+
+    def _title(self) -> str:
+        step = self.measured or (self.prediction.step if self.prediction else None)
+        if step is None:
+            return "Memory of one training step: nothing was recorded"
+        parts = ["Memory of one training step"]
+        if self.measured:
+            parts.append("warm-up" if self.measured.is_warm_up else "steady")
+        if step.batch_size:
+            parts.append(f"batch size {step.batch_size}")
+        parts.append(step.device_name)
+        if self.measured:
+            parts.append(f"measured by {self.measured.source}")
+        if self.prediction:
+            parts.append(f"predicted by {self.prediction.source}")
+        return " · ".join(parts)
+
+    def _device_rows(self) -> list[tuple[str, ...]]:
+        measured = self.measured
+        reserved = measured.peak_reserved_bytes if measured else None
+        resident = measured.peak_resident_bytes if measured else None
+        capacity, used = self.device.capacity_bytes, self.device.used_bytes
+        rows = [_heading("device")]
+        if resident is not None:
+            rows.append(_row("peak resident size of the process", None, None, resident))
+        else:
+            rows.append(_row("peak reserved", None, None, reserved))
+            rows.append(_row("non-PyTorch memory", None, None, self.device.non_pytorch_bytes(self._reserved_now())))
+        rows.append(_row("largest allocated so far", None, None, self.lifetime_peak_allocated_bytes))
+        share = f"{100 * used / capacity:.1f} % used" if capacity and used is not None else ""
+        rows.append((_INDENT + "capacity", "", "", _text(capacity), share))
+        return rows
+
+    def _reserved_now(self) -> int | None:
+        return self.measured.windows[-1].end.reserved_bytes if self.measured and self.measured.windows else None
+
+
+def _phase_rows(measured: StepMemory | None, predicted: StepMemory | None) -> list[tuple[str, ...]]:
+    of_measured: Mapping[Phase, PhaseMemory] = measured.phases if measured else {}
+    of_predicted: Mapping[Phase, PhaseMemory] = predicted.phases if predicted else {}
+    rows = [_heading("peak allocated in each phase")]
+    for phase in Phase:
+        ours, theirs = of_predicted.get(phase), of_measured.get(phase)
+        if ours is None and theirs is None:
+            continue
+        rows.append(
+            _row(
+                theirs.label if theirs else phase.label,
+                ours.peak_allocated_bytes if ours else None,
+                ours.low_bytes if ours else None,
+                theirs.peak_allocated_bytes if theirs else None,
+            )
+        )
+    return rows
+
+
+def _category_rows(measured: StepMemory | None, predicted: StepMemory | None) -> list[tuple[str, ...]]:
+    """What stands when the forward pass ends: the moment at which all activations are alive."""
+    ours, theirs = end_of_forward(predicted), end_of_forward(measured)
+    if ours is None and theirs is None:
+        return []
+    our_split, their_split = (ours.by_category if ours else None) or {}, (theirs.by_category if theirs else None) or {}
+    return [
+        _heading("allocated when the forward pass ends"),
+        *(_row(_PLURAL.get(c, c.label), our_split.get(c), None, their_split.get(c)) for c in HELD_CATEGORIES),
+        _row("activations and other", ours.rest_bytes if ours else None, None, theirs.rest_bytes if theirs else None),
+    ]
+
+
+def end_of_forward(step: StepMemory | None) -> MemoryStats | None:
+    """The reading at the end of the first forward pass that ends at a boundary of its own."""
+    if step is None:
+        return None
+    return next((window.end for window in step.windows if window.covers == (Phase.FORWARD,)), None)
+
+
+def _heading(text: str) -> tuple[str, ...]:
+    return (text, "", "", "", "")
+
+
+def _row(label: str, predicted: int | None, low: int | None, measured: int | None) -> tuple[str, ...]:
+    error = error_pct(predicted, measured)
+    return (
+        _INDENT + label,
+        _text(predicted) if predicted is not None else "",
+        _text(low) if low is not None else "",
+        _text(measured),
+        f"{error:+.1f} %" if error is not None else "",
+    )
+
+
+def _text(num_bytes: int | None) -> str:
+    return UNKNOWN if num_bytes is None else format_bytes(num_bytes)

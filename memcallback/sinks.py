@@ -1,0 +1,97 @@
+"""Where points, text and pictures go: the loggers of a Trainer, or a TensorBoard run of our own where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memcallback.tensorboard import write_layout, write_scalars
+from memcallback.warn import warn
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Sinks:
+    """Every logger of a Trainer; TensorBoard's also get text, pictures and the layout of the dashboard.
+
+    A logger that fails is left out from then on, with a warning. Make it on rank zero only.
+
+    Args:
+        loggers: Lightning loggers.
+        own_log_dir: The folder for a run of our own, used if there are no loggers; None for none.
+    """
+
+    def __init__(self, loggers: list[Any], own_log_dir: Path | None) -> None:
+        self._loggers = list(loggers)
+        self._own: Any = None
+        self._writers: list[Any] = []
+        self.log_dir: Path | None = None
+        if not self._loggers and own_log_dir is not None:
+            what, way_out = f"write to {str(own_log_dir)!r}", "Set default_root_dir of the Trainer to a folder that can be written."
+            self._attempt(what, way_out, self._open_own, own_log_dir)
+        for logger in self._loggers:
+            self._attempt(f"open {_name(logger)}", "Check the logger's folder.", self._open_tensorboard, logger)
+
+    def log_scalars(self, points: Mapping[str, float], step: int) -> None:
+        """Give every logger one point for each tag."""
+        if self._own is not None:
+            write_scalars(self._own, points, step)
+        for logger in list(self._loggers):
+            what = f"log {len(points)} float metrics to {_name(logger)}"
+            way_out = "That logger gets no more memory figures. Use one whose log_metrics takes a dict of floats."
+            if not self._attempt(what, way_out, logger.log_metrics, dict(points), step=step):
+                self._loggers.remove(logger)
+
+    def log_text(self, tag: str, markdown: str, step: int) -> None:
+        """Give every TensorBoard run a text."""
+        for writer in self._writers:
+            self._attempt(f"write the text {tag!r}", "Check the run's folder.", writer.add_text, tag, markdown, step)
+
+    def log_image(self, tag: str, image: npt.NDArray[np.uint8], step: int) -> None:
+        """Give every TensorBoard run a picture of shape (height, width, 3)."""
+        for writer in self._writers:
+            self._attempt(f"write the image {tag!r}", "Check the run's folder.", writer.add_image, tag, image, step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        for writer in self._writers:
+            self._attempt("write out a TensorBoard run", "Check the run's folder.", writer.flush)
+        if self._own is not None:
+            self._own.close()
+
+    def _open_own(self, log_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._own = SummaryWriter(str(_next_version(log_dir)))
+        self._writers.append(self._own)
+        self._open_run(self._own.log_dir)
+
+    def _open_tensorboard(self, logger: Any) -> None:
+        writer = logger.experiment
+        if hasattr(writer, "add_image") and hasattr(writer, "add_text") and getattr(logger, "log_dir", None):
+            self._writers.append(writer)
+            self._open_run(logger.log_dir)
+
+    def _open_run(self, log_dir: str) -> None:
+        self.log_dir = self.log_dir or Path(log_dir)
+        write_layout(log_dir)
+
+    def _attempt(self, what: str, way_out: str, action: Callable[..., object], *args: object, **kwargs: object) -> bool:
+        try:
+            action(*args, **kwargs)
+        except Exception as error:  # a logger can fail in any way, and training goes on
+            warn(f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {way_out}")
+            return False
+        return True
+
+
+def _name(logger: Any) -> str:
+    return type(logger).__name__
+
+
+def _next_version(log_dir: Path) -> Path:
+    taken = [int(p.name.removeprefix("version_")) for p in log_dir.glob("version_*") if p.name.removeprefix("version_").isdigit()]
+    return log_dir / f"version_{max(taken, default=-1) + 1}"

@@ -1,0 +1,130 @@
+"""The one place that names tags; the dashboard's layout, and what goes into a run.
+
+| tag | what, in GiB (2**30 bytes) unless the name says otherwise |
+|---|---|
+| `memory/<phase>/peak_allocated_gib` | measured: the largest allocated figure in the phase, of the largest step since the last point |
+| `memory/predicted/<phase>/peak_allocated_gib` | predicted, the upper edge of the band |
+| `memory/predicted/<phase>/low_gib` | predicted, its lower edge |
+| `memory/peak_reserved_gib` | measured: the largest reserved figure of that step (accelerators) |
+| `memory/peak_resident_gib` | measured: the largest resident size of the process in that step (CPU) |
+| `memory/non_pytorch_gib` | used on the device outside this process's allocator (accelerators) |
+| `memory/capacity_gib` | the device's memory |
+| `memory/capacity_used_pct` | used of it by anybody, in percent |
+| `memory/prediction_error_pct` | predicted over measured peak of the step, in percent, positive where predicted is larger; steady steps only |
+| `memory/num_alloc_retries` | how often the allocator has had to release its cache and try again, since the program began (accelerators) |
+
+`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memcallback.events import Phase
+from memcallback.prediction import Prediction
+from memcallback.stats import DeviceMemory, StepMemory, error_pct
+from memcallback.units import GiB
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+REPORT_TAG = "memory/report"
+STEP_IMAGE_TAG = "memory/step_by_category"
+CURVE_IMAGE_TAG = "memory/batch_size_curve"
+#: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
+LAYOUT_RUN = "memory_layout"
+
+_PEAK = "memory/{}/peak_allocated_gib"
+_PREDICTED = "memory/predicted/{}/peak_allocated_gib"
+_LOW = "memory/predicted/{}/low_gib"
+
+
+def scalars(step: StepMemory, prediction: Prediction | None, device: DeviceMemory) -> dict[str, float]:
+    """One point for every tag whose figure is known, at most 15.
+
+    Args:
+        step: A measured step.
+        prediction: The prediction at that step's batch size.
+        device: The whole device at about the same time.
+
+    Returns:
+        Tag -> value.
+    """
+    figures: dict[str, float | None] = {}
+    for phase, memory in step.phases.items():
+        figures[_PEAK.format(phase.value)] = _gib(memory.peak_allocated_bytes)
+    predicted = prediction.step if prediction else None
+    for phase, memory in (predicted.phases if predicted else {}).items():
+        figures[_PREDICTED.format(phase.value)] = _gib(memory.peak_allocated_bytes)
+        figures[_LOW.format(phase.value)] = _gib(memory.low_bytes)
+    last = step.windows[-1].end if step.windows else None
+    figures["memory/peak_reserved_gib"] = _gib(step.peak_reserved_bytes)
+    figures["memory/peak_resident_gib"] = _gib(step.peak_resident_bytes)
+    figures["memory/non_pytorch_gib"] = _gib(device.non_pytorch_bytes(last.reserved_bytes) if last else None)
+    figures["memory/capacity_gib"] = _gib(device.capacity_bytes)
+    if device.capacity_bytes and device.used_bytes is not None:
+        figures["memory/capacity_used_pct"] = 100 * device.used_bytes / device.capacity_bytes
+    if predicted and not step.is_warm_up:
+        figures["memory/prediction_error_pct"] = error_pct(predicted.peak_allocated_bytes, step.peak_allocated_bytes)
+    figures["memory/num_alloc_retries"] = last.num_alloc_retries if last else None
+    return {tag: value for tag, value in figures.items() if value is not None}
+
+
+def _gib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / GiB
+
+
+def write_layout(log_dir: str | Path) -> None:
+    """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without configuration.
+
+    Args:
+        log_dir: The run's folder.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard import FileWriter
+
+    margins = [
+        layout_pb2.MarginChartContent.Series(
+            value=_PEAK.format(phase.value), lower=_LOW.format(phase.value), upper=_PREDICTED.format(phase.value)
+        )
+        for phase in Phase
+    ]
+    charts = [
+        layout_pb2.Chart(
+            title="Peak allocated by phase, in the predicted band (GiB)", margin=layout_pb2.MarginChartContent(series=margins)
+        ),
+        _multiline("Allocated, reserved, capacity (GiB)", [r"memory/(forward|backward|optimizer_step)/peak_allocated_gib", *_DEVICE_LINES]),
+        _multiline("Prediction error (%)", ["memory/prediction_error_pct"]),
+        _multiline("Capacity used (%)", ["memory/capacity_used_pct"]),
+    ]
+    layout = layout_pb2.Layout(category=[layout_pb2.Category(title="Memory", chart=charts)])
+    # SummaryWriter.add_custom_scalars takes one band a chart, and tensorboard's own helper wants TensorFlow.
+    summary = Summary.Value(
+        tag="custom_scalars__config__",
+        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars")),
+        tensor=TensorProto(dtype="DT_STRING", string_val=[layout.SerializeToString()], tensor_shape=TensorShapeProto()),
+    )
+    writer = FileWriter(str(Path(log_dir) / LAYOUT_RUN))
+    writer.add_summary(Summary(value=[summary]))
+    writer.close()
+
+
+_DEVICE_LINES = ["memory/peak_reserved_gib", "memory/peak_resident_gib", "memory/capacity_gib"]
+
+
+def _multiline(title: str, tags: list[str]) -> Any:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    patterns = [tag if "(" in tag else f"{tag}$" for tag in tags]
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
+
+
+def write_scalars(writer: SummaryWriter, points: Mapping[str, float], step: int) -> None:
+    """Write one point for each tag into a run."""
+    for tag, value in points.items():
+        writer.add_scalar(tag, value, step)

@@ -1,0 +1,20 @@
+"""What every test may use: small Lightning modules, quiet trainers, and whether there is a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(config, items):
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--overwrite-golden", action="store_true", help="write the golden files anew instead of comparing with them")

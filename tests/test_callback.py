@@ -1,0 +1,397 @@
+"""`MemoryCallback` in real Trainers on a CPU: every way in which a loop can run is recorded as it ran."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import training
+from lightning.pytorch import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from memcallback import MemoryCallback, MemoryWarning, Phase
+from memcallback.events import Category
+from memcallback.stats import Kind
+
+F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
+
+
+def fit(tmp_path, module=None, *, num_batches=4, data=None, callback=None, **options):
+    callback = callback or MemoryCallback()
+    module = module or training.Automatic()
+    training.trainer(tmp_path, [callback], **options).fit(module, data if data is not None else training.loader(num_batches))
+    return callback
+
+
+def windows(step):
+    return [window.covers for window in step.windows]
+
+
+def test_automatic_optimization_has_three_phases_in_every_step(tmp_path):
+    callback = fit(tmp_path)
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
+    assert [step.is_warm_up for step in callback.recorder.steps] == [True, False, False, False]
+    assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1, 1, 1, 1]
+    assert [step.batch_size for step in callback.recorder.steps] == [8] * 4
+
+
+def test_gradients_live_through_the_forward_pass_and_are_gone_when_backward_begins(tmp_path):
+    callback = fit(tmp_path)
+    steady = callback.recorder.steps[2].phases
+    gradients = [steady[F].end, steady[B].start, steady[B].end]
+    parameters = steady[F].end.by_category[Category.PARAMETER]
+    assert [stats.by_category[Category.GRADIENT] for stats in gradients] == [parameters, 0, parameters]
+
+
+def test_an_accumulation_window_has_its_update_in_the_last_batch_and_the_partial_one_too(tmp_path):
+    callback = fit(tmp_path, num_batches=5, accumulate_grad_batches=2)
+    assert [windows(step) for step in callback.recorder.steps] == [
+        [(F,), (B,)],
+        [(F,), (B,), (O,)],
+        [(F,), (B,)],
+        [(F,), (B,), (O,)],
+        [(F,), (B,), (O,)],
+    ]
+    assert [step.is_warm_up for step in callback.recorder.steps] == [True, True, False, False, False]
+
+
+def test_an_update_that_the_grad_scaler_skips_is_a_step_without_update(tmp_path):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+    callback = fit(tmp_path, training.OverflowsOnce(), plugins=[plugin])
+    assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1, 0, 1, 1]
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
+
+
+def test_two_optimizers_by_hand_are_two_cycles_in_one_step(tmp_path):
+    callback = fit(tmp_path, training.ManualTwoOptimizers())
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)] * 2] * 4
+    assert [step.num_optimizer_updates for step in callback.recorder.steps] == [2] * 4
+
+
+def test_two_backward_passes_by_hand_have_a_forward_pass_each(tmp_path):
+    callback = fit(tmp_path, training.ManualTwoBackwards())
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (F,), (B,), (O,)]] * 4
+
+
+def test_a_bare_backward_by_hand_is_recorded_as_one_window_of_two_phases(tmp_path):
+    callback = fit(tmp_path, training.ManualRaw())
+    assert [windows(step) for step in callback.recorder.steps] == [[(F, B), (O,)]] * 4
+    assert callback.recorder.steps[-1].phases[B].label == "forward + backward"
+    assert F not in callback.recorder.steps[-1].phases
+
+
+def test_lbfgs_calls_its_closure_again_inside_the_optimizer_step(tmp_path):
+    def lbfgs(parameters, lr):
+        return torch.optim.LBFGS(parameters, lr=lr, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+    callback = fit(tmp_path, training.Automatic(lbfgs))
+    again = [(O, F), (B,)]
+    assert windows(callback.recorder.steps[1]) == [(F,), (B,), *again, *again, (O,)]
+
+
+def test_a_training_step_that_returns_none_has_no_backward_pass(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*returned `None`.*")
+        callback = fit(tmp_path, training.SkipsOddBatches())
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)], [(F,), (O,)]] * 2
+
+
+def test_sanity_validation_and_validation_in_between_are_not_steps(tmp_path):
+    callback = MemoryCallback()
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=2, val_check_interval=2, max_epochs=2)
+    loop.fit(training.Automatic(), training.loader(4), training.loader(2))
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 8
+
+
+def test_a_second_fit_starts_anew(tmp_path):
+    callback = fit(tmp_path)
+    first = callback.recorder
+    fit(tmp_path, callback=callback, num_batches=3)
+    assert callback.recorder is not first
+    assert [step.index for step in callback.recorder.steps] == [0, 1, 2]
+
+
+def test_fast_dev_run_records_and_leaves_no_files(tmp_path, capsys):
+    callback = fit(tmp_path, fast_dev_run=True)
+    assert len(callback.recorder.steps) == 1
+    assert callback.recorder.steps[0].is_warm_up
+    assert list(tmp_path.iterdir()) == []
+    assert "warm-up" in capsys.readouterr().out
+
+
+def test_the_prediction_is_there_before_the_first_step_and_is_compared_with_a_steady_one(tmp_path):
+    callback = fit(tmp_path)
+    assert callback.prediction.batch_size == 8
+    report = callback.report
+    assert report.measured.kind is Kind.MEASURED
+    assert not report.measured.is_warm_up
+    for phase in (F, B):
+        predicted, measured = callback.prediction.phases[phase], report.measured.phases[phase]
+        assert predicted.low_bytes <= measured.peak_allocated_bytes <= predicted.peak_allocated_bytes
+    predicted, measured = (step[F].end.by_category for step in (callback.prediction.phases, report.measured.phases))
+    assert predicted == measured
+
+
+def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
+    fit(tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("Memory of one training step · steady · batch size 8 · CPU · measured by CPU allocation events") == 2
+    assert printed.count("Largest batch size:") == 2
+    assert "Memory curves: tensorboard --logdir" in printed
+
+
+def test_a_capacity_to_plan_for_takes_the_place_of_the_devices_own(tmp_path):
+    callback = fit(tmp_path, callback=MemoryCallback(device="1GiB", headroom=0.5))
+    advice = callback.report.advice
+    assert advice.capacity_bytes == 2**30
+    assert advice.peak_bytes(advice.batch_size) <= 2**29
+
+
+def test_without_a_logger_it_writes_a_run_of_its_own(tmp_path):
+    fit(tmp_path)
+    assert [path.name for path in (tmp_path / "memcallback").iterdir()] == ["version_0"]
+    fit(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "memcallback").iterdir()) == ["version_0", "version_1"]
+
+
+def test_every_logger_gets_the_same_figures(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, table = TensorBoardLogger(tmp_path / "board"), CSVLogger(tmp_path / "table")
+    fit(tmp_path, logger=[board, table])
+    events = EventAccumulator(board.log_dir).Reload()
+    ours = {tag for tag in events.Tags()["scalars"] if tag.startswith("memory/")}
+    header = (tmp_path / "table" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert ours == {name for name in header if name.startswith("memory/")}
+    assert not (tmp_path / "memcallback").exists()
+    assert len(ours) <= 15
+    points = events.Scalars("memory/backward/peak_allocated_gib")
+    assert len({point.step for point in points}) == len(points)
+
+
+def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_step(tmp_path):
+    logged = []
+
+    class Spy:
+        def __init__(self):
+            from lightning.pytorch.loggers.logger import DummyLogger
+
+            self.logger = DummyLogger()
+            self.logger.log_metrics = lambda metrics, step: logged.append((step, metrics)) if "memory/capacity_gib" in metrics else None
+
+    fit(tmp_path, num_batches=12, logger=Spy().logger, log_every_n_steps=5)
+    assert [step for step, _ in logged] == [1, 4, 9, 11]
+    assert all(isinstance(value, float) for _, metrics in logged for value in metrics.values())
+
+
+def test_a_checkpoint_carries_the_lifetime_peak_on(tmp_path):
+    first = MemoryCallback()
+    loop = training.trainer(tmp_path, [first])
+    loop.fit(training.Automatic(), training.loader())
+    loop.save_checkpoint(tmp_path / "end.ckpt")
+    peak = first.recorder.lifetime_peak_allocated_bytes
+    assert first.state_dict()["lifetime_peak_allocated_bytes"] == peak
+    second = MemoryCallback()
+    training.trainer(tmp_path, [second], max_epochs=2).fit(
+        training.Automatic(), training.loader(batch_size=1), ckpt_path=tmp_path / "end.ckpt"
+    )
+    assert second.recorder.steps
+    assert second.recorder.lifetime_peak_allocated_bytes >= peak
+
+
+def test_the_hooks_on_the_optimizer_are_gone_after_training(tmp_path):
+    seen = []
+
+    class Keeps(training.Automatic):
+        def configure_optimizers(self):
+            seen.append(super().configure_optimizers())
+            return seen[0]
+
+    fit(tmp_path, Keeps())
+    assert not seen[0]._optimizer_step_post_hooks
+    assert not seen[0]._optimizer_step_pre_hooks
+
+
+def test_an_exception_in_training_goes_on_and_what_was_recorded_is_reported(tmp_path, capsys):
+    class Breaks(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise ZeroDivisionError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    callback = MemoryCallback()
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        fit(tmp_path, Breaks(), callback=callback)
+    assert [step.is_interrupted for step in callback.recorder.steps] == [False, False, True]
+    assert "The last step ended with ZeroDivisionError." in capsys.readouterr().out
+    assert not torch.autograd._profiler_enabled()
+
+
+# Bad input: a warning with value, rule and way out, and training goes on.
+
+
+def test_a_dataloader_with_one_batch_has_no_steady_step_and_says_so(tmp_path):
+    with pytest.warns(MemoryWarning, match=r"Only 1 optimizer update was made.*Train for at least 2 steps"):
+        callback = fit(tmp_path, num_batches=1)
+    assert callback.report.measured.is_warm_up
+
+
+@dataclass
+class Sample:
+    features: torch.Tensor
+    extras: dict
+
+
+def test_batches_of_nested_dicts_and_dataclasses_are_recorded_and_predicted(tmp_path):
+    class Nested(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            sample = batch["samples"][0]
+            return nn.functional.cross_entropy(self.network(sample.features), sample.extras["classes"]["fine"])
+
+    batches = [
+        {"samples": [Sample(torch.ones(8, training.NUM_FEATURES), {"classes": {"fine": torch.zeros(8, dtype=torch.long)}})], "name": "a"}
+    ] * 3
+    callback = fit(tmp_path, Nested(), data=DataLoader(batches, batch_size=None))
+    assert callback.prediction.batch_size == 8
+    assert callback.report.measured.phases[F].start.by_category[Category.INPUT] == 8 * training.NUM_FEATURES * 4 + 8 * 8
+
+
+def test_a_batch_whose_size_cannot_be_inferred_is_recorded_without_prediction(tmp_path):
+    class NoBatch(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            return self.network(torch.ones(3, training.NUM_FEATURES)).sum() * batch["scale"]
+
+    data = DataLoader([{"scale": torch.tensor(1.0)}] * 3, batch_size=None)
+    with pytest.warns(MemoryWarning, match=r"batch of type dict: no tensor in it has a first dimension.*MemoryCallback\(batch_size=32\)"):
+        callback = fit(tmp_path, NoBatch(), data=data)
+    assert callback.prediction is None
+    assert callback.report.advice is None
+    assert len(callback.recorder.steps) == 3
+
+
+def test_a_batch_size_that_is_given_needs_no_inference(tmp_path):
+    class NoBatch(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            return self.network(torch.ones(3, training.NUM_FEATURES)).sum() * batch["scale"]
+
+    callback = fit(
+        tmp_path, NoBatch(), data=DataLoader([{"scale": torch.tensor(1.0)}] * 3, batch_size=None), callback=MemoryCallback(batch_size=3)
+    )
+    assert callback.recorder.steps[0].batch_size == 3
+    assert callback.prediction.batch_size == 3
+
+
+def test_an_ambiguous_batch_is_said_to_be_one(tmp_path):
+    class Uneven(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            return self.network(batch[0]).sum() + batch[1].sum()
+
+    data = DataLoader([[torch.ones(8, training.NUM_FEATURES), torch.ones(5)]] * 3, batch_size=None)
+    with pytest.warns(MemoryWarning, match=r"differ in their first dimension; 8, the most frequent"):
+        fit(tmp_path, Uneven(), data=data)
+
+
+def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    class Picky(DummyLogger):
+        num_calls = 0
+
+        def log_metrics(self, metrics, step=None):
+            if any(name.startswith("memory/") for name in metrics):
+                Picky.num_calls += 1
+                raise TypeError("strings only")
+
+    table = CSVLogger(tmp_path)
+    with pytest.warns(MemoryWarning, match=r"could not log \d+ float metrics to Picky: TypeError: strings only"):
+        callback = fit(tmp_path, logger=[Picky(), table])
+    assert Picky.num_calls == 1
+    assert "memory/capacity_gib" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert len(callback.recorder.steps) == 4
+
+
+def test_a_folder_that_cannot_be_written_costs_the_curves_and_nothing_else(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(MemoryWarning, match=r"could not write to .*file.*Set default_root_dir of the Trainer"):
+        callback = fit(tmp_path / "file")
+    assert len(callback.recorder.steps) == 4
+    assert "Memory of one training step" in capsys.readouterr().out
+
+
+def test_an_unknown_optimizer_is_predicted_without_its_state_and_says_so(tmp_path):
+    class Unheard(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        def step(self, closure=None):
+            loss = closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p].setdefault("memory", torch.zeros_like(p))
+            return loss
+
+    with pytest.warns(MemoryWarning, match=r"The state of the optimizer Unheard is not known before its first step"):
+        callback = fit(tmp_path, training.Automatic(Unheard))
+    assert callback.prediction.held[Category.OPTIMIZER_STATE] == 0
+    assert callback.report.measured.phases[F].start.by_category[Category.OPTIMIZER_STATE] > 0
+
+
+def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
+    class Elsewhere(Callback):
+        def on_train_start(self, trainer, pl_module):
+            pl_module.elsewhere = nn.Linear(3, 3, device="meta")
+
+        def on_train_end(self, trainer, pl_module):
+            del pl_module.elsewhere
+
+    callback = MemoryCallback()
+    with pytest.warns(MemoryWarning, match=r"parameters are on 2 devices \(cpu, meta\); memory of cpu alone is recorded"):
+        training.trainer(tmp_path, [Elsewhere(), callback]).fit(training.Automatic(), training.loader())
+    assert len(callback.recorder.steps) == 4
+    parameters = sum(p.numel() for p in training.network().parameters()) * 4
+    assert callback.prediction.held[Category.GRADIENT] == parameters
+
+
+def test_a_module_that_cannot_be_followed_on_shapes_is_recorded_all_the_same(tmp_path):
+    class Reads(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * (1 if loss.item() > 0 else 2)
+
+        def forward(self, batch):
+            raise NotImplementedError
+
+    with pytest.warns(MemoryWarning, match=r"could not be predicted.*_local_scalar_dense.*MemoryCallback\(predict=False\)"):
+        callback = fit(tmp_path, Reads())
+    assert callback.prediction is None
+    assert len(callback.recorder.steps) == 4
+
+
+def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
+    def broken(*_):
+        raise KeyError("ours")
+
+    monkeypatch.setattr("memcallback.callback.scalars", broken)
+    with pytest.warns(
+        MemoryWarning, match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. Training goes on"
+    ):
+        callback = fit(tmp_path)
+    assert len(callback.recorder.steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"headroom": 1}, "headroom must be"),
+        ({"device": "big"}, "is not a size"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryCallback(**options)

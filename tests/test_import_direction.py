@@ -1,0 +1,110 @@
+"""DESIGN's layers: each module imports only from those above it, and the plain ones know neither torch nor Lightning."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memcallback
+
+PACKAGE = Path(memcallback.__file__).parent
+
+#: From top to bottom; a module may import from those before it.
+PLAIN = ["units", "events", "stats", "warn", "tables", "layer_table", "prediction", "advise", "report"]
+TORCH = ["holdings", "nvml", "cpu_meter", "meters", "steps", "recorder", "fakes", "shape_pass", "optimizer_state", "textbook"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "callback", "cli", "__main__"]
+ORDER = PLAIN + TORCH + ADAPTERS
+HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
+
+
+def imports(source, *, at_run_time=False):
+    """Names of the modules that a source imports; with `at_run_time` not those under `if TYPE_CHECKING`."""
+    tree = ast.parse(source)
+    skipped = set()
+    if at_run_time:
+        guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"]
+        skipped = {id(child) for node in guarded for statement in node.body for child in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def violations(sources, order):
+    """What breaks the direction, one sentence each."""
+    found = []
+    for name, source in sources.items():
+        if name not in order:
+            found.append(f"{name} has no place in the layers")
+            continue
+        for imported in imports(source):
+            if imported.startswith("memcallback."):
+                other = imported.removeprefix("memcallback.").split(".")[0]
+                if other not in order or order.index(other) >= order.index(name):
+                    found.append(f"{name} imports {other}, which is not above it")
+        if name in PLAIN:
+            found += [f"{name} imports {i}, and is plain" for i in imports(source, at_run_time=True) if i.split(".")[0] in HEAVY]
+    return found
+
+
+def sources():
+    return {path.stem: path.read_text(encoding="utf-8") for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+
+
+def test_every_module_imports_only_from_those_above_it():
+    assert violations(sources(), ORDER) == []
+
+
+def test_no_layer_is_named_that_is_not_there():
+    assert set(ORDER) == set(sources())
+
+
+def test_the_check_finds_an_import_against_the_direction():
+    broken = sources() | {"stats": "from memcallback.recorder import MemoryRecorder\n"}
+    assert violations(broken, ORDER) == ["stats imports recorder, which is not above it"]
+
+
+def test_the_check_finds_torch_in_a_plain_module():
+    broken = sources() | {"units": "def f():\n    import torch\n"}
+    assert violations(broken, ORDER) == ["units imports torch, and is plain"]
+
+
+def test_the_check_finds_a_module_without_a_place():
+    assert violations(sources() | {"helpers": ""}, ORDER) == ["helpers has no place in the layers"]
+
+
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {heavy!r}:
+            raise ModuleNotFoundError(f"no {{name}} here")
+sys.meta_path.insert(0, Refuse())
+import memcallback
+assert memcallback.format_bytes(123 * 2**20) == "123.00 MiB"
+assert memcallback.Phase.FORWARD.label == "forward"
+import {plain}
+print("ok", len([m for m in sys.modules if m.split(".")[0] in {heavy!r}]))
+"""
+
+
+def test_the_plain_modules_work_where_torch_is_not_installed():
+    script = WITHOUT_TORCH.format(heavy=sorted(HEAVY), plain=", ".join(f"memcallback.{name}" for name in PLAIN))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "ok 0\n", done.stderr
+
+
+def test_every_public_name_is_there():
+    for name in memcallback.__all__:
+        assert getattr(memcallback, name) is not None
+    assert sorted(memcallback.__all__) == memcallback.__all__
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = memcallback.nothing
