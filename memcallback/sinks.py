@@ -70,7 +70,7 @@ class Sinks:
         self._open_run(self._own.log_dir)
 
     def _open_tensorboard(self, logger: Any) -> None:
-        writer = logger.experiment
+        writer = getattr(logger, "experiment", None)
         if hasattr(writer, "add_image") and hasattr(writer, "add_text") and getattr(logger, "log_dir", None):
             self._writers.append(writer)
             self._open_run(logger.log_dir)
