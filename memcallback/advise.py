@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memcallback.events import Phase
 from memcallback.prediction import Prediction
 from memcallback.stats import StepMemory
 from memcallback.units import format_bytes
@@ -23,6 +24,7 @@ class BatchSizeAdvice:
         headroom: The fraction of the capacity that is kept free.
         fixed_bytes: What does not depend on the batch.
         per_sample_bytes: What each sample adds.
+        floor_bytes: What a step needs at any batch size (an optimizer update).
         is_measured: Whether a step of this training on this device was measured; else it is predicted.
         basis: How it knows, one sentence.
         leaves_out: What it does not know, one sentence each.
@@ -35,6 +37,7 @@ class BatchSizeAdvice:
     headroom: float
     fixed_bytes: int
     per_sample_bytes: int
+    floor_bytes: int
     is_measured: bool
     basis: str
     leaves_out: tuple[str, ...]
@@ -46,7 +49,7 @@ class BatchSizeAdvice:
 
     def peak_bytes(self, batch_size: int) -> int:
         """The peak that this advice expects of the process's allocator at a batch size."""
-        return self.fixed_bytes + batch_size * self.per_sample_bytes
+        return max(self.floor_bytes, self.fixed_bytes + batch_size * self.per_sample_bytes)
 
     @property
     def budget_bytes(self) -> int:
@@ -98,14 +101,12 @@ def suggest(
         raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
     if capacity_bytes is None:
         return None
-    found = _from_measured(measured) if measured else None
-    is_measured = found is not None
-    if found is None and predicted is not None:
-        fixed_bytes = max(0, predicted.peak_allocated_bytes - predicted.batch_size * predicted.per_sample_bytes)
-        found = predicted.batch_size, fixed_bytes, predicted.per_sample_bytes, "predicted by the " + predicted.source
-    if found is None:
+    line = _from_measured(measured) if measured else None
+    is_measured = line is not None
+    if line is None and predicted is not None:
+        line = _from_law(predicted)
+    if line is None:
         return None
-    current, fixed, per_sample, basis = found
     leaves_out = ["what validation, logging and longer samples need beyond a training step"]
     if outside_bytes is None:
         leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
@@ -113,24 +114,59 @@ def suggest(
         leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
     budget = int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
     return BatchSizeAdvice(
-        batch_size=max(0, (budget - fixed) // per_sample) if per_sample > 0 else current,
-        current_batch_size=current,
+        batch_size=line.largest_within(budget),
+        current_batch_size=line.batch_size,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside_bytes,
         headroom=headroom,
-        fixed_bytes=fixed,
-        per_sample_bytes=per_sample,
+        fixed_bytes=line.fixed_bytes,
+        per_sample_bytes=line.per_sample_bytes,
+        floor_bytes=line.floor_bytes,
         is_measured=is_measured,
-        basis=basis,
+        basis=line.basis,
         leaves_out=tuple(leaves_out),
     )
 
 
-def _from_measured(step: StepMemory) -> tuple[int, int, int, str] | None:
-    """Batch size, fixed bytes and bytes per sample of a measured step; None if it does not tell."""
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """A peak over batch sizes: a straight line, and a floor under it."""
+
+    batch_size: int
+    fixed_bytes: int
+    per_sample_bytes: int
+    floor_bytes: int
+    basis: str
+
+    def largest_within(self, budget_bytes: int) -> int:
+        if self.floor_bytes > budget_bytes:
+            return 0
+        if self.per_sample_bytes == 0:
+            return self.batch_size if self.fixed_bytes <= budget_bytes else 0
+        return max(0, (budget_bytes - self.fixed_bytes) // self.per_sample_bytes)
+
+
+def _from_measured(step: StepMemory) -> _Line | None:
     peak = step.peak_reserved_bytes if step.peak_reserved_bytes is not None else step.peak_allocated_bytes
     if not step.batch_size or peak is None or step.held_bytes is None:
         return None
     fixed = min(step.held_bytes, peak)
     what = "reserved" if step.peak_reserved_bytes is not None else "allocated"
-    return step.batch_size, fixed, -(-(peak - fixed) // step.batch_size), f"from the {what} memory measured on this device"
+    return _Line(
+        batch_size=step.batch_size,
+        fixed_bytes=fixed,
+        per_sample_bytes=-(-(peak - fixed) // step.batch_size),
+        floor_bytes=0,
+        basis=f"from the {what} memory measured on this device",
+    )
+
+
+def _from_law(prediction: Prediction) -> _Line:
+    backward, update = (prediction.phases[phase].peak_allocated_bytes or 0 for phase in (Phase.BACKWARD, Phase.OPTIMIZER_STEP))
+    return _Line(
+        batch_size=prediction.batch_size,
+        fixed_bytes=backward - prediction.batch_size * prediction.per_sample_bytes,
+        per_sample_bytes=prediction.per_sample_bytes,
+        floor_bytes=update - prediction.input.at(prediction.batch_size),
+        basis=f"predicted by the {prediction.source}",
+    )

@@ -25,7 +25,7 @@ class Holdings:
     Attributes:
         by_category: Bytes of storages for each of parameter, buffer, gradient, optimizer state and input; a storage
             that serves several counts in the first of them.
-        storages: Address of each storage on the device -> its bytes.
+        storages: Address of each storage on the device -> its bytes; those without data have none.
     """
 
     by_category: Mapping[Category, int]
@@ -49,6 +49,8 @@ def holdings(
     modules = list(modules)
     by_category: dict[Category, int] = {}
     storages: dict[int, int] = {}
+    # By identity: storages without data (on the meta device) have no address.
+    counted: set[int] = set()
     sources: tuple[tuple[Category, Iterable[torch.Tensor]], ...] = (
         (Category.PARAMETER, chain.from_iterable(module.parameters() for module in modules)),
         (Category.BUFFER, chain.from_iterable(module.buffers() for module in modules)),
@@ -59,14 +61,19 @@ def holdings(
     for category, tensors in sources:
         num_bytes = 0
         for storage in chain.from_iterable(map(storages_of, tensors)):
-            if not is_on(storage.device, device) or storage.nbytes() == 0:
+            if not is_on(storage.device, device) or storage._cdata in counted:
                 continue
-            address = storage.data_ptr()
-            if address not in storages:
-                storages[address] = storage.nbytes()
-                num_bytes += storages[address]
+            counted.add(storage._cdata)
+            num_bytes += storage.nbytes()
+            if storage.data_ptr():
+                storages[storage.data_ptr()] = storage.nbytes()
         by_category[category] = num_bytes
     return Holdings(by_category=by_category, storages=storages)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind tensors, each counted once."""
+    return sum({storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}.values())
 
 
 def is_on(device: torch.device, wanted: torch.device) -> bool:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
-from memcallback.holdings import holdings, is_on, storages_of, tensors_in
+from memcallback.holdings import holdings, is_on, storage_bytes, tensors_in
 from memcallback.optimizer_state import optimizer_state_bytes
 from memcallback.prediction import BytesLaw, Prediction
 from memcallback.shape_pass import LayerTable, shape_pass
@@ -67,7 +67,7 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         capacity_bytes=capacity,
         batch_size=batch_size,
         held=held,
-        input=_law(_input_bytes(step.batch), None, batch_size),
+        input=_law(storage_bytes(tensors_in(step.batch)), None, batch_size),
         outputs=_law(here.output_bytes, more.output_bytes if more else None, batch_size),
         kept=_law(here.kept_bytes, more.kept_bytes if more else None, batch_size),
         saved=_law(here.saved_bytes, more.saved_bytes if more else None, batch_size),
@@ -84,10 +84,6 @@ def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> BytesLaw:
         return BytesLaw(fixed_bytes=0, per_sample_bytes=-(-here_bytes // batch_size))
     per_sample = more_bytes - here_bytes
     return BytesLaw(fixed_bytes=here_bytes - batch_size * per_sample, per_sample_bytes=per_sample)
-
-
-def _input_bytes(batch: object) -> int:
-    return sum({id(s): s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor)}.values())
 
 
 def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> LayerTable | None:
@@ -145,7 +141,7 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
     device = _device_of(step.model)
     now = holdings([step.model], (), None, device).by_category
     trainable = [p for p in step.model.parameters() if p.requires_grad and is_on(p.device, device)]
-    gradient = sum({s.data_ptr() or id(s): s.nbytes() for p in trainable for s in storages_of(p)}.values())
+    gradient = storage_bytes(trainable)
     state, transient = 0, 0
     with untouched_globals():
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
