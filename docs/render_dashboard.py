@@ -1,0 +1,168 @@
+"""Make the README's pictures from what a person sees: the example trained, its logs in the real TensorBoard.
+
+    python docs/render_dashboard.py
+
+Trains `examples/digits.py` into a temporary folder, serves its logs with TensorBoard, renders the tabs with headless
+Chromium and fetches the two figures; all go to `docs/images/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+#: Tab of TensorBoard -> file, width and height of the window in pixels.
+TABS = {"custom_scalars": ("custom-scalars.png", 1500, 800), "text": ("text.png", 1500, 780)}
+#: Image tag -> file.
+FIGURES = {"memory/step_by_category": "step-by-category.png", "memory/batch_size_curve": "batch-size-curve.png"}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER_OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # Chromium refuses its sandbox to root, as in a container; it only sees our own pages
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+    "--hide-scrollbars",
+    # Time that passes only while nothing is fetched: the page has loaded and drawn whatever the machine's speed.
+    "--virtual-time-budget=30000",
+)
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def serve(log_dir: Path) -> Iterator[str]:
+    """The real TensorBoard on a folder, at a port of its own choice.
+
+    Args:
+        log_dir: The folder.
+
+    Yields:
+        Its address, ending in a slash, once it has said it.
+
+    Raises:
+        RuntimeError: If it does not start within a minute.
+    """
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", log_dir.name, "--host", "127.0.0.1", "--port", "0"]
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        # From the folder above, since the page shows the path as it was given.
+        server = subprocess.Popen(command, cwd=log_dir.parent, stdout=log.file.fileno(), stderr=subprocess.STDOUT)
+        try:
+            found = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+/", Path(log.name).read_text()), "TensorBoard's address")
+            yield str(found[0])
+        finally:
+            server.terminate()
+            server.wait(timeout=DEADLINE_S)
+
+
+def wait_for(look: Callable[[], Any], what: str) -> Any:
+    """Look until there is something to see.
+
+    Raises:
+        RuntimeError: If there is nothing after a minute.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if seen := look():
+            return seen
+        time.sleep(0.1)
+    raise RuntimeError(f"{what} did not appear within {DEADLINE_S:.0f} s.")
+
+
+def ask(url: str, path: str, **query: object) -> Any:
+    """An answer of TensorBoard's HTTP API; None while it has none."""
+    try:
+        with urllib.request.urlopen(f"{url}data/{path}?{urllib.parse.urlencode(query)}", timeout=DEADLINE_S) as answer:
+            return json.load(answer)
+    except (urllib.error.URLError, json.JSONDecodeError):
+        return None
+
+
+def wait_until_loaded(url: str) -> None:
+    """Until the server has read the run: the report and the figures are the last things in it."""
+    wait_for(lambda: ask(url, "plugin/custom_scalars/layout"), "The dashboard's layout")
+    wait_for(lambda: ask(url, "plugin/text/tags"), "The report")
+    wait_for(lambda: FIGURES.keys() <= {tag for tags in (ask(url, "plugin/images/tags") or {}).values() for tag in tags}, "The figures")
+
+
+def fetch_figure(url: str, run: str, tag: str) -> bytes:
+    """The last figure of a tag, as PNG."""
+    last = ask(url, "plugin/images/images", run=run, tag=tag, sample=0)[-1]
+    with urllib.request.urlopen(f"{url}data/plugin/images/individualImage?{last['query']}", timeout=DEADLINE_S) as answer:
+        return bytes(answer.read())
+
+
+def render(browser: str, address: str, width: int, height: int, to: Path) -> None:
+    """A picture of a page.
+
+    Raises:
+        RuntimeError: If the browser makes none.
+    """
+    to.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as profile:
+        command = [
+            browser,
+            *BROWSER_OPTIONS,
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            f"--screenshot={to}",
+            address,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    if not to.exists():
+        raise RuntimeError(f"{browser} made no picture of {address}: {done.stderr.strip()[-500:]}")
+
+
+def train(folder: Path) -> Path:
+    """Train the example; the folder of its run."""
+    subprocess.run([sys.executable, str(ROOT / "examples" / "digits.py"), "--log-dir", str(folder)], check=True)
+    return folder / "lightning_logs"
+
+
+def find_browser() -> str:
+    """The first Chromium or Chrome on the path.
+
+    Raises:
+        SystemExit: If there is none.
+    """
+    for name in BROWSERS:
+        if found := shutil.which(name):
+            return found
+    raise SystemExit(f"None of {', '.join(BROWSERS)} is on the path. Install Chromium, or give --browser.")
+
+
+def main() -> None:
+    """Train, serve, render."""
+    parser = argparse.ArgumentParser(description="Render the README's pictures.")
+    parser.add_argument("--browser", help="a Chromium or Chrome; by default the first on the path")
+    browser = parser.parse_args().browser or find_browser()
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, serve(train(Path(folder))) as url:
+        wait_until_loaded(url)
+        for tab, (name, width, height) in TABS.items():
+            render(browser, f"{url}?darkMode=false#{tab}", width, height, IMAGES / name)
+        run = next(run for run, tags in ask(url, "plugin/images/tags").items() if tags)
+        for tag, name in FIGURES.items():
+            (IMAGES / name).write_bytes(fetch_figure(url, run, tag))
+    print(f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in {IMAGES.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

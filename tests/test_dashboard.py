@@ -1,0 +1,123 @@
+"""What a person sees in TensorBoard after the example: asked of the real server, by the calls that its pages make."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ("forward", "backward", "optimizer_step")
+MEASURED = {f"memory/{phase}/peak_allocated_gib" for phase in PHASES}
+PREDICTED = {f"memory/predicted/{phase}/{edge}" for phase in PHASES for edge in ("peak_allocated_gib", "low_gib")}
+OF_THE_DEVICE = {"memory/peak_resident_gib", "memory/capacity_gib", "memory/capacity_used_pct", "memory/prediction_error_pct"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "render_dashboard.py")))
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--epochs", "1", "--log-dir", str(folder)]
+    # A machine's GPU stays out of it: on a CPU the set of tags is known. One thread, since tests share the cores.
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(folder=folder, output=done.stdout)
+
+
+@pytest.fixture(scope="module")
+def dashboard(example, server):
+    """The server's answers, once it has read everything."""
+    with server.serve(example.folder / "lightning_logs") as url:
+        server.wait_until_loaded(url)
+        scalars = server.wait_for(lambda: server.ask(url, "plugin/scalars/tags"), "The scalars")
+        texts, images = server.ask(url, "plugin/text/tags"), server.ask(url, "plugin/images/tags")
+        yield SimpleNamespace(
+            url=url,
+            layout=server.ask(url, "plugin/custom_scalars/layout"),
+            scalars={run: {tag for tag in tags if tag.startswith("memory/")} for run, tags in scalars.items()},
+            texts={run: set(tags) for run, tags in texts.items()},
+            images={run: set(tags) for run, tags in images.items()},
+        )
+
+
+def charts(dashboard):
+    return [chart for category in dashboard.layout["category"] for chart in category["chart"]]
+
+
+def test_the_example_says_how_well_it_learned_and_how_to_open_the_curves(example):
+    assert re.search(r"Validation accuracy: 0\.\d{3}", example.output)
+    assert re.search(r"-m tensorboard\.main --logdir \S+lightning_logs/version_0", example.output)
+
+
+def test_the_run_has_exactly_the_tags_of_a_cpu_and_no_more_than_fifteen(dashboard):
+    assert dashboard.scalars["version_0"] == MEASURED | PREDICTED | OF_THE_DEVICE
+    assert len(dashboard.scalars["version_0"]) <= 15
+
+
+def test_each_phase_has_a_chart_with_its_measured_peak_in_its_predicted_band(dashboard):
+    bands = [series for chart in charts(dashboard) for series in chart.get("margin", {}).get("series", ())]
+    assert sorted(bands, key=lambda band: band["value"]) == [
+        {
+            "value": f"memory/{phase}/peak_allocated_gib",
+            "lower": f"memory/predicted/{phase}/low_gib",
+            "upper": f"memory/predicted/{phase}/peak_allocated_gib",
+        }
+        for phase in sorted(PHASES)
+    ]
+
+
+def test_every_tag_that_a_band_names_is_there(dashboard):
+    bands = [series for chart in charts(dashboard) for series in chart.get("margin", {}).get("series", ())]
+    assert {tag for band in bands for tag in band.values()} <= dashboard.scalars["version_0"]
+
+
+def test_every_chart_of_lines_has_a_line_and_only_accelerators_figures_are_missing(dashboard):
+    patterns = [chart["multiline"]["tag"] for chart in charts(dashboard) if "multiline" in chart]
+    assert patterns
+    without_line = set()
+    for of_chart in patterns:
+        found = {pattern: [tag for tag in dashboard.scalars["version_0"] if re.match(pattern, tag)] for pattern in of_chart}
+        assert any(found.values()), of_chart
+        without_line |= {pattern.rstrip("$") for pattern, tags in found.items() if not tags}
+    assert without_line <= {"memory/peak_reserved_gib", "memory/non_pytorch_gib", "memory/num_alloc_retries"}
+
+
+def test_the_band_has_its_measured_value_and_edges_at_the_same_steps_and_more_than_one(dashboard, server):
+    """TensorBoard draws no band where the steps differ."""
+    tags = ("memory/backward/peak_allocated_gib", "memory/predicted/backward/peak_allocated_gib", "memory/predicted/backward/low_gib")
+    points = [server.ask(dashboard.url, "plugin/scalars/scalars", run="version_0", tag=tag) for tag in tags]
+    steps = [[step for _, step, _ in of_tag] for of_tag in points]
+    assert steps[0] == steps[1] == steps[2]
+    assert len(steps[0]) > 1
+    measured, upper, lower = (of_tag[-1][2] for of_tag in points)
+    assert lower <= measured <= upper
+
+
+def test_the_report_is_there_as_text_with_every_phase(dashboard, server):
+    (tag,) = dashboard.texts["version_0"]
+    assert tag.startswith("memory/report")
+    text = server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=tag)[-1]["text"]
+    assert all(word in text for word in ("forward", "backward", "optimizer step", "predicted", "measured", "Largest batch size"))
+
+
+def test_both_figures_are_there_as_pictures(dashboard, server):
+    assert dashboard.images["version_0"] == {"memory/step_by_category", "memory/batch_size_curve"}
+    for tag in dashboard.images["version_0"]:
+        assert server.fetch_figure(dashboard.url, "version_0", tag).startswith(b"\x89PNG")
