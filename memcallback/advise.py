@@ -73,6 +73,7 @@ def suggest(
     *,
     measured: StepMemory | None,
     predicted: Prediction | None,
+    held_bytes: int | None = None,
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
@@ -87,6 +88,7 @@ def suggest(
     Args:
         measured: A steady step, or None.
         predicted: The prediction, or None.
+        held_bytes: What the model holds whatever the batch, for a measured step on which it was not counted.
         capacity_bytes: The device's memory; None if unknown.
         outside_bytes: What is used of it outside this process's allocator.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
@@ -101,7 +103,7 @@ def suggest(
         raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
     if capacity_bytes is None:
         return None
-    line = _from_measured(measured) if measured else None
+    line = _from_measured(measured, held_bytes) if measured else None
     is_measured = line is not None
     if line is None and predicted is not None:
         line = _from_law(predicted)
@@ -146,11 +148,12 @@ class _Line:
         return max(0, (budget_bytes - self.fixed_bytes) // self.per_sample_bytes)
 
 
-def _from_measured(step: StepMemory) -> _Line | None:
+def _from_measured(step: StepMemory, held_bytes: int | None) -> _Line | None:
+    held_bytes = step.held_bytes if step.held_bytes is not None else held_bytes
     peak = step.peak_reserved_bytes if step.peak_reserved_bytes is not None else step.peak_allocated_bytes
-    if not step.batch_size or peak is None or step.held_bytes is None:
+    if not step.batch_size or peak is None or held_bytes is None:
         return None
-    fixed = min(step.held_bytes, peak)
+    fixed = min(held_bytes, peak)
     what = "reserved" if step.peak_reserved_bytes is not None else "allocated"
     return _Line(
         batch_size=step.batch_size,

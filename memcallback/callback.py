@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -55,7 +56,8 @@ def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
             hook(*args, **kwargs)
         except Exception as error:
             callback._is_broken = True
-            callback._release()
+            with suppress(Exception):
+                callback._release()
             warn(f"MemoryCallback has stopped recording: {type(error).__name__} in {hook.__name__}: {error}. Training goes on without it.")
 
     return guarded
@@ -122,11 +124,14 @@ class MemoryCallback(Callback):
         self._sinks: Sinks | None = None
         self._hooks: list[Any] = []
         self._is_broken = False
+        self._is_running = False
         self._has_seen_batch = False
         self._has_reported = False
         self._unlogged: StepMemory | None = None
         self._warm_up: StepMemory | None = None
+        # The largest steady step on which holdings were counted, and the largest of all.
         self._steady: StepMemory | None = None
+        self._largest: StepMemory | None = None
         self._notes: tuple[str, ...] = ()
 
     # When something begins and ends.
@@ -143,6 +148,7 @@ class MemoryCallback(Callback):
         )
         self.recorder.lifetime_peak_allocated_bytes = self._restored_peaks.get("lifetime_peak_allocated_bytes")
         self.recorder.lifetime_peak_reserved_bytes = self._restored_peaks.get("lifetime_peak_reserved_bytes")
+        self._is_running = True
         is_manual = not pl_module.automatic_optimization
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._on_update_start() if is_manual else None))
@@ -217,7 +223,7 @@ class MemoryCallback(Callback):
     @_never_stops_training
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Training has failed: keep what was recorded of the step, and report."""
-        if self.recorder is None:
+        if self.recorder is None or not self._is_running:
             return
         record = self.recorder.end_step(is_interrupted=True)
         if record is not None:
@@ -253,6 +259,7 @@ class MemoryCallback(Callback):
         elif self.recorder.current_phase is Phase.FORWARD:
             self.recorder.close_phase()
 
+    @_never_stops_training
     def _on_update_start(self) -> None:
         if self.recorder is None or self.recorder.current_phase is Phase.OPTIMIZER_STEP:
             return
@@ -261,6 +268,7 @@ class MemoryCallback(Callback):
             self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
         self.recorder.open_phase(Phase.OPTIMIZER_STEP)
 
+    @_never_stops_training
     def _on_update_end(self, is_manual: bool) -> None:
         if self.recorder and self.recorder.current_phase is Phase.OPTIMIZER_STEP:
             self.recorder.close_phase()
@@ -305,13 +313,13 @@ class MemoryCallback(Callback):
             )
 
     def _keep(self, record: StepMemory) -> None:
-        """The warm-up step, the largest steady step so far (one with a count by category, once there is one), and the largest unlogged one."""
         if record.is_warm_up:
             self._warm_up = record
-        elif not record.is_interrupted and (self._steady is None or _rank(record) >= _rank(self._steady)):
-            self._steady = record
-        if self._unlogged is None or _rank(record) >= _rank(self._unlogged):
-            self._unlogged = record
+        elif not record.is_interrupted:
+            self._largest = max(record, self._largest or record, key=_rank)
+            if record.held_bytes is not None:
+                self._steady = max(record, self._steady or record, key=_rank)
+        self._unlogged = max(record, self._unlogged or record, key=_rank)
 
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
@@ -341,7 +349,8 @@ class MemoryCallback(Callback):
                 # On a CPU: other processes, and what of this one is not tensors of the step.
                 outside = max(0, device.used_bytes - (steady.peak_allocated_bytes or 0))
         return suggest(
-            measured=steady,
+            measured=self._largest,
+            held_bytes=steady.held_bytes if steady else None,
             predicted=self._prediction_for(steady) if steady else self.prediction,
             capacity_bytes=capacity,
             outside_bytes=outside,
@@ -364,7 +373,7 @@ class MemoryCallback(Callback):
             return
         _print(pl_module, self.report.to_text())
         self._sinks.log_text(REPORT_TAG, self.report.to_markdown(), number)
-        if step is not None and any(window.start.by_category for window in step.windows):
+        if step is not None and step.held_bytes is not None and step.windows[0].start.allocated_bytes is not None:
             self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
         if advice is not None:
             self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
@@ -372,6 +381,7 @@ class MemoryCallback(Callback):
     def _finish(self, trainer: Any, pl_module: Any) -> None:
         if self.recorder is None:
             return
+        self._is_running = False
         device = device_memory(self.recorder.meter.device)
         # Lightning has counted the last batch already.
         number = max(0, _step_number(trainer) - 1)

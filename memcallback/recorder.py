@@ -45,7 +45,8 @@ class MemoryRecorder:
 
     Args:
         model: The model or models, for the split by category; on a CPU, for any figure but the resident size.
-        optimizer: The optimizer or optimizers, for their state, and to know which steps made an update.
+        optimizer: The optimizer or optimizers, for their state, and to know which steps made an update; without any, each
+            optimizer step is taken for one.
         device: What to read; by default the model's device, else the current accelerator, else the CPU.
         sample_every_n_steps: At least 1.
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see `AllocatorMeter`).
@@ -108,7 +109,8 @@ class MemoryRecorder:
             hook.remove()
         self._hooks = []
         if self._open:
-            self.end_step(is_interrupted=True)
+            self._open = None
+            self.meter.end()
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
@@ -146,8 +148,6 @@ class MemoryRecorder:
             yield
         finally:
             self.close_phase()
-        if phase is Phase.OPTIMIZER_STEP and not self._hooks:
-            self._num_updates += 1
 
     # The same as calls, for loops whose boundaries are hooks.
 
@@ -231,6 +231,8 @@ class MemoryRecorder:
             self.close_phase()
         self._open = None
         self._num_steps += 1
+        if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in step.windows):
+            self._num_updates += 1
         stats = self.meter.end()
         self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
         self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))

@@ -38,7 +38,7 @@ class Sinks:
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Give every logger one point for each tag."""
         if self._own is not None:
-            write_scalars(self._own, points, step)
+            self._attempt("write to a TensorBoard run", "Check the run's folder.", write_scalars, self._own, points, step)
         for logger in list(self._loggers):
             what = f"log {len(points)} float metrics to {_name(logger)}"
             way_out = "That logger gets no more memory figures. Use one whose log_metrics takes a dict of floats."
@@ -60,7 +60,7 @@ class Sinks:
         for writer in self._writers:
             self._attempt("write out a TensorBoard run", "Check the run's folder.", writer.flush)
         if self._own is not None:
-            self._own.close()
+            self._attempt("close a TensorBoard run", "Check the run's folder.", self._own.close)
 
     def _open_own(self, log_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

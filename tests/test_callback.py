@@ -231,6 +231,45 @@ def test_an_exception_in_training_goes_on_and_what_was_recorded_is_reported(tmp_
     assert not torch.autograd._profiler_enabled()
 
 
+def test_a_fit_that_fails_before_training_reports_nothing_of_the_one_before(tmp_path, capsys):
+    class NeverStarts(training.Automatic):
+        def on_train_start(self):
+            pass
+
+        def configure_optimizers(self):
+            raise ZeroDivisionError("the user's own")
+
+    callback = fit(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, NeverStarts(), callback=callback)
+    assert "Memory of one training step" not in capsys.readouterr().out
+
+
+def test_an_error_of_ours_in_an_optimizers_hook_does_not_reach_the_training(tmp_path, monkeypatch):
+    from memcallback import MemoryRecorder
+
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(MemoryRecorder, "close_phase", broken)
+    with pytest.warns(MemoryWarning, match="MemoryCallback has stopped recording: KeyError"):
+        callback = fit(tmp_path, training.ManualRaw())
+    assert callback._is_broken
+    assert callback.recorder.current_phase is None
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_while_the_user_profiles_on_a_cpu_the_resident_size_is_recorded_and_the_profile_is_whole(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        callback = fit(tmp_path)
+    assert len(callback.recorder.steps) == 4
+    assert not callback._is_broken
+    assert callback.report.measured.peak_resident_bytes > 0
+    assert callback.report.measured.peak_allocated_bytes is None
+    assert sum(event.count for event in profiler.key_averages() if event.key == "Optimizer.step#Adam.step") == 4
+
+
 # Bad input: a warning with value, rule and way out, and training goes on.
 
 

@@ -284,6 +284,20 @@ def test_other_accelerators_are_read_the_same_through_torch_accelerator():
     assert first.peak_reserved_bytes == second.peak_reserved_bytes
 
 
+def test_the_suggestion_comes_from_the_largest_step_even_if_its_holdings_were_not_counted(tmp_path):
+    def batch(size):
+        return torch.randn(size, 3, 32, 32), torch.randint(0, 100, (size,))
+
+    data = torch.utils.data.DataLoader([batch(4)] * 6 + [batch(64)] + [batch(4)] * 3, batch_size=None)
+    callback = fit(tmp_path, data=data, log_every_n_steps=50)
+    assert callback.recorder.steps[6].held_bytes is None
+    assert callback.report.measured.held_bytes is not None
+    advice = callback.report.advice
+    assert advice.is_measured
+    assert advice.current_batch_size == 64
+    assert advice.peak_bytes(64) >= callback.recorder.steps[6].peak_reserved_bytes
+
+
 def test_the_split_by_category_counts_what_is_on_the_device(tmp_path):
     callback = fit(tmp_path)
     start = callback.recorder.steps[2].windows[0].start

@@ -106,6 +106,15 @@ def test_a_step_whose_update_is_skipped_says_so(parts):
     assert skipped.num_optimizer_updates == 0
 
 
+def test_without_an_optimizer_each_optimizer_step_is_taken_for_an_update(parts):
+    model, optimizer = parts
+    recorder = MemoryRecorder(model)
+    for _ in range(2):
+        train_step(recorder, model, optimizer)
+    assert [step.is_warm_up for step in recorder.steps] == [True, False]
+    assert [step.num_optimizer_updates for step in recorder.steps] == [None, None]
+
+
 def test_an_accumulation_window_is_a_step_for_each_batch(parts):
     model, optimizer = parts
     recorder = MemoryRecorder(model, optimizer, sample_every_n_steps=1)
