@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test check test-cuda images clean
 
+# Lightning 2.6 with PyTorch 2.13 warns about itself.
 demo: $(VENV)/.installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/python -W 'ignore:`isinstance(treespec, LeafSpec)` is deprecated:FutureWarning' examples/digits.py
 
 test: $(VENV)/.installed check
 	$(BIN)/python -m pytest -q

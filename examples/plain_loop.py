@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memcallback as mc
-from memcallback.meters import device_memory
-from memcallback.report import Report
 
 Batch = tuple[Tensor, ...]  # images and their digits
 
@@ -75,7 +73,7 @@ def train(
             with recorder.phase(mc.Phase.FORWARD):
                 loss = loss_of(model, batch)
             with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             with recorder.phase(mc.Phase.OPTIMIZER_STEP):
                 optimizer.step()
 
@@ -114,15 +112,7 @@ def main() -> None:
         train(model, optimizer, recorder, batches, device)
     recorder.close()
 
-    counted = [step for step in recorder.steps if step.held_bytes is not None]
-    report = Report(
-        measured=counted[-1],
-        prediction=prediction,
-        device=device_memory(device),
-        advice=None,
-        lifetime_peak_allocated_bytes=recorder.lifetime_peak_allocated_bytes,
-    )
-    print(report.to_text())
+    print(recorder.report(prediction).to_text())
     print(f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}")
 
 

@@ -13,43 +13,70 @@ DEFAULT_HEADROOM = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeakLine:
+    """The peak over batch sizes, as a line through one known point, on the safe side of it in both directions.
+
+    Attributes:
+        batch_size: The batch size of the known point.
+        peak_bytes: The peak there.
+        growth_bytes: What each further sample adds at most.
+        decline_bytes: What each sample less takes off at least; not above `growth_bytes`.
+        floor_bytes: What a step needs at any batch size (an optimizer update).
+    """
+
+    batch_size: int
+    peak_bytes: int
+    growth_bytes: int
+    decline_bytes: int
+    floor_bytes: int
+
+    def at(self, batch_size: int) -> int:
+        """The peak expected at a batch size."""
+        slope = self.growth_bytes if batch_size > self.batch_size else self.decline_bytes
+        return max(self.floor_bytes, self.peak_bytes + (batch_size - self.batch_size) * slope)
+
+    def largest_within(self, budget_bytes: int) -> int:
+        """The largest batch size whose peak stays within a budget; 0 if none does."""
+        room = budget_bytes - self.peak_bytes
+        slope = self.growth_bytes if room >= 0 else self.decline_bytes
+        if self.floor_bytes > budget_bytes or (slope == 0 and room < 0):
+            return 0
+        return max(0, self.batch_size + (room // slope if slope else 0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchSizeAdvice:
     """The largest batch size that stays within a device.
 
     Attributes:
         batch_size: The suggestion; 0 if not even one sample fits.
-        current_batch_size: The one it starts from.
+        line: What is expected at each batch size.
         capacity_bytes: The device's memory.
         outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
         headroom: The fraction of the capacity that is kept free.
-        fixed_bytes: What does not depend on the batch.
-        per_sample_bytes: What each sample adds.
-        floor_bytes: What a step needs at any batch size (an optimizer update).
         is_measured: Whether a step of this training on this device was measured; else it is predicted.
-        basis: How it knows, one sentence.
-        leaves_out: What it does not know, one sentence each.
+        basis: How it knows, as a part of a sentence.
+        leaves_out: What it does not know, as parts of a sentence.
     """
 
     batch_size: int
-    current_batch_size: int
+    line: PeakLine
     capacity_bytes: int
     outside_bytes: int | None
     headroom: float
-    fixed_bytes: int
-    per_sample_bytes: int
-    floor_bytes: int
     is_measured: bool
     basis: str
     leaves_out: tuple[str, ...]
 
     @property
+    def current_batch_size(self) -> int:
+        """The batch size that it starts from."""
+        return self.line.batch_size
+
+    @property
     def multiple(self) -> float:
         """How many times the current batch size the suggestion is."""
         return self.batch_size / self.current_batch_size
-
-    def peak_bytes(self, batch_size: int) -> int:
-        """The peak that this advice expects of the process's allocator at a batch size."""
-        return max(self.floor_bytes, self.fixed_bytes + batch_size * self.per_sample_bytes)
 
     @property
     def budget_bytes(self) -> int:
@@ -60,12 +87,12 @@ class BatchSizeAdvice:
         """The suggestion in one sentence."""
         if self.batch_size == 0:
             return (
-                f"Not even one sample fits: {format_bytes(self.peak_bytes(1))} are needed and {format_bytes(max(0, self.budget_bytes))} "
+                f"Not even one sample fits: {format_bytes(self.line.at(1))} are needed and {format_bytes(max(0, self.budget_bytes))} "
                 f"are left of {format_bytes(self.capacity_bytes)}."
             )
         return (
-            f"Largest batch size: {self.batch_size} ({self.multiple:,.2f} times the current {self.current_batch_size}), {self.basis}, within "
-            f"{format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom."
+            f"Largest batch size: {self.batch_size} ({self.multiple:,.2f} times the current {self.current_batch_size}), {self.basis}, "
+            f"within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom."
         )
 
 
@@ -80,10 +107,11 @@ def suggest(
 ) -> BatchSizeAdvice | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
-    With a measured steady step: what the model holds (counted) is fixed, all the rest of the step's reserved peak is taken to
-    grow with the batch. Workspaces and parameter-sized temporaries do not, so a larger batch is judged on the safe side. A
-    device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step,
-    or without a count of what is held, the law of the prediction decides, which knows allocated memory only.
+    With a measured steady step: what the model holds (counted) is fixed, and a larger batch is taken to grow all the rest of the
+    step's reserved peak. Workspaces and parameter-sized temporaries do not grow, so that is on the safe side. A smaller batch is
+    taken to save only what autograd keeps of each sample, by the prediction, and never to need less than the measured optimizer
+    step. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured
+    step, or without a count of what is held, the law of the prediction decides, which knows allocated memory only.
 
     Args:
         measured: A steady step, or None.
@@ -103,73 +131,62 @@ def suggest(
         raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
     if capacity_bytes is None:
         return None
-    line = _from_measured(measured, held_bytes) if measured else None
+    line = _measured_line(measured, held_bytes, predicted) if measured else None
     is_measured = line is not None
     if line is None and predicted is not None:
-        line = _from_law(predicted)
+        line = _predicted_line(predicted)
     if line is None:
         return None
+    budget = int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
+    batch_size = line.largest_within(budget)
     leaves_out = ["what validation, logging and longer samples need beyond a training step"]
     if outside_bytes is None:
         leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
     if not is_measured:
         leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
-    budget = int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
+    elif batch_size < line.batch_size and predicted is None:
+        leaves_out.append("how much a smaller batch saves, which only a prediction tells: try it before relying on it")
     return BatchSizeAdvice(
-        batch_size=line.largest_within(budget),
-        current_batch_size=line.batch_size,
+        batch_size=batch_size,
+        line=line,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside_bytes,
         headroom=headroom,
-        fixed_bytes=line.fixed_bytes,
-        per_sample_bytes=line.per_sample_bytes,
-        floor_bytes=line.floor_bytes,
         is_measured=is_measured,
-        basis=line.basis,
+        basis=_basis(measured, predicted, is_measured=is_measured),
         leaves_out=tuple(leaves_out),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    """A peak over batch sizes: a straight line, and a floor under it."""
-
-    batch_size: int
-    fixed_bytes: int
-    per_sample_bytes: int
-    floor_bytes: int
-    basis: str
-
-    def largest_within(self, budget_bytes: int) -> int:
-        if self.floor_bytes > budget_bytes:
-            return 0
-        if self.per_sample_bytes == 0:
-            return self.batch_size if self.fixed_bytes <= budget_bytes else 0
-        return max(0, (budget_bytes - self.fixed_bytes) // self.per_sample_bytes)
+def _basis(measured: StepMemory | None, predicted: Prediction | None, *, is_measured: bool) -> str:
+    if is_measured and measured is not None:
+        return f"from the {'allocated' if measured.peak_reserved_bytes is None else 'reserved'} memory measured on this device"
+    assert predicted is not None
+    return f"predicted by the {predicted.source}"
 
 
-def _from_measured(step: StepMemory, held_bytes: int | None) -> _Line | None:
-    held_bytes = step.held_bytes if step.held_bytes is not None else held_bytes
+def _measured_line(step: StepMemory, held_bytes: int | None, predicted: Prediction | None) -> PeakLine | None:
+    held = step.held_bytes if step.held_bytes is not None else held_bytes
     peak = step.peak_reserved_bytes if step.peak_reserved_bytes is not None else step.peak_allocated_bytes
-    if not step.batch_size or peak is None or held_bytes is None:
+    if not step.batch_size or peak is None or held is None:
         return None
-    fixed = min(held_bytes, peak)
-    what = "reserved" if step.peak_reserved_bytes is not None else "allocated"
-    return _Line(
+    growth = -(-max(0, peak - held) // step.batch_size)
+    update = step.phases.get(Phase.OPTIMIZER_STEP)
+    return PeakLine(
         batch_size=step.batch_size,
-        fixed_bytes=fixed,
-        per_sample_bytes=-(-(peak - fixed) // step.batch_size),
-        floor_bytes=0,
-        basis=f"from the {what} memory measured on this device",
+        peak_bytes=peak,
+        growth_bytes=growth,
+        decline_bytes=min(growth, predicted.input.per_sample_bytes + predicted.saved.per_sample_bytes) if predicted else growth,
+        floor_bytes=(update.peak_allocated_bytes or 0) if update else 0,
     )
 
 
-def _from_law(prediction: Prediction) -> _Line:
-    backward, update = (prediction.phases[phase].peak_allocated_bytes or 0 for phase in (Phase.BACKWARD, Phase.OPTIMIZER_STEP))
-    return _Line(
+def _predicted_line(prediction: Prediction) -> PeakLine:
+    phases = prediction.phases
+    return PeakLine(
         batch_size=prediction.batch_size,
-        fixed_bytes=backward - prediction.batch_size * prediction.per_sample_bytes,
-        per_sample_bytes=prediction.per_sample_bytes,
-        floor_bytes=update - prediction.input.at(prediction.batch_size),
-        basis=f"predicted by the {prediction.source}",
+        peak_bytes=phases[Phase.BACKWARD].peak_allocated_bytes or 0,
+        growth_bytes=prediction.per_sample_bytes,
+        decline_bytes=prediction.per_sample_bytes,
+        floor_bytes=(phases[Phase.OPTIMIZER_STEP].peak_allocated_bytes or 0) - prediction.input.at(prediction.batch_size),
     )

@@ -6,24 +6,22 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
+from memcallback.advise import DEFAULT_HEADROOM
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
+from memcallback.forecast import forecast, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.sinks import Sinks
-from memcallback.stats import DeviceMemory, StepMemory, largest
-from memcallback.steps import TrainingStep, infer_batch_size
+from memcallback.stats import StepMemory, larger
 from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
-from memcallback.textbook import predict
 from memcallback.units import parse_bytes
 from memcallback.warn import warn
 
@@ -126,12 +124,7 @@ class MemoryCallback(Callback):
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
-        self._has_reported = False
         self._unlogged: StepMemory | None = None
-        self._warm_up: StepMemory | None = None
-        # The largest steady step on which holdings were counted, and the largest of all.
-        self._steady: StepMemory | None = None
-        self._largest: StepMemory | None = None
         self._notes: tuple[str, ...] = ()
 
     # When something begins and ends.
@@ -144,7 +137,12 @@ class MemoryCallback(Callback):
         device = trainer.strategy.root_device
         optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, torch.optim.Optimizer)]
         self.recorder = MemoryRecorder(
-            pl_module, optimizers, device=device, sample_every_n_steps=_log_interval(trainer) or sys.maxsize, reset_peaks=self._reset_peaks
+            pl_module,
+            optimizers,
+            device=device,
+            # A CPU is read at the logging interval; elsewhere the split by category, which walks the model, needs no such frequency.
+            sample_every_n_steps=sys.maxsize if device.type == "cpu" else 50,
+            reset_peaks=self._reset_peaks,
         )
         self.recorder.lifetime_peak_allocated_bytes = self._restored_peaks.get("lifetime_peak_allocated_bytes")
         self.recorder.lifetime_peak_reserved_bytes = self._restored_peaks.get("lifetime_peak_reserved_bytes")
@@ -156,7 +154,7 @@ class MemoryCallback(Callback):
         if trainer.is_global_zero:
             own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
             self._sinks = Sinks(trainer.loggers, own)
-        self._warn_of_devices(pl_module, device)
+        warn_of_devices(pl_module, device)
 
     @_never_stops_training
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -165,7 +163,10 @@ class MemoryCallback(Callback):
             return
         if not self._has_seen_batch:
             self._has_seen_batch = True
-            self._look_at_first_batch(trainer, pl_module, batch)
+            warn_of_batch(batch, self._batch_size)
+            if self._predicts:
+                name = self.recorder.meter.device_name
+                self.prediction = forecast(trainer, pl_module, batch, self._batch_size, device=self._capacity_bytes, device_name=name)
         self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
         self.recorder.open_phase(Phase.FORWARD)
 
@@ -204,13 +205,12 @@ class MemoryCallback(Callback):
             self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
         record = self.recorder.end_step()
         if record is not None:
-            self._keep(record)
             self._publish(trainer, pl_module, record)
 
     @_never_stops_training
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The last report."""
-        if self._steady is None and self._warm_up is not None:
+        if self.recorder and self.recorder.largest is None and self.recorder.warm_up:
             text = (
                 f"Only {trainer.global_step} optimizer update was made: gradients and optimizer state were not there before it, so no steady "
                 "step was measured. Train for at least 2 steps to compare prediction and measurement."
@@ -227,7 +227,6 @@ class MemoryCallback(Callback):
             return
         record = self.recorder.end_step(is_interrupted=True)
         if record is not None:
-            self._keep(record)
             self._notes = (*self._notes, f"The last step ended with {type(exception).__name__}.")
         self._finish(trainer, pl_module)
 
@@ -275,104 +274,31 @@ class MemoryCallback(Callback):
             if is_manual:
                 self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
 
-    def _look_at_first_batch(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        size = infer_batch_size(batch)
-        if self._batch_size is None and size.batch_size is None:
-            warn(
-                f"The batch size cannot be inferred from a batch of type {type(batch).__name__}: no tensor in it has a first dimension. Memory is "
-                "recorded, but not predicted, and no batch size is suggested. Give it: MemoryCallback(batch_size=32)."
-            )
-            return
-        if self._batch_size is None and size.is_ambiguous:
-            warn(
-                f"The tensors of the batch differ in their first dimension; {size.batch_size}, the most frequent, is taken for the batch size. "
-                "If that is wrong, give it: MemoryCallback(batch_size=32)."
-            )
-        if self._predicts:
-            self._predict(trainer, pl_module, batch)
-
-    def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        try:
-            step = TrainingStep.from_lightning(
-                pl_module, batch, optimizer=trainer.optimizers, precision=trainer.precision, batch_size=self._batch_size
-            )
-            assert self.recorder is not None
-            self.prediction = predict(step, device=self._capacity_bytes, device_name=self.recorder.meter.device_name)
-        except Exception as error:  # whatever a user's model does on shapes alone, training goes on
-            warn(
-                f"The step's memory could not be predicted: {type(error).__name__}: {error} It is still recorded. "
-                "MemoryCallback(predict=False) leaves the prediction out."
-            )
-
-    def _warn_of_devices(self, pl_module: Any, device: torch.device) -> None:
-        devices = sorted({str(parameter.device) for parameter in pl_module.parameters()})
-        if len(devices) > 1:
-            warn(
-                f"The model's parameters are on {len(devices)} devices ({', '.join(devices)}); memory of {device} alone is recorded, and the "
-                "prediction counts the parameters there. Record the others with a MemoryRecorder(device=...) each."
-            )
-
-    def _keep(self, record: StepMemory) -> None:
-        if record.is_warm_up:
-            self._warm_up = record
-        elif not record.is_interrupted:
-            self._largest = max(record, self._largest or record, key=_rank)
-            if record.held_bytes is not None:
-                self._steady = max(record, self._steady or record, key=_rank)
-        self._unlogged = max(record, self._unlogged or record, key=_rank)
-
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
+        assert self.recorder is not None
+        self._unlogged = larger(self._unlogged, record)
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
-        is_first_steady = self._steady is not None and not self._has_reported
+        is_first_steady = self.recorder.steady is not None and self.report is None
         if is_window_complete and (_is_logging_step(trainer) or is_first_steady):
-            device = device_memory(self.recorder.meter.device) if self.recorder else DeviceMemory()
-            self._log(device, _step_number(trainer))
-            if is_first_steady:
-                self._report(pl_module, device, _step_number(trainer))
+            self._log(_step_number(trainer))
+        if is_window_complete and is_first_steady:
+            self._report(pl_module, _step_number(trainer))
 
-    def _log(self, device: DeviceMemory, number: int) -> None:
+    def _log(self, number: int) -> None:
         step, self._unlogged = self._unlogged, None
-        if step is not None and self._sinks is not None:
-            self._sinks.log_scalars(scalars(step, self._prediction_for(step), device), number)
+        if step is not None and self._sinks is not None and self.recorder is not None:
+            prediction = self.prediction.at(step.batch_size) if self.prediction and step.batch_size else self.prediction
+            self._sinks.log_scalars(scalars(step, prediction, device_memory(self.recorder.meter.device)), number)
 
-    def _prediction_for(self, step: StepMemory) -> Prediction | None:
-        return self.prediction.at(step.batch_size) if self.prediction and step.batch_size else self.prediction
-
-    def _advise(self, device: DeviceMemory) -> BatchSizeAdvice | None:
-        steady = self._steady
-        capacity = self._capacity_bytes if self._capacity_bytes is not None else device.capacity_bytes
-        outside: int | None = None
-        if steady and self._capacity_bytes is None:
-            if steady.peak_reserved_bytes is not None:
-                outside = device.non_pytorch_bytes(steady.windows[-1].end.reserved_bytes)
-            elif device.used_bytes is not None and steady.peak_resident_bytes is not None:
-                # On a CPU: other processes, and what of this one is not tensors of the step.
-                outside = max(0, device.used_bytes - (steady.peak_allocated_bytes or 0))
-        return suggest(
-            measured=self._largest,
-            held_bytes=steady.held_bytes if steady else None,
-            predicted=self._prediction_for(steady) if steady else self.prediction,
-            capacity_bytes=capacity,
-            outside_bytes=outside,
-            headroom=self._headroom,
-        )
-
-    def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
+    def _report(self, pl_module: Any, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
-        self._has_reported = True
-        step = self._steady or self._warm_up
-        prediction = self._prediction_for(step) if step else self.prediction
-        advice = self._advise(device)
-        if self._capacity_bytes is not None:
-            device = replace(device, capacity_bytes=self._capacity_bytes, used_bytes=None)
-        peak = self.recorder.lifetime_peak_allocated_bytes if self.recorder else None
-        self.report = Report(
-            measured=step, prediction=prediction, device=device, advice=advice, lifetime_peak_allocated_bytes=peak, notes=self._notes
-        )
+        assert self.recorder is not None
+        self.report = self.recorder.report(self.prediction, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self._notes)
         if self._sinks is None:
             return
         _print(pl_module, self.report.to_text())
         self._sinks.log_text(REPORT_TAG, self.report.to_markdown(), number)
+        step, prediction, advice = self.report.measured, self.report.prediction, self.report.advice
         if step is not None and step.held_bytes is not None and step.windows[0].start.allocated_bytes is not None:
             self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
         if advice is not None:
@@ -382,13 +308,12 @@ class MemoryCallback(Callback):
         if self.recorder is None:
             return
         self._is_running = False
-        device = device_memory(self.recorder.meter.device)
         # Lightning has counted the last batch already.
         number = max(0, _step_number(trainer) - 1)
-        self._log(device, number)
-        self._report(pl_module, device, number)
+        self._log(number)
+        self._report(pl_module, number)
         if self._sinks is not None and self._sinks.log_dir is not None:
-            _print(pl_module, f"Memory curves: tensorboard --logdir {self._sinks.log_dir}")
+            _print(pl_module, f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
         self._release()
 
     def _release(self) -> None:
@@ -401,15 +326,6 @@ class MemoryCallback(Callback):
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
-
-
-def _rank(record: StepMemory) -> tuple[bool, bool, int]:
-    """Steady before warm-up, complete before partial, then by peak."""
-    return (
-        not record.is_warm_up,
-        Phase.OPTIMIZER_STEP in record.phases,
-        largest((record.peak_allocated_bytes, record.peak_resident_bytes, 0)) or 0,
-    )
 
 
 def _log_interval(trainer: Any) -> int:

@@ -103,7 +103,7 @@ def _start_profiler() -> torch.autograd.profiler.profile | None:
     if is_unset:
         os.environ["KINETO_LOG_LEVEL"] = "6"
     try:
-        profiler.__enter__()  # type: ignore[no-untyped-call]
+        profiler.__enter__()
     finally:
         if is_unset:
             del os.environ["KINETO_LOG_LEVEL"]
@@ -114,7 +114,7 @@ def _stop_profiler(profiler: torch.autograd.profiler.profile | None) -> list[Any
     """The profile's events in the order of time; none if there is no profiler or somebody else has ended it."""
     if profiler is None or not _is_profiling():
         return []
-    profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    profiler.__exit__(None, None, None)
     results = profiler.kineto_results
     events: list[Any] = []
     pending = list(results.experimental_event_tree()) if results else []

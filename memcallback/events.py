@@ -32,8 +32,9 @@ class Category(Enum):
 
     @property
     def label(self) -> str:
-        """The category as a person reads it, such as `optimizer state`."""
-        return self.value.replace("_", " ")
+        """The category as a person reads it, such as `parameters` or `optimizer state`."""
+        countable = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.ACTIVATION, Category.WORKSPACE)
+        return self.value.replace("_", " ") + ("s" if self in countable else "")
 
 
 #: What a running training can be asked for: the storages that its model, its optimizers and its batch hold. What is

@@ -116,7 +116,7 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: Prediction | None) -> 
             label=f"predicted peak ({prediction.source})",
         )
     if advice.is_measured:
-        axes.plot(sizes, [advice.peak_bytes(size) / unit for size in sizes], color="black", label="peak expected from the measured step")
+        axes.plot(sizes, [advice.line.at(size) / unit for size in sizes], color="black", label="peak expected from the measured step")
     axes.axhline(advice.capacity_bytes / unit, color="#555555", label="capacity")
     axes.axhline(max(0, advice.budget_bytes) / unit, color="#555555", linestyle=":", label="capacity less headroom and others' use")
     if advice.batch_size:

@@ -76,6 +76,17 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}.values())
 
 
+def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors' own elements, at most those of their storages; for a view of a large storage, what a copy of it would take."""
+    elements: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        for storage in storages_of(tensor):
+            sizes[storage._cdata] = storage.nbytes()
+            elements[storage._cdata] = elements.get(storage._cdata, 0) + tensor.numel() * tensor.element_size()
+    return sum(min(size, elements[storage]) for storage, size in sizes.items())
+
+
 def is_on(device: torch.device, wanted: torch.device) -> bool:
     """Whether a device is the wanted one; a wanted device without an index is any of its type."""
     return device.type == wanted.type and (wanted.index is None or device.index in (None, wanted.index))

@@ -6,7 +6,7 @@ each boundary. Reading is kept apart from making sense of what was read, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -163,3 +163,13 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cpu":
         return cpu_memory()
     return DeviceMemory(unavailable=f"nothing is known of a device of type {device.type!r} but its allocator")
+
+
+def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
+    """The device of the first parameter that has one; without parameters the current accelerator, else the CPU."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.device.type != "meta":
+                return parameter.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else torch.device("cpu")

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memcallback.advise import DEFAULT_HEADROOM, suggest
 from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
-from memcallback.meters import AllocatorMeter, Meter
-from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory, largest
+from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.prediction import Prediction
+from memcallback.report import Report
+from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import infer_batch_size
 
 #: The first steps are always sampled: the warm-up, the first steady step, and one after it.
@@ -53,6 +56,9 @@ class MemoryRecorder:
 
     Attributes:
         steps: The last 100 recorded steps, oldest first.
+        warm_up: The last step that no optimizer update came before; None if there was none.
+        steady: Of the steady steps on which holdings were counted, the one with the largest peak; None if there was none.
+        largest: Of all steady steps, the one with the largest peak; None if there was none.
         lifetime_peak_allocated_bytes: The largest allocated figure since the recorder began, between steps included;
             what `torch.cuda.max_memory_allocated()` would have said without the resets. None before the first step.
         lifetime_peak_reserved_bytes: The same for reserved memory.
@@ -92,6 +98,9 @@ class MemoryRecorder:
         chosen = torch.device(device) if device is not None else default_device(self._modules)
         self.meter: Meter = CpuMeter(reset_peaks=reset_peaks) if chosen.type == "cpu" else AllocatorMeter(chosen, reset_peaks=reset_peaks)
         self.steps: deque[StepMemory] = deque(maxlen=100)
+        self.warm_up: StepMemory | None = None
+        self.steady: StepMemory | None = None
+        self.largest: StepMemory | None = None
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
         self._sample_every_n_steps = sample_every_n_steps
@@ -162,14 +171,15 @@ class MemoryRecorder:
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Count what is held by category in this step too.
+            sample: Record this step too on a device where only sampled steps are.
 
         Raises:
             RuntimeError: If a step is open already.
         """
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
-        is_sampled = sample or self._num_steps < NUM_FIRST_SAMPLED or self._num_steps % self._sample_every_n_steps == 0
+        is_sampled = self._num_steps < NUM_FIRST_SAMPLED or self._num_steps % self._sample_every_n_steps == 0
+        is_sampled |= sample and not self.meter.reads_every_step
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
         if self._is_skipping:
             self._num_steps += 1
@@ -247,8 +257,70 @@ class MemoryRecorder:
             num_optimizer_updates=self._num_updates - step.num_updates_before if self._hooks else None,
             is_interrupted=is_interrupted,
         )
-        self.steps.append(record)
+        self._keep(record)
         return record
+
+    def report(
+        self,
+        prediction: Prediction | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        headroom: float = DEFAULT_HEADROOM,
+        notes: tuple[str, ...] = (),
+    ) -> Report:
+        """What was recorded so far beside a prediction, with the largest batch size that fits. Asks the device's driver: not for every step.
+
+        Args:
+            prediction: The prediction, at any batch size.
+            capacity_bytes: The memory to plan for, by default that of the device that trains.
+            headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and below 1.
+            notes: What else the person should know, one sentence each.
+
+        Raises:
+            ValueError: If `headroom` is out of range.
+        """
+        device = device_memory(self.meter.device)
+        step = self.steady or self.warm_up
+        if prediction and step and step.batch_size:
+            prediction = prediction.at(step.batch_size)
+        advice = suggest(
+            measured=self.largest,
+            predicted=prediction,
+            held_bytes=self.steady.held_bytes if self.steady else None,
+            capacity_bytes=device.capacity_bytes if capacity_bytes is None else capacity_bytes,
+            outside_bytes=self._outside_bytes(device) if capacity_bytes is None else None,
+            headroom=headroom,
+        )
+        if capacity_bytes is not None:
+            device = DeviceMemory(capacity_bytes=capacity_bytes, unavailable=device.unavailable)
+        return Report(
+            measured=step,
+            prediction=prediction,
+            device=device,
+            advice=advice,
+            lifetime_peak_allocated_bytes=self.lifetime_peak_allocated_bytes,
+            notes=notes,
+        )
+
+    def _outside_bytes(self, device: DeviceMemory) -> int | None:
+        """Used on the device, but not by this training's tensors."""
+        step = self.largest
+        if step is None or not step.windows:
+            return None
+        if step.peak_reserved_bytes is not None:
+            return device.non_pytorch_bytes(step.windows[-1].end.reserved_bytes)
+        if device.used_bytes is None or step.peak_allocated_bytes is None:
+            return None
+        return max(0, device.used_bytes - step.peak_allocated_bytes)
+
+    def _keep(self, record: StepMemory) -> None:
+        self.steps.append(record)
+        if record.is_warm_up:
+            self.warm_up = record
+        elif not record.is_interrupted:
+            self.largest = larger(self.largest, record)
+            if record.held_bytes is not None:
+                self.steady = larger(self.steady, record)
 
     def _count_update(self, *_: object) -> None:
         self._num_updates += 1
@@ -281,13 +353,3 @@ def _window(covers: tuple[Phase, ...], stats: tuple[MemoryStats, ...]) -> PhaseM
 
 def _increase(start: int | None, end: int | None) -> int | None:
     return None if start is None or end is None else end - start
-
-
-def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of the first parameter that has one; without parameters the current accelerator, else the CPU."""
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.device.type != "meta":
-                return parameter.device
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else torch.device("cpu")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memcallback.advise import BatchSizeAdvice
-from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.events import HELD_CATEGORIES, Phase
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, MemoryStats, PhaseMemory, StepMemory, error_pct
 from memcallback.tables import Table
 from memcallback.units import format_bytes
 
 UNKNOWN = "n/a"
-_INDENT = "   "
-_PLURAL = {Category.PARAMETER: "parameters", Category.BUFFER: "buffers", Category.GRADIENT: "gradients"}
+_INDENT = "  "
+#: Of a line on the console.
+_WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +65,8 @@ class Report:
         return (*lines, *self.notes)
 
     def to_text(self) -> str:
-        """For a console."""
-        return self.table().to_text() + "".join(f"{line}\n" for line in self.lines())
+        """For a console, 80 columns wide."""
+        return self.table().to_text() + "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in self.lines())
 
     def to_markdown(self) -> str:
         """For TensorBoard and files."""
@@ -74,17 +76,11 @@ class Report:
         step = self.measured or (self.prediction.step if self.prediction else None)
         if step is None:
             return "Memory of one training step: nothing was recorded"
-        parts = ["Memory of one training step"]
-        if self.measured:
-            parts.append("warm-up" if self.measured.is_warm_up else "steady")
-        if step.batch_size:
-            parts.append(f"batch size {step.batch_size}")
-        parts.append(step.device_name)
-        if self.measured:
-            parts.append(f"measured by {self.measured.source}")
-        if self.prediction:
-            parts.append(f"predicted by {self.prediction.source}")
-        return " · ".join(parts)
+        kind = "" if self.measured is None else "warm-up, " if self.measured.is_warm_up else "steady, "
+        size = f"batch size {step.batch_size}" if step.batch_size else "batch size unknown"
+        sources = [f"measured by {self.measured.source}"] if self.measured else []
+        sources += [f"predicted by {self.prediction.source}"] if self.prediction else []
+        return f"Memory of one training step ({kind}{size}) on {step.device_name}\n{', '.join(sources)}"
 
     def _device_rows(self) -> list[tuple[str, ...]]:
         measured = self.measured
@@ -93,11 +89,11 @@ class Report:
         capacity, used = self.device.capacity_bytes, self.device.used_bytes
         rows = [_heading("device")]
         if resident is not None:
-            rows.append(_row("peak resident size of the process", None, None, resident))
+            rows.append(_row("peak resident size", None, None, resident))
         else:
             rows.append(_row("peak reserved", None, None, reserved))
             rows.append(_row("non-PyTorch memory", None, None, self.device.non_pytorch_bytes(self._reserved_now())))
-        rows.append(_row("largest allocated so far", None, None, self.lifetime_peak_allocated_bytes))
+        rows.append(_row("lifetime peak allocated", None, None, self.lifetime_peak_allocated_bytes))
         share = f"{100 * used / capacity:.1f} % used" if capacity and used is not None else ""
         rows.append((_INDENT + "capacity", "", "", _text(capacity), share))
         return rows
@@ -109,7 +105,7 @@ class Report:
 def _phase_rows(measured: StepMemory | None, predicted: StepMemory | None) -> list[tuple[str, ...]]:
     of_measured: Mapping[Phase, PhaseMemory] = measured.phases if measured else {}
     of_predicted: Mapping[Phase, PhaseMemory] = predicted.phases if predicted else {}
-    rows = [_heading("peak allocated in each phase")]
+    rows = [_heading("peak allocated")]
     for phase in Phase:
         ours, theirs = of_predicted.get(phase), of_measured.get(phase)
         if ours is None and theirs is None:
@@ -132,8 +128,8 @@ def _category_rows(measured: StepMemory | None, predicted: StepMemory | None) ->
         return []
     our_split, their_split = (ours.by_category if ours else None) or {}, (theirs.by_category if theirs else None) or {}
     return [
-        _heading("allocated when the forward pass ends"),
-        *(_row(_PLURAL.get(c, c.label), our_split.get(c), None, their_split.get(c)) for c in HELD_CATEGORIES),
+        _heading("at the end of forward"),
+        *(_row(c.label, our_split.get(c), None, their_split.get(c)) for c in HELD_CATEGORIES),
         _row("activations and other", ours.rest_bytes if ours else None, None, theirs.rest_bytes if theirs else None),
     ]
 

@@ -122,7 +122,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _sdpa_flop(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    flops: int = sdpa_flop_count(query, key, value)
     return flops
 
 
@@ -163,7 +163,7 @@ class _Row:
         )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Assigns every operator to the layer that runs it."""
 
     def __init__(self, model: nn.Module) -> None:

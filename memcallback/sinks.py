@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Sinks:
-    """Every logger of a Trainer; TensorBoard's also get text, pictures and the layout of the dashboard.
+    """Every logger of a Trainer; runs of TensorBoard also get text, pictures and the layout of the dashboard.
 
     A logger that fails is left out from then on, with a warning. Make it on rank zero only.
 
@@ -32,13 +32,13 @@ class Sinks:
         if not self._loggers and own_log_dir is not None:
             what, way_out = f"write to {str(own_log_dir)!r}", "Set default_root_dir of the Trainer to a folder that can be written."
             self._attempt(what, way_out, self._open_own, own_log_dir)
-        for logger in self._loggers:
+        for logger in loggers:
             self._attempt(f"open {_name(logger)}", "Check the logger's folder.", self._open_tensorboard, logger)
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Give every logger one point for each tag."""
-        if self._own is not None:
-            self._attempt("write to a TensorBoard run", "Check the run's folder.", write_scalars, self._own, points, step)
+        for writer in self._writers:
+            self._attempt("write to a TensorBoard run", "Check the run's folder.", write_scalars, writer, points, step)
         for logger in list(self._loggers):
             what = f"log {len(points)} float metrics to {_name(logger)}"
             way_out = "That logger gets no more memory figures. Use one whose log_metrics takes a dict of floats."
@@ -70,9 +70,12 @@ class Sinks:
         self._open_run(self._own.log_dir)
 
     def _open_tensorboard(self, logger: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         writer = getattr(logger, "experiment", None)
-        if hasattr(writer, "add_image") and hasattr(writer, "add_text") and getattr(logger, "log_dir", None):
+        if isinstance(writer, SummaryWriter) and getattr(logger, "log_dir", None):
             self._writers.append(writer)
+            self._loggers.remove(logger)
             self._open_run(logger.log_dir)
 
     def _open_run(self, log_dir: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from memcallback.events import HELD_CATEGORIES, Category, Phase
 
@@ -126,7 +127,7 @@ class StepMemory:
     num_optimizer_updates: int | None = None
     is_interrupted: bool = False
 
-    @property
+    @cached_property
     def phases(self) -> Mapping[Phase, PhaseMemory]:
         """One entry for each phase that ran, windows of the same phase merged: first start, last end, largest peak."""
         merged: dict[Phase, PhaseMemory] = {}
@@ -135,32 +136,32 @@ class StepMemory:
             merged[window.phase] = merge(earlier, window) if earlier else window
         return dict(sorted(merged.items(), key=lambda item: list(Phase).index(item[0])))
 
-    @property
+    @cached_property
     def peak_allocated_bytes(self) -> int | None:
         """The largest allocated figure of the step."""
         return largest(window.peak_allocated_bytes for window in self.windows)
 
-    @property
+    @cached_property
     def peak_reserved_bytes(self) -> int | None:
         """The largest reserved figure of the step."""
         return largest(window.peak_reserved_bytes for window in self.windows)
 
-    @property
+    @cached_property
     def peak_resident_bytes(self) -> int | None:
         """The largest resident size of the process in the step (CPU only)."""
         return largest(window.peak_resident_bytes for window in self.windows)
 
-    @property
+    @cached_property
     def num_alloc_retries(self) -> int | None:
         """Retries of the allocator inside the step."""
         return total(window.num_alloc_retries for window in self.windows)
 
-    @property
+    @cached_property
     def num_ooms(self) -> int | None:
         """Out-of-memory errors inside the step."""
         return total(window.num_ooms for window in self.windows)
 
-    @property
+    @cached_property
     def held_bytes(self) -> int | None:
         """Bytes that do not depend on the batch size: parameters, buffers, gradients and optimizer state at their largest."""
         at_boundaries = [stats.by_category for window in self.windows for stats in (window.start, window.end) if stats.by_category]
@@ -210,6 +211,16 @@ def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:
         num_ooms=total((first.num_ooms, second.num_ooms)),
         low_bytes=largest((first.low_bytes, second.low_bytes)),
     )
+
+
+def larger(first: StepMemory | None, second: StepMemory) -> StepMemory:
+    """Of two steps a steady one before a warm-up, one with an optimizer step before one without, then the larger peak, then the later."""
+
+    def rank(step: StepMemory) -> tuple[bool, bool, int]:
+        peak = largest((step.peak_allocated_bytes, step.peak_resident_bytes, 0)) or 0
+        return not step.is_warm_up, Phase.OPTIMIZER_STEP in step.phases, peak
+
+    return second if first is None or rank(second) >= rank(first) else first
 
 
 def largest(figures: Iterable[int | None]) -> int | None:

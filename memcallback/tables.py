@@ -11,7 +11,7 @@ class Table:
     """Rows of text under named columns.
 
     Attributes:
-        title: One line above.
+        title: Above it, one line or more.
         columns: The names. The first column is aligned to the left, the others, which hold figures, to the right.
         rows: As many cells as there are columns; an empty cell says nothing.
         left_columns: Names of further columns to align to the left.
@@ -40,7 +40,7 @@ class Table:
             rows[-1] = tuple(f"**{cell}**" if cell else "" for cell in rows[-1])
         rule = tuple(":---" if self._is_left(position) else "---:" for position in range(len(self.columns)))
         lines = [self.columns, rule, *rows]
-        return f"**{self.title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"**{self.title.replace(chr(10), chr(32))}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def to_text(self) -> str:
         """Aligned text for a console, as wide as it needs to be."""
@@ -49,7 +49,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for position, name in enumerate(self.columns):
             table.add_column(Text(name), justify="left" if self._is_left(position) else "right", no_wrap=True)
         for position, row in enumerate(self.rows):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
-from memcallback.holdings import holdings, is_on, storage_bytes, tensors_in
+from memcallback.holdings import holdings, is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.optimizer_state import optimizer_state_bytes
 from memcallback.prediction import BytesLaw, Prediction
 from memcallback.shape_pass import LayerTable, shape_pass
@@ -49,6 +51,11 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         raise PredictionError(
             "The batch size cannot be inferred: no tensor in the batch has a first dimension. Give it: batch_size=32 to TrainingStep or MemoryCallback."
         )
+    if is_sharded(step.model):
+        raise PredictionError(
+            "The model is sharded over several devices, and what one of them holds in a step is not predicted yet. Predict the module as it was "
+            "before it was sharded: memcallback.predict(TrainingStep(...))."
+        )
     caveats = ["Convolution workspaces, temporaries inside operators and the allocator's rounding are left out."]
     if step.batch_size.is_ambiguous:
         caveats.append(
@@ -67,7 +74,7 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         capacity_bytes=capacity,
         batch_size=batch_size,
         held=held,
-        input=_law(storage_bytes(tensors_in(step.batch)), None, batch_size),
+        input=_law(own_bytes(tensors_in(step.batch)), None, batch_size),
         outputs=_law(here.output_bytes, more.output_bytes if more else None, batch_size),
         kept=_law(here.kept_bytes, more.kept_bytes if more else None, batch_size),
         saved=_law(here.saved_bytes, more.saved_bytes if more else None, batch_size),
@@ -76,6 +83,13 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         gradients_live_in_forward=not step.zero_grad_before_forward,
         caveats=tuple(dict.fromkeys(caveats)),
     )
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether a model's parameters are spread over several devices by FSDP or as DTensors."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return True
+    return any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
 
 
 def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> BytesLaw:
@@ -92,9 +106,7 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
     assert given is not None
     failure = ""
     for attempt in ("training step", "forward"):
-        with warnings.catch_warnings(), untouched_globals():
-            # A training_step without its Trainer says so at every self.log; nobody needs to hear it.
-            warnings.simplefilter("ignore")
+        with _quietly(), untouched_globals():
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 model, batch = fake_copy((step.model, step.batch), fake_mode)
@@ -117,6 +129,19 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
             f"The step could not be followed at batch size {batch_size} ({failure}): all outputs were taken to be proportional to the batch size."
         )
     return None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """A training_step without its Trainer says so at every self.log, and an operator that fails on fakes is logged as an error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _forward(model: torch.nn.Module, batch: Any) -> object:

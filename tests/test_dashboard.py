@@ -83,6 +83,10 @@ def test_each_phase_has_a_chart_with_its_measured_peak_in_its_predicted_band(das
     ]
 
 
+def test_a_chart_has_one_band_at_most_since_bands_of_one_run_share_their_colour(dashboard):
+    assert [len(chart["margin"]["series"]) for chart in charts(dashboard) if "margin" in chart] == [1, 1, 1]
+
+
 def test_every_tag_that_a_band_names_is_there(dashboard):
     bands = [series for chart in charts(dashboard) for series in chart.get("margin", {}).get("series", ())]
     assert {tag for band in bands for tag in band.values()} <= dashboard.scalars["version_0"]

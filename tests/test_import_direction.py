@@ -14,7 +14,7 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 PLAIN = ["units", "events", "stats", "warn", "tables", "layer_table", "prediction", "advise", "report"]
 TORCH = ["holdings", "nvml", "cpu_meter", "meters", "steps", "recorder", "fakes", "shape_pass", "optimizer_state", "textbook"]
-ADAPTERS = ["figures", "tensorboard", "sinks", "callback", "cli", "__main__"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 

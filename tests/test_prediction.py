@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,7 +89,7 @@ def test_a_measured_step_gives_the_largest_batch_within_capacity_less_headroom()
     advice = suggest(measured=measured_step(reserved=11 * GiB), predicted=None, capacity_bytes=100 * GiB, outside_bytes=0)
     assert advice.is_measured
     assert "reserved memory measured on this device" in advice.basis
-    assert advice.per_sample_bytes == GiB
+    assert advice.line.growth_bytes == GiB
     assert advice.batch_size == 94
     assert advice.multiple == 9.4
     assert "Largest batch size: 94 (9.40 times the current 10)" in advice.sentence()
@@ -142,9 +144,23 @@ def test_a_headroom_out_of_range_is_refused(headroom):
 def test_a_suggestion_never_exceeds_its_budget_and_one_more_sample_would(reserved, held, batch_size, capacity, outside, headroom):
     step = measured_step(reserved=reserved, held=held, batch_size=batch_size)
     advice = suggest(measured=step, predicted=None, capacity_bytes=capacity, outside_bytes=outside, headroom=headroom)
-    if advice.per_sample_bytes == 0:
-        assert advice.batch_size == (batch_size if max(0, advice.fixed_bytes) <= advice.budget_bytes else 0)
-        return
+    assert advice.line.at(batch_size) >= reserved
     if advice.batch_size > 0:
-        assert advice.peak_bytes(advice.batch_size) <= advice.budget_bytes
-    assert advice.peak_bytes(advice.batch_size + 1) > advice.budget_bytes
+        assert advice.line.at(advice.batch_size) <= advice.budget_bytes
+    if advice.line.growth_bytes > 0:
+        assert advice.line.at(advice.batch_size + 1) > advice.budget_bytes
+
+
+def test_a_smaller_batch_saves_only_what_autograd_keeps_and_never_goes_below_the_optimizer_step():
+    step = measured_step(batch_size=100, reserved=200 * MiB, held=50 * MiB)
+    law = prediction(input=BytesLaw(fixed_bytes=0, per_sample_bytes=0), saved=BytesLaw(fixed_bytes=0, per_sample_bytes=MiB), batch_size=100)
+    advice = suggest(measured=step, predicted=law, capacity_bytes=150 * MiB, outside_bytes=0, headroom=0)
+    # 150 MiB less 50 samples, of which each saves 1 MiB and not 1.5.
+    assert advice.batch_size == 50
+    update = PhaseMemory(
+        phase=Phase.OPTIMIZER_STEP, covers=(Phase.OPTIMIZER_STEP,), start=MemoryStats(), end=MemoryStats(), peak_allocated_bytes=180 * MiB
+    )
+    with_update = replace(step, windows=(*step.windows, update))
+    assert suggest(measured=with_update, predicted=law, capacity_bytes=150 * MiB, outside_bytes=0, headroom=0).batch_size == 0
+    alone = suggest(measured=step, predicted=None, capacity_bytes=150 * MiB, outside_bytes=0, headroom=0)
+    assert any("try it before relying on it" in text for text in alone.leaves_out)
