@@ -97,7 +97,7 @@ def main() -> None:
     """Predict, train, compare."""
     options = arguments()
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device("cpu")
     training, validation = data()
     batches = DataLoader(TensorDataset(*training), options.batch_size, shuffle=True, drop_last=True)
     model = network().to(device)

@@ -6,6 +6,8 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -28,16 +30,13 @@ from memcallback.warn import warn
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
-    # The two packages are the same code with unrelated classes. A Trainer calls any object's hooks; only a callback given
-    # outside a list must be of its own package's class. So take that of whatever the program has imported, or both.
-    _loaded = [sys.modules[name].Callback for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
-    if not _loaded:
-        try:
-            from lightning.pytorch import Callback
-        except ModuleNotFoundError:
-            from pytorch_lightning import Callback
-    else:
-        Callback = type("Callback", tuple(_loaded), {}) if len(_loaded) > 1 else _loaded[0]
+    # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback of the other one's. A program
+    # uses one of them: what it has imported. If it has imported neither yet, the class is of both, as far as they are installed.
+    _names = ("lightning.pytorch", "pytorch_lightning")
+    _used = [name for name in _names if name in sys.modules] or [name for name in _names if find_spec(name.partition(".")[0])]
+    if not _used:
+        raise ModuleNotFoundError("MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without it.")
+    Callback = type("Callback", tuple(import_module(name).Callback for name in _used), {})
 
 _P = ParamSpec("_P")
 

@@ -171,5 +171,5 @@ def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
         for parameter in module.parameters():
             if parameter.device.type != "meta":
                 return parameter.device
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else torch.device("cpu")
