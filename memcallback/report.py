@@ -130,8 +130,16 @@ def _category_rows(measured: StepMemory | None, predicted: StepMemory | None) ->
     return [
         _heading("at the end of forward"),
         *(_row(c.label, our_split.get(c), None, their_split.get(c)) for c in HELD_CATEGORIES),
-        _row("activations and other", ours.rest_bytes if ours else None, None, theirs.rest_bytes if theirs else None),
+        _row("activations and other", ours.rest_bytes if ours else None, _low_rest(predicted), theirs.rest_bytes if theirs else None),
     ]
+
+
+def _low_rest(predicted: StepMemory | None) -> int | None:
+    """The lower edge of what is allocated beyond what is held, at the end of the forward pass."""
+    forward = predicted.phases.get(Phase.FORWARD) if predicted else None
+    if forward is None or forward.low_bytes is None or forward.end.allocated_bytes is None or forward.end.rest_bytes is None:
+        return None
+    return forward.end.rest_bytes - (forward.end.allocated_bytes - forward.low_bytes)
 
 
 def end_of_forward(step: StepMemory | None) -> MemoryStats | None:
@@ -152,8 +160,13 @@ def _row(label: str, predicted: int | None, low: int | None, measured: int | Non
         _text(predicted) if predicted is not None else "",
         _text(low) if low is not None else "",
         _text(measured),
-        f"{error:+.1f} %" if error is not None else "",
+        _percent(error) if error is not None else "",
     )
+
+
+def _percent(error: float) -> str:
+    rounded = round(error, 1)
+    return f"{rounded:+.1f} %" if rounded else "0.0 %"
 
 
 def _text(num_bytes: int | None) -> str:

@@ -34,13 +34,15 @@ class Table:
         return position == 0 or self.columns[position] in self.left_columns
 
     def to_markdown(self) -> str:
-        """GitHub's Markdown, the title in bold above it; a totals row is in bold."""
-        rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in self.rows]
+        """GitHub's Markdown, the title in bold above it; a totals row and the heading of a group, a row of one cell, are in bold."""
+        rows = [tuple(cell.strip().replace("|", "\\|") for cell in row) for row in self.rows]
+        rows = [(f"**{row[0]}**", *row[1:]) if row[0] and not any(row[1:]) else row for row in rows]
         if self.totals and rows:
             rows[-1] = tuple(f"**{cell}**" if cell else "" for cell in rows[-1])
         rule = tuple(":---" if self._is_left(position) else "---:" for position in range(len(self.columns)))
         lines = [self.columns, rule, *rows]
-        return f"**{self.title.replace(chr(10), chr(32))}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        title, *further = self.title.splitlines()
+        return "\n\n".join([f"**{title}**", *further, ""]) + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def to_text(self) -> str:
         """Aligned text for a console, as wide as it needs to be."""

@@ -29,13 +29,13 @@ def test_the_plain_loop_predicts_before_the_first_step(output):
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step"])
 def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error(output, phase):
     (row,) = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
-    assert re.search(r"[\d.]+ MiB +[\d.]+ MiB +[\d.]+ MiB +[+-][\d.]+ %$", row)
+    assert re.search(r"[\d.]+ MiB +[\d.]+ MiB +[\d.]+ MiB +[+-]?[\d.]+ %$", row)
 
 
 def test_the_plain_loop_counts_exactly_what_the_model_and_its_optimizer_hold(output):
     for category in ("parameters", "buffers", "optimizer state"):
         (row,) = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
-        assert row.endswith("+0.0 %"), row
+        assert row.endswith(" 0.0 %"), row
 
 
 def test_the_plain_loop_learns_the_digits(output):
