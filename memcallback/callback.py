@@ -148,7 +148,7 @@ class MemoryCallback(Callback):
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._on_update_start() if is_manual else None))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._on_update_start(is_manual) if is_manual else None))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._on_update_end(is_manual)))
         if trainer.is_global_zero:
             own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
@@ -192,7 +192,7 @@ class MemoryCallback(Callback):
     @_never_stops_training
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The optimizer step begins, gradient clipping included."""
-        self._on_update_start()
+        self._on_update_start(not pl_module.automatic_optimization)
 
     @_never_stops_training
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -258,12 +258,12 @@ class MemoryCallback(Callback):
             self.recorder.close_phase()
 
     @_never_stops_training
-    def _on_update_start(self) -> None:
+    def _on_update_start(self, is_manual: bool) -> None:
         if self.recorder is None or self.recorder.current_phase is Phase.OPTIMIZER_STEP:
             return
         if self.recorder.current_phase is Phase.FORWARD:
-            # Only a bare loss.backward() comes this far without a mark between the two passes.
-            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
+            # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no backward pass.
+            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if is_manual else ())
         self.recorder.open_phase(Phase.OPTIMIZER_STEP)
 
     @_never_stops_training

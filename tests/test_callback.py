@@ -99,6 +99,13 @@ def test_a_training_step_that_returns_none_has_no_backward_pass(tmp_path):
     assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)], [(F,), (O,)]] * 2
 
 
+def test_a_training_step_that_returns_none_at_the_end_of_a_window_has_no_backward_pass_either(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*returned `None`.*")
+        callback = fit(tmp_path, training.SkipsOddBatches(), accumulate_grad_batches=2)
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,)], [(F,), (O,)]] * 2
+
+
 def test_sanity_validation_and_validation_in_between_are_not_steps(tmp_path):
     callback = MemoryCallback()
     loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=2, val_check_interval=2, max_epochs=2)
