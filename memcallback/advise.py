@@ -91,32 +91,37 @@ class BatchSizeAdvice:
                 f"are left of {format_bytes(self.capacity_bytes)}."
             )
         return (
-            f"Largest batch size: {self.batch_size} ({self.multiple:,.2f} times the current {self.current_batch_size}), {self.basis}, "
+            f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}), {self.basis}, "
             f"within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom."
         )
+
+
+def _times(multiple: float) -> str:
+    return f"{multiple:,.2f}" if multiple < 10 else f"{multiple:,.0f}"
 
 
 def suggest(
     *,
     measured: StepMemory | None,
     predicted: Prediction | None,
-    held_bytes: int | None = None,
+    always_held_bytes: int | None = None,
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
 ) -> BatchSizeAdvice | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
-    With a measured steady step: what the model holds (counted) is fixed, and a larger batch is taken to grow all the rest of the
-    step's reserved peak. Workspaces and parameter-sized temporaries do not grow, so that is on the safe side. A smaller batch is
-    taken to save only what autograd keeps of each sample, by the prediction, and never to need less than the measured optimizer
-    step. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured
-    step, or without a count of what is held, the law of the prediction decides, which knows allocated memory only.
+    A step's peak is, over the batch size, the largest of straight lines, one for each moment of the step, and so convex. With a
+    measured steady step this bounds it from above on both sides. A larger batch is taken to grow all of the peak but what is held
+    throughout the step (counted: gradients are not, where they are cleared before the activations). A smaller one is taken to
+    save in proportion what the peak has above that of the optimizer step, which a step of no samples would need as well. A device
+    without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
+    without a count of what is held, the law of the prediction decides, which knows allocated memory only.
 
     Args:
         measured: A steady step, or None.
         predicted: The prediction, or None.
-        held_bytes: What the model holds whatever the batch, for a measured step on which it was not counted.
+        always_held_bytes: What the model holds throughout, for a measured step on which it was not counted.
         capacity_bytes: The device's memory; None if unknown.
         outside_bytes: What is used of it outside this process's allocator.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
@@ -131,7 +136,7 @@ def suggest(
         raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
     if capacity_bytes is None:
         return None
-    line = _measured_line(measured, held_bytes, predicted) if measured else None
+    line = _measured_line(measured, always_held_bytes) if measured else None
     is_measured = line is not None
     if line is None and predicted is not None:
         line = _predicted_line(predicted)
@@ -144,8 +149,6 @@ def suggest(
         leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
     if not is_measured:
         leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
-    elif batch_size < line.batch_size and predicted is None:
-        leaves_out.append("how much a smaller batch saves, which only a prediction tells: try it before relying on it")
     return BatchSizeAdvice(
         batch_size=batch_size,
         line=line,
@@ -165,19 +168,22 @@ def _basis(measured: StepMemory | None, predicted: Prediction | None, *, is_meas
     return f"predicted by the {predicted.source}"
 
 
-def _measured_line(step: StepMemory, held_bytes: int | None, predicted: Prediction | None) -> PeakLine | None:
-    held = step.held_bytes if step.held_bytes is not None else held_bytes
-    peak = step.peak_reserved_bytes if step.peak_reserved_bytes is not None else step.peak_allocated_bytes
-    if not step.batch_size or peak is None or held is None:
+def _measured_line(step: StepMemory, always_held_bytes: int | None) -> PeakLine | None:
+    held = step.always_held_bytes if step.always_held_bytes is not None else always_held_bytes
+    allocated, reserved = step.peak_allocated_bytes, step.peak_reserved_bytes
+    peak = allocated if reserved is None else reserved
+    if not step.batch_size or peak is None or allocated is None or held is None:
         return None
-    growth = -(-max(0, peak - held) // step.batch_size)
     update = step.phases.get(Phase.OPTIMIZER_STEP)
+    of_update = max(held, (update.peak_allocated_bytes or 0) if update else 0)
+    # Of reserved memory the update takes at most the share that it has of the allocated peak.
+    floor = min(peak, -(-of_update * peak // allocated)) if allocated else 0
     return PeakLine(
         batch_size=step.batch_size,
         peak_bytes=peak,
-        growth_bytes=growth,
-        decline_bytes=min(growth, predicted.input.per_sample_bytes + predicted.saved.per_sample_bytes) if predicted else growth,
-        floor_bytes=(update.peak_allocated_bytes or 0) if update else 0,
+        growth_bytes=-(-max(0, peak - held) // step.batch_size),
+        decline_bytes=(peak - floor) // step.batch_size,
+        floor_bytes=floor,
     )
 
 

@@ -22,10 +22,10 @@ from memcallback.prediction import Prediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.sinks import Sinks
-from memcallback.stats import StepMemory, larger
+from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
 from memcallback.units import parse_bytes
-from memcallback.warn import warn
+from memcallback.warn import MemoryWarning, warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -39,6 +39,9 @@ else:
     Callback = type("Callback", tuple(import_module(name).Callback for name in _used), {})
 
 _P = ParamSpec("_P")
+
+#: Attributes of the recorder that a checkpoint carries on.
+_LIFETIME_PEAKS = ("lifetime_peak_allocated_bytes", "lifetime_peak_reserved_bytes", "lifetime_peak_resident_bytes")
 
 
 def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
@@ -55,7 +58,9 @@ def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
             callback._is_broken = True
             with suppress(Exception):
                 callback._release()
-            warn(f"MemoryCallback has stopped recording: {type(error).__name__} in {hook.__name__}: {error}. Training goes on without it.")
+            text = f"MemoryCallback has stopped recording: {type(error).__name__} in {hook.__name__}: {str(error).rstrip('.')}."
+            with suppress(MemoryWarning):  # where warnings are errors
+                warn(f"{text} Training goes on without it.")
 
     return guarded
 
@@ -128,6 +133,10 @@ class MemoryCallback(Callback):
 
     # When something begins and ends.
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Whatever went wrong in an earlier fit, this one is recorded."""
+        self._is_broken = False
+
     @_never_stops_training
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin recording; sanity validation is over."""
@@ -142,9 +151,10 @@ class MemoryCallback(Callback):
             # A CPU is read at the logging interval; elsewhere the split by category, which walks the model, needs no such frequency.
             sample_every_n_steps=sys.maxsize if device.type == "cpu" else 50,
             reset_peaks=self._reset_peaks,
+            use_profiler=not any(kind.__name__ == "PyTorchProfiler" for kind in type(trainer.profiler).__mro__),
         )
-        self.recorder.lifetime_peak_allocated_bytes = self._restored_peaks.get("lifetime_peak_allocated_bytes")
-        self.recorder.lifetime_peak_reserved_bytes = self._restored_peaks.get("lifetime_peak_reserved_bytes")
+        for name in _LIFETIME_PEAKS:
+            setattr(self.recorder, name, self._restored_peaks.get(name))
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
         for optimizer in optimizers:
@@ -166,6 +176,8 @@ class MemoryCallback(Callback):
             if self._predicts:
                 name = self.recorder.meter.device_name
                 self.prediction = forecast(trainer, pl_module, batch, self._batch_size, device=self._capacity_bytes, device_name=name)
+        # A module can end an epoch before its step has run (on_train_batch_start returning -1).
+        self.recorder.drop_step()
         self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
         self.recorder.open_phase(Phase.FORWARD)
 
@@ -207,6 +219,12 @@ class MemoryCallback(Callback):
             self._publish(trainer, pl_module, record)
 
     @_never_stops_training
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """A step that did not run does not reach into validation."""
+        if self.recorder:
+            self.recorder.drop_step()
+
+    @_never_stops_training
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The last report."""
         if self.recorder and self.recorder.largest is None and self.recorder.warm_up:
@@ -229,6 +247,7 @@ class MemoryCallback(Callback):
             self._notes = (*self._notes, f"The last step ended with {type(exception).__name__}.")
         self._finish(trainer, pl_module)
 
+    @_never_stops_training
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take back the hooks on the optimizers."""
         self._release()
@@ -237,10 +256,7 @@ class MemoryCallback(Callback):
         """The peaks over the life of the training."""
         if self.recorder is None:
             return dict(self._restored_peaks)
-        return {
-            "lifetime_peak_allocated_bytes": self.recorder.lifetime_peak_allocated_bytes,
-            "lifetime_peak_reserved_bytes": self.recorder.lifetime_peak_reserved_bytes,
-        }
+        return {name: getattr(self.recorder, name) for name in _LIFETIME_PEAKS}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's peaks."""
@@ -268,31 +284,43 @@ class MemoryCallback(Callback):
 
     @_never_stops_training
     def _on_update_end(self, is_manual: bool) -> None:
-        if self.recorder and self.recorder.current_phase is Phase.OPTIMIZER_STEP:
+        if self.recorder is None:
+            return
+        if is_manual and self.recorder.current_phase is None:
+            # A closure has run both passes inside the optimizer's step; what came since is the update.
+            self.recorder.open_phase(Phase.OPTIMIZER_STEP)
+        if self.recorder.current_phase is Phase.OPTIMIZER_STEP:
             self.recorder.close_phase()
             if is_manual:
                 self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
+            else:
+                # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
+                self.recorder.end_reading()
 
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
         assert self.recorder is not None
         self._unlogged = larger(self._unlogged, record)
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
         is_first_steady = self.recorder.steady is not None and self.report is None
-        if is_window_complete and (_is_logging_step(trainer) or is_first_steady):
-            self._log(_step_number(trainer))
-        if is_window_complete and is_first_steady:
-            self._report(pl_module, _step_number(trainer))
+        if not is_window_complete or not (_is_logging_step(trainer) or is_first_steady):
+            return
+        device = device_memory(self.recorder.meter.device, reserved_bytes=record.windows[-1].end.reserved_bytes if record.windows else None)
+        self._log(device, _step_number(trainer))
+        if is_first_steady:
+            self._report(pl_module, device, _step_number(trainer))
 
-    def _log(self, number: int) -> None:
+    def _log(self, device: DeviceMemory, number: int) -> None:
         step, self._unlogged = self._unlogged, None
-        if step is not None and self._sinks is not None and self.recorder is not None:
+        if step is not None and self._sinks is not None:
             prediction = self.prediction.at(step.batch_size) if self.prediction and step.batch_size else self.prediction
-            self._sinks.log_scalars(scalars(step, prediction, device_memory(self.recorder.meter.device)), number)
+            self._sinks.log_scalars(scalars(step, prediction, device), number)
 
-    def _report(self, pl_module: Any, number: int) -> None:
+    def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
         assert self.recorder is not None
-        self.report = self.recorder.report(self.prediction, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self._notes)
+        self.report = self.recorder.report(
+            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self._notes
+        )
         if self._sinks is None:
             return
         _print(pl_module, self.report.to_text())
@@ -309,8 +337,9 @@ class MemoryCallback(Callback):
         self._is_running = False
         # Lightning has counted the last batch already.
         number = max(0, _step_number(trainer) - 1)
-        self._log(number)
-        self._report(pl_module, number)
+        device = device_memory(self.recorder.meter.device)
+        self._log(device, number)
+        self._report(pl_module, device, number)
         if self._sinks is not None and self._sinks.log_dir is not None:
             _print(pl_module, f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
         self._release()

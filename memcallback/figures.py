@@ -1,11 +1,15 @@
 """Two pictures: one step by category with the prediction over it, and the peak over batch sizes with the capacity.
 
-Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are.
+Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are; and in a thread of its own, since
+the parser of matplotlib's labels keeps exceptions, whose frames would keep the training's batch alive.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memcallback.advise import BatchSizeAdvice
 from memcallback.events import HELD_CATEGORIES, Category, Phase
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _COLOURS = {
     Category.PARAMETER: "#4e79a7",
     Category.BUFFER: "#a0cbe8",
@@ -28,6 +34,16 @@ _REST_COLOUR = "#d4d4d4"
 _PREDICTED_COLOUR = "#c62828"
 
 
+def _in_own_thread(draw: Callable[_P, _T]) -> Callable[_P, _T]:
+    @functools.wraps(draw)
+    def threaded(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(draw, *args, **kwargs).result()
+
+    return threaded
+
+
+@_in_own_thread
 def step_by_category(measured: StepMemory, prediction: Prediction | None) -> npt.NDArray[np.uint8]:
     """What stands at each boundary of a measured step, stacked by category, with each phase's peak and its predicted band.
 
@@ -92,6 +108,7 @@ def _draw_peaks(axes: Any, measured: StepMemory, prediction: Prediction | None, 
             )
 
 
+@_in_own_thread
 def batch_size_curve(advice: BatchSizeAdvice, prediction: Prediction | None) -> npt.NDArray[np.uint8]:
     """The peak over batch sizes, with the device's capacity and the suggestion.
 

@@ -41,7 +41,7 @@ def forecast(
         return predict(step, device=device, device_name=device_name)
     except Exception as error:  # whatever a user's model does on shapes alone, training goes on
         warn(
-            f"The step's memory could not be predicted: {type(error).__name__}: {error} It is still recorded. "
+            f"The step's memory could not be predicted: {type(error).__name__}: {str(error).rstrip('.')}. It is still recorded. "
             "MemoryCallback(predict=False) leaves the prediction out."
         )
         return None

@@ -6,9 +6,10 @@ Storages are counted, not tensors: a tied weight or a view adds nothing. Only th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import ModuleType
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -109,16 +110,19 @@ def _tensors_in(obj: object, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from _tensors_in(child, seen)
 
 
-def _children(obj: object) -> Iterable[object]:
-    if isinstance(obj, Mapping):
-        return list(obj.values())
-    if isinstance(obj, (list, tuple, set, frozenset)):
-        return list(obj)
-    if dataclasses.is_dataclass(obj):
-        return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
-    # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes. Functions and modules of
-    # Python have attributes too, and would lead everywhere.
-    return list(vars(obj).values()) if hasattr(obj, "__dict__") and not isinstance(obj, (Callable, type(torch))) else []  # type: ignore[arg-type]
+def _children(obj: object) -> list[object]:
+    try:
+        if isinstance(obj, Mapping):
+            return list(obj.values())
+        if isinstance(obj, (list, tuple, set, frozenset)):
+            return list(obj)
+        if dataclasses.is_dataclass(obj):
+            return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
+        # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes. Functions and modules of
+        # Python have attributes too, and would lead everywhere.
+        return [] if callable(obj) or isinstance(obj, ModuleType) else list(vars(obj).values())
+    except Exception:  # an object without attributes, or one of a user's that fails when it is asked
+        return []
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:

@@ -156,10 +156,16 @@ def _only_new_peaks(stats: tuple[MemoryStats, ...]) -> tuple[MemoryStats, ...]:
     return tuple(risen)
 
 
-def device_memory(device: torch.device) -> DeviceMemory:
-    """A whole device, as its driver or the operating system sees it; for logging steps, not for every step."""
+def device_memory(device: torch.device, *, reserved_bytes: int | None = None) -> DeviceMemory:
+    """A whole device, as its driver or the operating system sees it; for logging steps, not for every step.
+
+    Args:
+        device: Any device.
+        reserved_bytes: What the allocator has reserved at this moment, where it has just been read.
+    """
     if device.type == "cuda":
-        return cuda_memory(device)
+        reserved = torch.cuda.memory_reserved(device) if reserved_bytes is None else reserved_bytes
+        return replace(cuda_memory(device), reserved_bytes=reserved)
     if device.type == "cpu":
         return cpu_memory()
     return DeviceMemory(unavailable=f"nothing is known of a device of type {device.type!r} but its allocator")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import infer_batch_size
 
-#: The first steps are always sampled: the warm-up, the first steady step, and one after it.
+#: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
 
 
@@ -36,6 +37,7 @@ class _OpenStep:
     phase: Phase | None = None
     phase_start: int = 0
     is_provisional: bool = False
+    stats: tuple[MemoryStats, ...] | None = None
     is_after_backward: bool = False
 
 
@@ -43,8 +45,8 @@ class MemoryRecorder:
     """Records the memory of training steps, in any loop.
 
     On CUDA every step costs five reads of the allocator's counters and no synchronisation. What model, optimizers and
-    batch hold, by category, is counted on sampled steps only: the first three and every `sample_every_n_steps`-th. On a
-    CPU only sampled steps are recorded.
+    batch hold, by category, is counted on sampled steps only: those of the first three updates and of every
+    `sample_every_n_steps`-th after them (an accumulation window is sampled whole). On a CPU only sampled steps are recorded.
 
     Args:
         model: The model or models, for the split by category; on a CPU, for any figure but the resident size.
@@ -53,15 +55,18 @@ class MemoryRecorder:
         device: What to read; by default the model's device, else the current accelerator, else the CPU.
         sample_every_n_steps: At least 1.
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see `AllocatorMeter`).
+        use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have one at a time; else only
+            the resident size is read.
 
     Attributes:
         steps: The last 100 recorded steps, oldest first.
         warm_up: The last step that no optimizer update came before; None if there was none.
         steady: Of the steady steps on which holdings were counted, the one with the largest peak; None if there was none.
         largest: Of all steady steps, the one with the largest peak; None if there was none.
-        lifetime_peak_allocated_bytes: The largest allocated figure since the recorder began, between steps included;
-            what `torch.cuda.max_memory_allocated()` would have said without the resets. None before the first step.
+        lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between steps and before the first
+            one included; what `torch.cuda.max_memory_allocated()` would say without the resets. None before the first step.
         lifetime_peak_reserved_bytes: The same for reserved memory.
+        lifetime_peak_resident_bytes: The same for the resident size of the process (CPU).
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
@@ -90,36 +95,48 @@ class MemoryRecorder:
         device: torch.device | str | None = None,
         sample_every_n_steps: int = 50,
         reset_peaks: bool = True,
+        use_profiler: bool = True,
     ) -> None:
         if sample_every_n_steps < 1:
             raise ValueError(f"sample_every_n_steps must be at least 1, got {sample_every_n_steps}. Leave it out for every 50th step.")
         self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         chosen = torch.device(device) if device is not None else default_device(self._modules)
-        self.meter: Meter = CpuMeter(reset_peaks=reset_peaks) if chosen.type == "cpu" else AllocatorMeter(chosen, reset_peaks=reset_peaks)
+        self.meter: Meter = (
+            CpuMeter(reset_peaks=reset_peaks, use_profiler=use_profiler)
+            if chosen.type == "cpu"
+            else AllocatorMeter(chosen, reset_peaks=reset_peaks)
+        )
         self.steps: deque[StepMemory] = deque(maxlen=100)
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
         self.largest: StepMemory | None = None
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
+        self.lifetime_peak_resident_bytes: int | None = None
         self._sample_every_n_steps = sample_every_n_steps
         self._num_steps = 0
         self._num_updates = 0
+        self._sampled_since = 0
         self._open: _OpenStep | None = None
         self._is_skipping = False
-        self._hooks = [
-            opt.register_step_post_hook(self._count_update) for opt in self._optimizers if isinstance(opt, torch.optim.Optimizer)
-        ]
+        # The optimizer shall not keep the recorder, and with it the model, alive.
+        this = weakref.ref(self)
+        self._hooks = [opt.register_step_post_hook(lambda *_: _count_update(this)) for opt in self._optimizers]
 
     def close(self) -> None:
-        """Take back the hooks on the optimizers, and drop a step that is still open."""
+        """End the recording: take back the hooks on the optimizers, drop an open step, let go of the model. Reports go on."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        if self._open:
-            self._open = None
-            self.meter.end()
+        self.drop_step()
+        self._hooks, self._modules, self._optimizers = [], [], []
+
+    def drop_step(self) -> None:
+        """Forget the open step, if there is one: nothing says when it ended."""
+        if self._open is not None:
+            is_read, self._open = self._open.stats is not None, None
+            if not is_read:
+                self.meter.end()
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
@@ -178,8 +195,7 @@ class MemoryRecorder:
         """
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
-        is_sampled = self._num_steps < NUM_FIRST_SAMPLED or self._num_steps % self._sample_every_n_steps == 0
-        is_sampled |= sample and not self.meter.reads_every_step
+        is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
         if self._is_skipping:
             self._num_steps += 1
@@ -187,6 +203,13 @@ class MemoryRecorder:
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
         self._open = _OpenStep(batch=batch, batch_size=size, is_sampled=is_sampled, num_updates_before=self._num_updates)
         self.meter.begin()
+
+    def _is_due(self) -> bool:
+        # Updates, since an accumulation window has several steps; steps where updates are not counted.
+        progress = self._num_updates if self._hooks else self._num_steps
+        if progress - self._sampled_since >= self._sample_every_n_steps:
+            self._sampled_since = progress
+        return progress < NUM_FIRST_SAMPLED or progress == self._sampled_since
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
         """Begin a phase, ending the one that is open at the same reading.
@@ -224,6 +247,12 @@ class MemoryRecorder:
         step.windows.append((covers, step.phase_start, step.num_readings - 1))
         step.phase, step.is_after_backward = None, Phase.BACKWARD in covers
 
+    def end_reading(self) -> None:
+        """No further boundary follows in the open step: on a CPU, PyTorch's profiler is free from here on."""
+        if self._open is not None and self._open.stats is None:
+            self.close_phase()
+            self._open.stats = self.meter.end()
+
     def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
         """End the step and keep its record.
 
@@ -243,9 +272,10 @@ class MemoryRecorder:
         self._num_steps += 1
         if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in step.windows):
             self._num_updates += 1
-        stats = self.meter.end()
+        stats = self.meter.end() if step.stats is None else step.stats
         self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
         self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))
+        self.lifetime_peak_resident_bytes = largest((self.lifetime_peak_resident_bytes, *(s.peak_resident_bytes for s in stats)))
         record = StepMemory(
             kind=Kind.MEASURED,
             source=self.meter.source,
@@ -264,6 +294,7 @@ class MemoryRecorder:
         self,
         prediction: Prediction | None = None,
         *,
+        device: DeviceMemory | None = None,
         capacity_bytes: int | None = None,
         headroom: float = DEFAULT_HEADROOM,
         notes: tuple[str, ...] = (),
@@ -272,6 +303,7 @@ class MemoryRecorder:
 
         Args:
             prediction: The prediction, at any batch size.
+            device: The whole device, if it has just been asked for.
             capacity_bytes: The memory to plan for, by default that of the device that trains.
             headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and below 1.
             notes: What else the person should know, one sentence each.
@@ -279,14 +311,14 @@ class MemoryRecorder:
         Raises:
             ValueError: If `headroom` is out of range.
         """
-        device = device_memory(self.meter.device)
+        device = device_memory(self.meter.device) if device is None else device
         step = self.steady or self.warm_up
         if prediction and step and step.batch_size:
             prediction = prediction.at(step.batch_size)
         advice = suggest(
             measured=self.largest,
             predicted=prediction,
-            held_bytes=self.steady.held_bytes if self.steady else None,
+            always_held_bytes=self.steady.always_held_bytes if self.steady else None,
             capacity_bytes=device.capacity_bytes if capacity_bytes is None else capacity_bytes,
             outside_bytes=self._outside_bytes(device) if capacity_bytes is None else None,
             headroom=headroom,
@@ -308,7 +340,7 @@ class MemoryRecorder:
         if step is None or not step.windows:
             return None
         if step.peak_reserved_bytes is not None:
-            return device.non_pytorch_bytes(step.windows[-1].end.reserved_bytes)
+            return device.non_pytorch_bytes
         if device.used_bytes is None or step.peak_allocated_bytes is None:
             return None
         return max(0, device.used_bytes - step.peak_allocated_bytes)
@@ -322,9 +354,6 @@ class MemoryRecorder:
             if record.held_bytes is not None:
                 self.steady = larger(self.steady, record)
 
-    def _count_update(self, *_: object) -> None:
-        self._num_updates += 1
-
     def _read(self, step: _OpenStep) -> None:
         held = None
         if step.is_sampled and self._modules:
@@ -332,6 +361,11 @@ class MemoryRecorder:
         self.meter.read(held)
         step.num_readings += 1
         step.is_after_backward = False
+
+
+def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:
+    if (found := recorder()) is not None:
+        found._num_updates += 1
 
 
 def _window(covers: tuple[Phase, ...], stats: tuple[MemoryStats, ...]) -> PhaseMemory:

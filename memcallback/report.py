@@ -42,6 +42,9 @@ class Report:
     def table(self) -> Table:
         """Per phase and per category: predicted and measured with the error; then the device."""
         predicted = self.prediction.step if self.prediction else None
+        if self.measured and self.measured.is_warm_up:
+            # A prediction is of a steady step, and there is none to compare it with.
+            predicted = None
         phases = _phase_rows(self.measured, predicted)
         categories = _category_rows(self.measured, predicted)
         device = self._device_rows()
@@ -88,18 +91,17 @@ class Report:
         resident = measured.peak_resident_bytes if measured else None
         capacity, used = self.device.capacity_bytes, self.device.used_bytes
         rows = [_heading("device")]
-        if resident is not None:
+        if resident is not None or (measured and measured.windows and measured.windows[-1].end.resident_bytes is not None):
             rows.append(_row("peak resident size", None, None, resident))
         else:
             rows.append(_row("peak reserved", None, None, reserved))
-            rows.append(_row("non-PyTorch memory", None, None, self.device.non_pytorch_bytes(self._reserved_now())))
+            rows.append(_row("non-PyTorch memory", None, None, self.device.non_pytorch_bytes))
+        if self.device.other_processes_bytes is not None:
+            rows.append(_row("used by other processes", None, None, self.device.other_processes_bytes))
         rows.append(_row("lifetime peak allocated", None, None, self.lifetime_peak_allocated_bytes))
         share = f"{100 * used / capacity:.1f} % used" if capacity and used is not None else ""
         rows.append((_INDENT + "capacity", "", "", _text(capacity), share))
         return rows
-
-    def _reserved_now(self) -> int | None:
-        return self.measured.windows[-1].end.reserved_bytes if self.measured and self.measured.windows else None
 
 
 def _phase_rows(measured: StepMemory | None, predicted: StepMemory | None) -> list[tuple[str, ...]]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -176,6 +177,7 @@ class _Recorder(TorchDispatchMode):
         self._uncounted = {_place(parameter) for parameter in model.parameters()}
         self._made: set[int] = set()
         self._saved: dict[int, torch.UntypedStorage] = {}
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Held to the end, so that a saved storage is not taken for an output that had its address before.
         self._outputs: dict[int, torch.UntypedStorage] = {}
         self._is_saving = False
@@ -223,7 +225,8 @@ class _Recorder(TorchDispatchMode):
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            is_leaf = next(module.children(), None) is None
+            # A user's own module without children is as many layers as it calls functions.
+            is_leaf = next(module.children(), None) is None and type(module).__module__.partition(".")[0] == "torch"
             row = self.open(name, type(module).__name__) if is_leaf else None
             self._modules.append((name, row))
             if row is not None:
@@ -253,6 +256,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_saving or func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
         outside = not self._rows
         row = self.open(f"{self.module_name}/{_operator_name(func)}", _operator_name(func)) if outside else self._rows[-1]
         output = func(*args, **kwargs)
@@ -260,6 +265,15 @@ class _Recorder(TorchDispatchMode):
         if outside:
             self.close(row, output)
         return output
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake for a real tensor, such as one that the model's code has from elsewhere: no operator shall change the user's."""
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return tensor
+        if id(tensor) not in self._fakes:
+            # The real one is kept, so that its id is not given out again. The fake mode, under which this runs, makes the other.
+            self._fakes[id(tensor)] = tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return self._fakes[id(tensor)][1]
 
     def _record(self, row: _Row, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         row.has_operators = True

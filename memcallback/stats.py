@@ -163,12 +163,19 @@ class StepMemory:
 
     @cached_property
     def held_bytes(self) -> int | None:
-        """Bytes that do not depend on the batch size: parameters, buffers, gradients and optimizer state at their largest."""
-        at_boundaries = [stats.by_category for window in self.windows for stats in (window.start, window.end) if stats.by_category]
-        if not at_boundaries:
-            return None
+        """Parameters, buffers, gradients and optimizer state at the boundary at which they are largest together; None if not counted."""
+        return max(self._held_at_boundaries, default=None)
+
+    @cached_property
+    def always_held_bytes(self) -> int | None:
+        """The same at the boundary at which they are smallest: what stands throughout the step, which gradients seldom do."""
+        return min(self._held_at_boundaries, default=None)
+
+    @cached_property
+    def _held_at_boundaries(self) -> list[int]:
         fixed = [category for category in HELD_CATEGORIES if category is not Category.INPUT]
-        return sum(max(split.get(category, 0) for split in at_boundaries) for category in fixed)
+        splits = [stats.by_category for window in self.windows for stats in (window.start, window.end) if stats.by_category]
+        return [sum(split.get(category, 0) for category in fixed) for split in splits]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +187,7 @@ class DeviceMemory:
         used_bytes: Used by anybody.
         this_process_bytes: Used by this process: its context, its allocator's reserved memory, and the rest of it.
         other_processes_bytes: Used by the other processes that the driver shows.
+        reserved_bytes: Reserved by this process's allocator at the same moment (accelerators).
         unavailable: Why a figure is missing, in words; None if nothing is.
     """
 
@@ -187,13 +195,15 @@ class DeviceMemory:
     used_bytes: int | None = None
     this_process_bytes: int | None = None
     other_processes_bytes: int | None = None
+    reserved_bytes: int | None = None
     unavailable: str | None = None
 
-    def non_pytorch_bytes(self, reserved_bytes: int | None) -> int | None:
+    @property
+    def non_pytorch_bytes(self) -> int | None:
         """What is used but not reserved by this process's allocator: contexts, other allocators, other processes; at least 0."""
-        if self.used_bytes is None or reserved_bytes is None:
+        if self.used_bytes is None or self.reserved_bytes is None:
             return None
-        return max(0, self.used_bytes - reserved_bytes)
+        return max(0, self.used_bytes - self.reserved_bytes)
 
 
 def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:

@@ -47,7 +47,7 @@ def infer_batch_size(batch: object) -> BatchSize:
         batch: Any nesting of mappings, sequences, dataclasses and objects with tensors in it.
     """
     for name in ("batch_size", "num_graphs"):
-        own = getattr(batch, name, None)
+        own = _attribute(batch, name)
         if isinstance(own, torch.Size):
             own = own[0] if own else None
         if isinstance(own, int) and not isinstance(own, bool) and own > 0:
@@ -56,6 +56,13 @@ def infer_batch_size(batch: object) -> BatchSize:
     if not sizes:
         return BatchSize(batch_size=None)
     return BatchSize(batch_size=sizes.most_common(1)[0][0], is_ambiguous=len(sizes) > 1)
+
+
+def _attribute(batch: object, name: str) -> object:
+    try:
+        return getattr(batch, name, None)
+    except Exception:  # a property of a user's batch can fail in any way
+        return None
 
 
 class TrainingStep:

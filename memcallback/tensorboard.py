@@ -62,7 +62,7 @@ def scalars(step: StepMemory, prediction: Prediction | None, device: DeviceMemor
     last = step.windows[-1].end if step.windows else None
     figures["memory/peak_reserved_gib"] = _gib(step.peak_reserved_bytes)
     figures["memory/peak_resident_gib"] = _gib(step.peak_resident_bytes)
-    figures["memory/non_pytorch_gib"] = _gib(device.non_pytorch_bytes(last.reserved_bytes) if last else None)
+    figures["memory/non_pytorch_gib"] = _gib(device.non_pytorch_bytes)
     figures["memory/capacity_gib"] = _gib(device.capacity_bytes)
     if device.capacity_bytes and device.used_bytes is not None:
         figures["memory/capacity_used_pct"] = 100 * device.used_bytes / device.capacity_bytes

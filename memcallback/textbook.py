@@ -63,6 +63,8 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         )
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
         caveats.append("A compiled module was followed as it would run without compilation.")
+    if step.autocast_dtype is not None:
+        caveats.append("Autocast was followed by the CPU's lists of operators, which differ from CUDA's (layer norm, softmax, losses).")
     here = _shape_pass(step, batch_size, caveats)
     if here is None:
         raise PredictionError(f"The step could not be followed on shapes alone, neither as a whole nor its model's forward. {caveats[-1]}")
@@ -201,8 +203,10 @@ def _transient_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     and its quotient in Adam); a fused update and plain SGD none.
     """
     sizes = [p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not sizes:
+        return 0
     group = optimizer.param_groups[0]
-    if not sizes or group.get("fused") or (isinstance(optimizer, torch.optim.SGD) and not group.get("weight_decay")):
+    if group.get("fused") or (isinstance(optimizer, torch.optim.SGD) and not group.get("weight_decay")):
         return 0
     foreach = group.get("foreach")
     return sum(sizes) if foreach or (foreach is None and device.type == "cuda") else 2 * max(sizes)

@@ -32,8 +32,13 @@ class Memo(Logger):
         pass
 
 
+#: Tensors that a module uses and does not own.
+AVERAGE = torch.zeros(training.NUM_FEATURES)
+TEACHER = nn.BatchNorm1d(training.NUM_FEATURES)
+
+
 class UsesEveryRandomSource(training.Automatic):
-    """Draws from Python's, numpy's and torch's generators in each step, and counts its calls."""
+    """Draws from Python's, numpy's and torch's generators in each step, counts its calls, and changes tensors outside of itself."""
 
     def __init__(self):
         super().__init__(lambda parameters, lr: torch.optim.Adam(parameters, lr=lr))
@@ -43,6 +48,8 @@ class UsesEveryRandomSource(training.Automatic):
     def training_step(self, batch, batch_idx):
         self.calls += 1
         features, classes = batch
+        AVERAGE.mul_(0.9).add_(1)
+        TEACHER(features.detach().cpu())
         noise = torch.randn_like(features) * random.random() * float(np.random.rand())
         loss = nn.functional.cross_entropy(self.network(self.norm(features + noise)), classes)
         self.log("loss", loss)
@@ -53,6 +60,8 @@ class UsesEveryRandomSource(training.Automatic):
 def run(tmp_path, *, with_callback, accelerator, callback=None, **options):
     """Everything that a training leaves: weights, optimizer state, random states, logged values, checkpoint."""
     seed_everything(1234, verbose=False)
+    AVERAGE.zero_()
+    TEACHER.reset_running_stats()
     module, memo = UsesEveryRandomSource(), Memo()
     callbacks = [callback or MemoryCallback()] if with_callback else []
     loop = training.trainer(tmp_path, callbacks, accelerator=accelerator, max_epochs=2, logger=memo, **options)
@@ -69,6 +78,7 @@ def run(tmp_path, *, with_callback, accelerator, callback=None, **options):
         "logged": memo.rows,
         "callback_metrics": dict(loop.callback_metrics),
         "calls": module.calls,
+        "outside": (AVERAGE.clone(), {name: value.clone() for name, value in TEACHER.state_dict().items()}),
         "threads": (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")),
     }
 

@@ -1,6 +1,8 @@
 """`MemoryCallback` in real Trainers on a CPU: every way in which a loop can run is recorded as it ran."""
 
+import gc
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -276,6 +278,157 @@ def test_while_the_user_profiles_on_a_cpu_the_resident_size_is_recorded_and_the_
     assert callback.report.measured.peak_resident_bytes > 0
     assert callback.report.measured.peak_allocated_bytes is None
     assert sum(event.count for event in profiler.key_averages() if event.key == "Optimizer.step#Adam.step") == 4
+
+
+class Batches(Callback):
+    """How many batches of earlier steps are alive when a step begins."""
+
+    def __init__(self):
+        self.seen, self.num_alive = [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        # The one before is still held by the loop.
+        self.num_alive.append(sum(ref() is not None for ref in self.seen[:-1]))
+        self.seen.append(weakref.ref(batch[0]))
+
+
+def test_no_batch_of_an_earlier_step_is_kept_alive_not_even_by_the_report(tmp_path):
+    watch = Batches()
+    callback = MemoryCallback()
+    training.trainer(tmp_path, [watch, callback]).fit(training.Automatic(), training.loader(8))
+    assert callback.report is not None
+    assert watch.num_alive == [0] * 8
+
+
+def test_after_the_fit_recorder_and_report_keep_neither_model_nor_optimizer_alive(tmp_path):
+    callback, module = MemoryCallback(), training.Automatic()
+    training.trainer(tmp_path, [callback]).fit(module, training.loader())
+    recorder, report, model = callback.recorder, callback.report, weakref.ref(module.network)
+    # Lightning itself gives every callback the module's log method.
+    del callback, module
+    gc.collect()
+    assert recorder.steps
+    assert report.measured is not None
+    assert model() is None
+
+
+@pytest.mark.parametrize("num_batches_in_window", [2, 4])
+def test_the_report_of_an_accumulation_has_a_steady_window_with_its_update(tmp_path, num_batches_in_window):
+    callback = fit(tmp_path, num_batches=8 * num_batches_in_window, accumulate_grad_batches=num_batches_in_window, log_every_n_steps=50)
+    measured = callback.report.measured
+    assert not measured.is_warm_up
+    assert list(measured.phases) == [F, B, O]
+    assert measured.held_bytes is not None
+    assert callback.report.advice.is_measured
+
+
+def test_a_warm_up_step_is_compared_with_nothing(tmp_path):
+    callback = fit(tmp_path, fast_dev_run=True)
+    assert callback.report.measured.is_warm_up
+    assert callback.prediction is not None
+    rows = [cells for cells in callback.report.table().rows if "capacity" not in cells[0]]
+    assert all(cells[1] == cells[4] == "" for cells in rows)
+
+
+def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the_next_fit(tmp_path):
+    class EndsEarly(training.Automatic):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    callback = fit(tmp_path, EndsEarly(), max_epochs=2)
+    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
+    assert not torch.autograd._profiler_enabled()
+    fit(tmp_path, callback=callback)
+    assert len(callback.recorder.steps) == 4
+
+
+def test_a_fit_after_one_that_failed_on_us_is_recorded(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("memcallback.callback.scalars", None)
+        with pytest.warns(MemoryWarning, match="stopped recording"):
+            callback = fit(tmp_path)
+    fit(tmp_path, callback=callback)
+    assert len(callback.recorder.steps) == 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+def test_lightnings_pytorch_profiler_and_the_callback_do_not_meet(tmp_path):
+    callback = fit(tmp_path, profiler="pytorch")
+    assert len(callback.recorder.steps) == 4
+    assert callback.report.measured.peak_allocated_bytes is None
+    assert callback.report.measured.peak_resident_bytes > 0
+
+
+def test_a_scheduled_profiler_in_another_callback_and_the_callback_do_not_meet(tmp_path):
+    class Profiles(Callback):
+        def on_train_start(self, trainer, pl_module):
+            schedule = torch.profiler.schedule(wait=1, warmup=1, active=2)
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True)
+            self.profiler.start()
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.profiler.step()
+
+        def on_train_end(self, trainer, pl_module):
+            self.profiler.stop()
+
+    callback, profiles = MemoryCallback(), Profiles()
+    training.trainer(tmp_path, [profiles, callback]).fit(training.Automatic(), training.loader(8))
+    assert len(callback.recorder.steps) == 8
+    assert not callback._is_broken
+    assert any(event.key.startswith("Optimizer.step") for event in profiles.profiler.key_averages())
+
+
+def test_a_closure_by_hand_ends_with_the_update(tmp_path):
+    class Closure(training.ManualRaw):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+    callback = fit(tmp_path, Closure())
+    assert windows(callback.recorder.steps[-1])[-2:] == [(B,), (O,)]
+    assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1] * 4
+
+
+def test_a_module_without_optimizer_is_recorded_and_predicted(tmp_path):
+    class NoOptimizer(training.Automatic):
+        def configure_optimizers(self):
+            return None
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*configure_optimizers.*returned `None`.*")
+        callback = fit(tmp_path, NoOptimizer())
+    assert callback.prediction is not None
+    assert len(callback.recorder.steps) == 4
+
+
+def test_a_batch_whose_own_batch_size_fails_is_taken_by_its_tensors(tmp_path):
+    class Batch(dict):
+        @property
+        def batch_size(self):
+            raise RuntimeError("not collated")
+
+    class Uses(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            return self.network(batch["x"]).sum()
+
+    data = DataLoader([Batch(x=torch.ones(8, training.NUM_FEATURES))] * 3, batch_size=None, collate_fn=lambda batch: batch)
+    callback = fit(tmp_path, Uses(), data=data)
+    assert [step.batch_size for step in callback.recorder.steps] == [8, 8, 8]
+
+
+def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("memcallback.callback.scalars", None)
+    module = training.Automatic()
+    fit(tmp_path, module, callback=MemoryCallback())
+    assert module.trainer.global_step == 4
 
 
 # Bad input: a warning with value, rule and way out, and training goes on.

@@ -298,6 +298,57 @@ def test_the_suggestion_comes_from_the_largest_step_even_if_its_holdings_were_no
     assert advice.line.at(64) >= callback.recorder.steps[6].peak_reserved_bytes
 
 
+def test_a_suggested_batch_size_runs_within_its_budget_even_where_gradients_hide_the_activations():
+    class Wide(nn.Module):
+        """256 MiB of parameters with tiny outputs, then layers whose outputs grow with the batch."""
+
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+            self.body = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+        def forward(self, x):
+            return self.body(self.wide(x)[:, None, :512].expand(-1, 256, -1))
+
+    def reserved_peak(model, optimizer, batch_size):
+        recorder = MemoryRecorder(model, optimizer)
+        for _ in range(3):
+            batch = torch.zeros(batch_size, 2048, device="cuda")
+            with recorder.step(batch):
+                with recorder.phase(F):
+                    loss = model(batch).sum()
+                with recorder.phase(B):
+                    loss.backward()
+                del loss
+                with recorder.phase(O):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return recorder
+
+    torch.cuda.empty_cache()
+    model = Wide().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch_size in (4, 16, 64):
+        advice = reserved_peak(model, optimizer, batch_size).report(capacity_bytes=2 * 1024 * MiB).advice
+        assert advice.is_measured
+        assert advice.batch_size > batch_size
+        torch.cuda.empty_cache()
+        assert reserved_peak(model, optimizer, advice.batch_size).steps[-1].peak_reserved_bytes <= advice.budget_bytes
+        torch.cuda.empty_cache()
+
+
+def test_memory_that_validation_left_in_the_cache_is_not_taken_for_somebody_elses(tmp_path):
+    class Validates(Convolutions):
+        def validation_step(self, batch, batch_idx):
+            torch.empty(2**33, dtype=torch.uint8, device=self.device)
+
+    callback = MemoryCallback(predict=False)
+    loop = training.trainer(tmp_path, [callback], accelerator="gpu", num_sanity_val_steps=0)
+    loop.fit(Validates(), images(), images(1))
+    assert callback.report.device.reserved_bytes >= 2**33
+    assert callback.report.device.non_pytorch_bytes < 2**31
+
+
 def test_the_split_by_category_counts_what_is_on_the_device(tmp_path):
     callback = fit(tmp_path)
     start = callback.recorder.steps[2].windows[0].start
@@ -316,7 +367,7 @@ def test_the_whole_device_has_capacity_and_memory_outside_pytorch():
     torch.empty(1, device=device)
     memory = device_memory(device)
     assert memory.capacity_bytes == torch.cuda.get_device_properties(device).total_memory
-    assert 0 < memory.non_pytorch_bytes(torch.cuda.memory_reserved()) < memory.capacity_bytes
+    assert 0 < memory.non_pytorch_bytes < memory.capacity_bytes
 
 
 def test_a_recorder_in_a_plain_loop_reads_the_models_device():

@@ -18,6 +18,7 @@ from zoo import (
     vgg16,
 )
 
+import memcallback as mc
 from memcallback.fakes import fake_copy
 from memcallback.shape_pass import Layer, LayerTable, layers, shape_pass
 
@@ -447,3 +448,17 @@ def test_the_dictionary_is_json_with_units_in_its_keys():
 def test_a_table_without_outputs_has_shares_of_zero():
     table = layers(nn.Identity(), input_size=(2, 8))
     assert table.share(table.layers[0]) == 0.0
+
+
+def test_a_users_module_without_children_has_a_row_for_each_function_it_calls():
+    class Functions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return torch.relu(x @ self.weight) + 1
+
+    table = mc.layers(Functions(), input_size=(2, 4))
+    assert [layer.output_bytes for layer in table.layers] == [32, 32, 32]
+    assert table.num_parameters == 16

@@ -45,7 +45,7 @@ def measured(**changes):
 
 def report(**changes):
     step = measured()
-    device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB)
+    device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=128 * MiB, other_processes_bytes=0)
     advice = suggest(measured=step, predicted=None, capacity_bytes=GiB, outside_bytes=128 * MiB)
     held = {Category.PARAMETER: 10 * MiB, Category.BUFFER: 0, Category.GRADIENT: 10 * MiB, Category.OPTIMIZER_STATE: 20 * MiB}
     law = prediction(

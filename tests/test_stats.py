@@ -60,10 +60,11 @@ def test_the_rest_is_what_nobody_holds_and_never_negative():
     assert MemoryStats(allocated_bytes=1000).rest_bytes is None
 
 
-def test_what_is_held_is_each_category_at_its_largest_without_the_input():
+def test_what_is_held_at_least_and_at_most_leaves_the_input_out():
     start = MemoryStats(by_category={Category.PARAMETER: 100, Category.GRADIENT: 0, Category.INPUT: 7})
     end = MemoryStats(by_category={Category.PARAMETER: 100, Category.GRADIENT: 100, Category.INPUT: 7})
-    assert step(window(Phase.BACKWARD, 1, start=start, end=end)).held_bytes == 200
+    recorded = step(window(Phase.BACKWARD, 1, start=start, end=end))
+    assert (recorded.always_held_bytes, recorded.held_bytes) == (100, 200)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_the_error_is_signed_and_relative_to_what_was_measured(predicted, measur
 
 
 def test_non_pytorch_memory_is_what_is_used_beyond_reserved():
-    assert DeviceMemory(used_bytes=1000).non_pytorch_bytes(600) == 400
-    assert DeviceMemory(used_bytes=1000).non_pytorch_bytes(1200) == 0
-    assert DeviceMemory().non_pytorch_bytes(600) is None
+    assert DeviceMemory(used_bytes=1000, reserved_bytes=600).non_pytorch_bytes == 400
+    assert DeviceMemory(used_bytes=1000, reserved_bytes=1200).non_pytorch_bytes == 0
+    assert DeviceMemory(used_bytes=1000).non_pytorch_bytes is None
+    assert DeviceMemory(reserved_bytes=600).non_pytorch_bytes is None
