@@ -315,6 +315,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            # A pass is forward alone, and by hand a training step calls this.
+            return None
         if self._recorder.in_row:
             return func(*args, **kwargs)
         kind = _function_name(func)

@@ -12,7 +12,7 @@ import torch
 
 from memcallback.holdings import tensors_in
 
-Loss = Callable[[Any, Any], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor | None]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 #: Lightning's names for precisions -> the type that autocast computes in; None where autocast is off.
@@ -138,7 +138,9 @@ class TrainingStep:
             precision: As for `TrainingStep`.
             batch_size: As for `TrainingStep`.
         """
-        step = cls(module, batch, loss=_lightning_loss, optimizer=optimizer, precision=precision, batch_size=batch_size)
+        step = cls(module, batch, optimizer=optimizer, precision=precision, batch_size=batch_size)
+        # Not through the step: that would be a cycle, and keep the batch alive until garbage is collected.
+        step.loss = lambda copy, fakes: _lightning_loss(copy, fakes, len(_optimizers_of(copy, optimizer, is_lightning=True)))
         step.zero_grad_before_forward = False
         step._is_lightning = True
         return step
@@ -147,13 +149,19 @@ class TrainingStep:
 
     def optimizers_of(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, ...]:
         """The step's optimizers: the given ones, or new ones for a model, which may be a copy of the step's."""
-        if self._optimizer is None:
-            return tuple(_configured(model.configure_optimizers())) if self._is_lightning else ()  # type: ignore[operator]
-        if isinstance(self._optimizer, torch.optim.Optimizer):
-            return (self._optimizer,)
-        if callable(self._optimizer):
-            return (self._optimizer(model.parameters()),)
-        return tuple(self._optimizer)
+        return _optimizers_of(model, self._optimizer, is_lightning=self._is_lightning)
+
+
+def _optimizers_of(
+    model: Any, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None, *, is_lightning: bool
+) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return tuple(_configured(model.configure_optimizers())) if is_lightning else ()
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return (optimizer,)
+    if callable(optimizer):
+        return (optimizer(model.parameters()),)
+    return tuple(optimizer)
 
 
 def _sum_of_outputs(model: torch.nn.Module, batch: object) -> torch.Tensor:
@@ -163,12 +171,45 @@ def _sum_of_outputs(model: torch.nn.Module, batch: object) -> torch.Tensor:
     return torch.stack([output.sum() for output in outputs]).sum()
 
 
-def _lightning_loss(module: Any, batch: object) -> torch.Tensor:
+class _StandIn:
+    """In place of an optimizer or a Trainer while a step is followed on shapes: whatever is asked of it does nothing.
+
+    A training step reads `global_step` and `current_epoch` as 0.
+    """
+
+    global_step = current_epoch = 0
+
+    def __getattr__(self, name: str) -> _StandIn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> _StandIn:
+        return self
+
+    def __getitem__(self, key: object) -> _StandIn:
+        return self
+
+    def __enter__(self) -> _StandIn:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def _lightning_loss(module: Any, batch: object, num_optimizers: int) -> torch.Tensor | None:
+    """Run the training step of a copy that has no Trainer; None under manual optimization, where there is no loss to return."""
+    nothing = _StandIn()
+    optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
+    module._trainer = nothing
+    module.optimizers = lambda *args, **kwargs: optimizers
+    for name in ("log", "log_dict", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer", "lr_schedulers"):
+        setattr(module, name, nothing)
     # Lightning gives batch_idx to whatever takes a second argument, whatever its name.
     takes_batch_idx = len(inspect.signature(module.training_step).parameters) > 1
     output = module.training_step(batch, 0) if takes_batch_idx else module.training_step(batch)
     loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, torch.Tensor):
+    if not isinstance(loss, torch.Tensor) and module.automatic_optimization:
         raise ValueError(f"training_step returned {type(loss).__name__}, not a loss.")
     return loss
 

@@ -61,6 +61,8 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         caveats.append(
             f"The tensors of the batch differ in their first dimension; {batch_size}, the most frequent, was taken for the batch size."
         )
+    if not getattr(step.model, "automatic_optimization", True):
+        caveats.append("Manual optimization: the forward passes of one batch were taken to stand at the same time.")
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
         caveats.append("A compiled module was followed as it would run without compilation.")
     if step.autocast_dtype is not None:

@@ -144,6 +144,46 @@ def test_the_prediction_is_there_before_the_first_step_and_is_compared_with_a_st
     assert predicted == measured
 
 
+class Gan(training.Automatic):
+    """Two networks and two optimizers by hand, no forward, and questions to the Trainer."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.network = nn.ModuleDict({"generator": nn.Linear(16, training.NUM_FEATURES), "critic": nn.Linear(training.NUM_FEATURES, 1)})
+
+    forward = None
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        noise = torch.randn(len(batch[0]), 16)
+        self.toggle_optimizer(of_critic)
+        loss = self.network["critic"](batch[0]).mean() - self.network["critic"](self.network["generator"](noise).detach()).mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        self.untoggle_optimizer(of_critic)
+        if self.trainer.global_step >= 0:
+            loss = -self.network["critic"](self.network["generator"](noise)).mean()
+            of_generator.zero_grad()
+            self.manual_backward(loss)
+            of_generator.step()
+        self.log("lr", of_critic.param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.network[name].parameters()) for name in ("generator", "critic")]
+
+
+@pytest.mark.parametrize("make", [Gan, training.ManualRaw, training.ManualTwoBackwards])
+def test_a_step_by_hand_is_predicted_too_and_says_what_was_assumed(tmp_path, make):
+    callback = fit(tmp_path, make())
+    assert any("Manual optimization" in caveat for caveat in callback.prediction.caveats)
+    assert not any("forward was, so its loss is left out" in caveat for caveat in callback.prediction.caveats)
+    parameters = sum(p.numel() for p in make().parameters()) * 4
+    assert callback.prediction.held[Category.PARAMETER] == parameters
+    assert callback.prediction.outputs.per_sample_bytes > 0
+
+
 def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
     fit(tmp_path)
     printed = capsys.readouterr().out
