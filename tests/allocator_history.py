@@ -4,15 +4,20 @@ import gzip
 import json
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from memcallback.allocator import CachingAllocator
+from memcallback.allocator import CachingAllocator, OutOfMemoryError
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.units import MiB, round_up
 
 
 def load(path):
     with gzip.open(path) as file:
-        return json.load(file)
+        history = json.load(file)
+    if history.get("addresses") == "differences":
+        for event, address in zip(history["events"], accumulate(event[1] for event in history["events"]), strict=True):
+            event[1] = address
+    return history
 
 
 @dataclass
@@ -31,18 +36,24 @@ class Agreement:
 class Replay:
     """Each recorded request is put to the simulated allocator, which must hand out the recorded address.
 
-    The addresses of new segments are the driver's choice, so they come from the history. Segments freed one after the
-    other are an `empty_cache`, or the same inside a retry.
+    The addresses of new segments are the driver's choice, so they come from the history. Where the history has a capacity,
+    the simulation finds out by itself when to give segments back; else segments freed are an `empty_cache`, or the same
+    inside a retry.
     """
 
     def __init__(self, history):
         self.history = history
+        self.events = history["events"]
+        self.index = 0
         self.agreement = Agreement()
         self.new = deque()
-        settings = AllocatorSettings.parse((history["meta"].get("settings") or {}).get("PYTORCH_CUDA_ALLOC_CONF", ""))
-        self.allocator = CachingAllocator(settings, new_address=self.recorded_address)
+        meta = history["meta"]
+        settings = AllocatorSettings.parse((meta["settings"] or {}).get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        self.capacity_bytes = meta.get("capacity_bytes")
+        self.allocator = CachingAllocator(settings, capacity_bytes=self.capacity_bytes, new_address=self.recorded_address)
         self.blocks = {}
         self.reserved = sum(size for _, size, *_ in history["initial_segments"])
+        self.reported = reported(history.get("figures", []))
         self.adopt()
 
     def adopt(self):
@@ -68,7 +79,7 @@ class Replay:
             return block_bytes
         if rest_bytes <= MiB:
             return block_bytes + rest_bytes
-        for code, other, *_ in self.history["events"]:
+        for code, other, *_ in self.events:
             if code == "f" and other == address:
                 break
             if code == "a" and address < other < end:
@@ -82,23 +93,24 @@ class Replay:
         return address
 
     def run(self):
-        events = self.history["events"]
-        self.index = 0
-        while self.index < len(events):
-            code, address, size_bytes, stream = events[self.index]
+        while self.index < len(self.events):
+            code, address, size_bytes, stream = self.events[self.index]
             getattr(self, f"on_{code}")(address, size_bytes, stream)
+            self.compare(code)
             self.index += 1
-            self.compare_figures()
         return self.agreement
 
     def on_S(self, address, size_bytes, stream):
         self.new.append((address, size_bytes))
         self.reserved += size_bytes
 
+    on_M = on_S
+
     def on_a(self, address, size_bytes, stream):
         block = self.allocator.allocate(size_bytes, stream)
         self.agreement.same("address", block.address, address, self.index)
         self.blocks[address] = block
+        self.new.clear()
 
     def on_r(self, address, size_bytes, stream):
         self.allocator.request_free(self.blocks[address])
@@ -107,14 +119,32 @@ class Replay:
         self.allocator.complete_free(self.blocks.pop(address))
 
     def on_F(self, address, size_bytes, stream):
-        events = self.history["events"]
         self.reserved -= size_bytes
-        while self.index + 1 < len(events) and events[self.index + 1][0] == "F":
-            self.index += 1
-            self.reserved -= events[self.index][2]
-        self.allocator.empty_cache()
+        is_last = self.index + 1 == len(self.events) or self.events[self.index + 1][0] not in "FU"
+        if is_last and self.capacity_bytes is None:
+            self.allocator.empty_cache()
 
-    def compare_figures(self):
-        if not self.new:
+    on_U = on_F
+
+    def on_O(self, address, size_bytes, stream):
+        try:
+            self.allocator.allocate(size_bytes, stream)
+        except OutOfMemoryError:
+            return
+        self.agreement.same("out of memory", False, True, self.index)
+
+    def compare(self, code):
+        if code in "arfO":
             self.agreement.same("reserved", self.allocator.reserved.current, self.reserved, self.index)
+        if self.index in self.reported:
+            now = (self.allocator.allocated.current, self.allocator.reserved.current)
+            self.agreement.same("allocated and reserved", now, self.reported[self.index], self.index)
 
+
+def reported(figures):
+    """Allocated and reserved bytes by event; each row is the difference to the one before."""
+    rows, last = {}, [0, 0, 0]
+    for row in figures:
+        last = [a + b for a, b in zip(last, row, strict=True)]
+        rows[last[0]] = (last[1], last[2])
+    return rows
