@@ -168,9 +168,9 @@ class CachingAllocator:
         Raises:
             ValueError: If it was not.
         """
-        if self._pending.pop(block.address, None) is not block:
+        if self._pending.get(block.address) is not block:
             raise ValueError(f"the block at address {block.address} awaits no end of its use; call request_free before complete_free")
-        del self._active[block.address]
+        del self._pending[block.address], self._active[block.address]
         block.is_active = False
         self.active.add(-block.size_bytes)
         self.requested.add(-block.requested_bytes)

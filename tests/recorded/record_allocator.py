@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pynvml
@@ -33,8 +34,8 @@ SETTINGS = {
     "max-split": "max_split_size_mb:32",
     "roundup": "roundup_power2_divisions:[1:8,4:4,>:2]",
 }
-#: Limits at which some allocations need the cache given back, and one is refused in the end.
-LIMITED = {("transformer", "default"): 250, ("transformer", "max-split"): 270, ("cnn", "max-split"): 230}
+#: The memory of a device for `mixed`: little enough that much is given back and asked for again, and some is refused.
+LIMIT_MIB = 400
 CODES = {"alloc": "a", "free_requested": "r", "free_completed": "f", "segment_alloc": "S", "segment_free": "F", "oom": "O"}
 CODES |= {"segment_map": "M", "segment_unmap": "U"}
 
@@ -67,8 +68,14 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         model: nn.Module = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(4096, 100))
         return model.cuda(), torch.randn(24, 3, 72, 72, device="cuda"), torch.zeros(24, dtype=torch.long, device="cuda")
     if name == "transformer":
-        return Transformer().cuda(), torch.zeros(6, 120, dtype=torch.long, device="cuda"), torch.zeros(6, 120, dtype=torch.long, device="cuda")
-    mlp = nn.Sequential(nn.Linear(784, 3000), nn.ReLU(), nn.Dropout(0.5), nn.Linear(3000, 1500), nn.GELU(), nn.Dropout(0.1), nn.Linear(1500, 10))
+        return (
+            Transformer().cuda(),
+            torch.zeros(6, 120, dtype=torch.long, device="cuda"),
+            torch.zeros(6, 120, dtype=torch.long, device="cuda"),
+        )
+    mlp = nn.Sequential(
+        nn.Linear(784, 3000), nn.ReLU(), nn.Dropout(0.5), nn.Linear(3000, 1500), nn.GELU(), nn.Dropout(0.1), nn.Linear(1500, 10)
+    )
     return mlp.cuda(), torch.randn(700, 784, device="cuda"), torch.zeros(700, dtype=torch.long, device="cuda")
 
 
@@ -87,19 +94,37 @@ def train(name: str, precision: str, num_steps: int, *, grows: bool = False) -> 
         optimizer.step()
 
 
-def refused(name: str, precision: str) -> None:
-    """Train in too little memory, with larger and larger batches of tensors on top, until one is refused."""
-    held = []
-    try:
-        train(name, precision, 2)
-        for size_mib in (3, 40, 15, 9, 61, 33, 5, 150):
-            held.append(torch.empty(size_mib << 20, dtype=torch.uint8, device="cuda"))
-            if size_mib > 10:
-                del held[0]
-        held.append(torch.empty(1 << 40, dtype=torch.uint8, device="cuda"))
-    except torch.cuda.OutOfMemoryError:
-        held.clear()
-        train("mlp", precision, 1)
+def mixed(num_requests: int) -> None:
+    """Tensors of all sizes on two streams, freed in any order, some while the other stream uses them, in too little memory."""
+    random = Random(1234)
+    side = torch.cuda.Stream()
+    held: list[torch.Tensor] = []
+    for _ in range(num_requests):
+        if held and random.random() < 0.47:
+            tensor = held.pop(random.randrange(len(held)))
+            if random.random() < 0.1:
+                tensor.record_stream(torch.cuda.default_stream() if random.random() < 0.5 else side)
+            del tensor
+        else:
+            size_bytes = int(2 ** random.uniform(0, 26))
+            try:
+                with torch.cuda.stream(side if random.random() < 0.2 else torch.cuda.default_stream()):
+                    held.append(torch.empty(size_bytes, dtype=torch.uint8, device="cuda"))
+            except torch.cuda.OutOfMemoryError:
+                random.shuffle(held)
+                del held[: len(held) // 3]
+
+
+def limited() -> int:
+    """Make the device small, if it is not so already, and return what the allocator can have of it.
+
+    With expandable segments PyTorch looks at the fraction only before it maps pages, so there the device itself must be
+    small; one that is not real can be.
+    """
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    if free_bytes > LIMIT_MIB << 20:
+        torch.cuda.set_per_process_memory_fraction((LIMIT_MIB << 20) / total_bytes + 1e-12)
+    return min(free_bytes, LIMIT_MIB << 20)
 
 
 def reports(profiler: profile) -> Iterator[tuple[int, int, int, int]]:
@@ -129,14 +154,12 @@ def matched(events: list[list[Any]], rows: Iterator[tuple[int, int, int, int]]) 
     return figures
 
 
-def record(name: str, precision: str, limit_mib: int) -> dict[str, Any]:
+def record(name: str, precision: str) -> dict[str, Any]:
     """The history of one run, in the process that this is."""
-    total_bytes = torch.cuda.get_device_properties(0).total_memory
-    if limit_mib:
-        torch.cuda.set_per_process_memory_fraction((limit_mib << 20) / total_bytes + 1e-12)
+    capacity_bytes = limited() if name == "mixed" else None
     torch.cuda.memory._record_memory_history(max_entries=200_000, context=None)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        refused(name, precision) if limit_mib else train(name, precision, 3, grows=True)
+        mixed(2500) if name == "mixed" else train(name, precision, 3, grows=True)
     pynvml.nvmlInit()
     stats = torch.cuda.memory_stats()
     snapshot = torch.cuda.memory._snapshot()
@@ -145,7 +168,7 @@ def record(name: str, precision: str, limit_mib: int) -> dict[str, Any]:
     meta = {
         "settings": {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")},
         "roundup_power2_divisions": list(snapshot["allocator_settings"]["roundup_power2_divisions"].values()),
-        "capacity_bytes": limit_mib << 20 if limit_mib else None,
+        "capacity_bytes": capacity_bytes,
         "device": torch.cuda.get_device_name(0) + (" (virtual device)" if os.environ.get("VGPU") else ""),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "torch": torch.__version__,
@@ -153,7 +176,10 @@ def record(name: str, precision: str, limit_mib: int) -> dict[str, Any]:
         | {k: stats[k] for k in ("num_alloc_retries", "num_ooms")},
     }
     blocks = [
-        [b["address"], b["requested_size"], b["size"]] for s in snapshot["segments"] for b in s["blocks"] if b["state"] == "active_allocated"
+        [b["address"], b["requested_size"], b["size"]]
+        for s in snapshot["segments"]
+        for b in s["blocks"]
+        if b["state"] == "active_allocated"
     ]
     history = {"meta": meta, "initial_segments": [], "initial_blocks": [], "events": events}
     return history | {"addresses": "differences", "figures": matched(events, reports(profiler)), "final_blocks": sorted(blocks)}
@@ -170,19 +196,19 @@ def compact(history: dict[str, Any]) -> bytes:
 def main() -> None:
     """All runs, or with arguments one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", nargs=4, metavar=("MODEL", "PRECISION", "LIMIT_MIB", "FILE"))
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "PRECISION", "FILE"))
     arguments = parser.parse_args()
     if arguments.one:
-        name, precision, limit_mib, file = arguments.one
-        Path(file).write_bytes(compact(record(name, precision, int(limit_mib))))
+        name, precision, file = arguments.one
+        Path(file).write_bytes(compact(record(name, precision)))
         return
     OUT.mkdir(exist_ok=True)
-    runs = [(m, p, s, 0) for m in MODELS for p in PRECISIONS for s in SETTINGS]
-    runs += [(m, "fp32", s, limit) for (m, s), limit in LIMITED.items()]
-    for name, precision, setting, limit_mib in runs:
-        file = OUT / f"{name}-{precision}-{setting}{'-limited' if limit_mib else ''}.json.gz"
+    for name, precision, setting in [*itertools.product(MODELS, PRECISIONS, SETTINGS), *(("mixed", "uint8", s) for s in SETTINGS)]:
+        file = OUT / f"{name}-{precision}-{setting}.json.gz"
         environ = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
-        subprocess.run([sys.executable, __file__, "--one", name, precision, str(limit_mib), str(file)], env=environ, check=True)
+        if (name, setting) == ("mixed", "expandable"):
+            environ |= {"VGPU_TOTAL_BYTES": str(LIMIT_MIB << 20), "VGPU_CONTEXT_BYTES": "0"}
+        subprocess.run([sys.executable, __file__, "--one", name, precision, str(file)], env=environ, check=True)
         print(file.name, file.stat().st_size)
 
 
