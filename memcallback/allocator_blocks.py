@@ -1,9 +1,9 @@
-"""What the simulated allocator is made of: the device that it takes memory from, blocks, and pools of free blocks."""
+"""What the simulated allocator is made of: figures, the device that it takes memory from, blocks, pools of free blocks."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from memcallback.allocator_settings import AllocatorSettings
@@ -13,6 +13,27 @@ from memcallback.units import MiB, round_up
 _FIRST_ADDRESS = 1 << 45
 #: cudaMalloc gives ranges that begin at a multiple of this (every segment of the recorded histories does).
 _ALIGNMENT_BYTES = 2 * MiB
+
+
+class Gauge:
+    """A figure and the largest it has been.
+
+    Attributes:
+        current: Now.
+        peak: The largest since the allocator was made or its peaks were reset.
+    """
+
+    __slots__ = ("current", "peak")
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.peak = 0
+
+    def add(self, change: int) -> None:
+        """Change the figure; negative for less."""
+        self.current += change
+        if self.current > self.peak:
+            self.peak = self.current
 
 
 class Device:
@@ -227,6 +248,28 @@ class Pool:
     def unmapped(self, stream: int) -> Iterator[Block]:
         """Ranges of one stream's expandable segments without memory behind them, by address."""
         return (self._by_address[address] for address in self._unmapped.get(stream, ()))
+
+
+def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The allocated blocks of a segment with the gaps between them as blocks of 0 requested bytes."""
+    tiles, end = [], address
+    for block_address, requested_bytes, block_bytes in blocks:
+        if block_address < end or not 1 <= requested_bytes <= block_bytes:
+            raise ValueError(
+                f"the block at {block_address} asks for {requested_bytes} of {block_bytes} bytes after an end at {end}; "
+                "blocks do not overlap and hold what was asked for: give them by address"
+            )
+        if block_address > end:
+            tiles.append((end, 0, block_address - end))
+        tiles.append((block_address, requested_bytes, block_bytes))
+        end = block_address + block_bytes
+    if end > address + size_bytes:
+        raise ValueError(
+            f"the blocks of the segment at {address} end at {end}; it ends at {address + size_bytes}: leave out what is not inside"
+        )
+    if end < address + size_bytes:
+        tiles.append((end, 0, address + size_bytes - end))
+    return tiles
 
 
 def _room_bytes(block: Block) -> int:

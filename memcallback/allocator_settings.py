@@ -1,6 +1,6 @@
 """The settings of PyTorch's CUDA caching allocator, and the sizes that follow from them.
 
-The rules are those of PyTorch 2.11 to 2.13, named here by file and function: c10/core/AllocatorConfig.h and .cpp,
+The rules are those of PyTorch 2.11, named here by file and function: c10/core/AllocatorConfig.h and .cpp,
 c10/cuda/CUDAAllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp.
 """
 

@@ -150,7 +150,10 @@ class AllocationTrace:
         Raises:
             ValueError: If the text is no JSON, no trace, of another version, or its events contradict each other.
         """
-        document = json.loads(text)
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"the text is no JSON ({error}); give a text that AllocationTrace.to_json wrote") from error
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise ValueError(f"this JSON is no trace; its format must be {_FORMAT!r}: give a text that AllocationTrace.to_json wrote")
         if document.get("version") != VERSION:

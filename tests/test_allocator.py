@@ -162,6 +162,15 @@ def test_a_tail_of_up_to_a_mebibyte_stays_in_a_large_block():
     assert allocator.stats().inactive_split_bytes == 1 * MiB + 512
 
 
+def test_a_block_of_the_split_limit_is_not_split_and_serves_only_its_like():
+    allocator = CachingAllocator(AllocatorSettings(max_split_bytes=32 * MiB))
+    allocator.free(allocator.allocate(36 * MiB))
+    assert allocator.allocate(32 * MiB).size_bytes == 36 * MiB
+    allocator.free(allocator.allocate(36 * MiB))
+    allocator.allocate(32 * MiB - 512)
+    assert allocator.stats().reserved_bytes == (36 + 36 + 32) * MiB
+
+
 def test_a_stream_does_not_get_what_another_has_freed():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(4 * MiB, stream=1))

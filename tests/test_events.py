@@ -93,7 +93,7 @@ def test_a_negative_size_is_refused():
         ('{"format":"memcallback.AllocationTrace","version":1,"names":[],"events":[["x"]]}', "an event 'x'; known are a, f, start and end"),
         ('{"format":"memcallback.AllocationTrace","version":1,"names":[],"events":[["a",1,2,0,null,0,0]]}', "the trace is damaged"),
         ('{"format":"memcallback.AllocationTrace","version":1,"names":[],"events":[["f",1]]}', "was never allocated"),
-        ("{", "Expecting property name"),
+        ("{", "the text is no JSON .*; give a text that AllocationTrace.to_json wrote"),
     ],
 )
 def test_a_text_that_is_no_trace_is_refused(text, message):
