@@ -1,8 +1,8 @@
 """PyTorch's CUDA caching allocator, simulated: what it has allocated and reserved after any sequence of requests.
 
 The rules are those of `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp, each named where it is
-followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. Not simulated: private pools (CUDA graphs, `torch.cuda.MemPool`), garbage collection
-(`garbage_collection_threshold`) and other users of the same device.
+followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. Not simulated: private pools (CUDA graphs,
+`torch.cuda.MemPool`), garbage collection (`garbage_collection_threshold`) and other users of the same device.
 """
 
 from __future__ import annotations
