@@ -1,8 +1,12 @@
-"""The words for what happens in a training step: its phases, and what a byte is for."""
+"""The words for what happens in a training step: its phases, what a byte is for, what is allocated and freed."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Phase(Enum):
@@ -40,3 +44,201 @@ class Category(Enum):
 #: What a running training can be asked for: the storages that its model, its optimizers and its batch hold. What is
 #: allocated beyond them (activations, temporaries, workspaces) is known only as the rest.
 HELD_CATEGORIES = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.INPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Alloc:
+    """A storage of device memory comes into being.
+
+    Attributes:
+        id: Its number, used by one allocation only in the whole trace.
+        size_bytes: What was asked for, before any rounding; 0 for an empty tensor, which takes nothing from an allocator.
+        stream: The CUDA stream it belongs to; 0 is the default stream.
+        category: What it is for; None if unknown.
+        operator: What asked for it, such as `aten::convolution`; empty if unknown.
+        module: The fully qualified name of the module that was running; the root is "".
+    """
+
+    id: int
+    size_bytes: int
+    stream: int = 0
+    category: Category | None = None
+    operator: str = ""
+    module: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise ValueError(
+                f"allocation {self.id} has size_bytes={self.size_bytes}; a size is 0 or more bytes: give the size of the storage"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """The storage of an earlier `Alloc` is given back.
+
+    Attributes:
+        id: The number of that `Alloc`.
+    """
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStart:
+    """What follows belongs to a phase.
+
+    Attributes:
+        phase: The phase.
+    """
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnd:
+    """The phase that was started last is over.
+
+    Attributes:
+        phase: The phase.
+    """
+
+    phase: Phase
+
+
+Event = Alloc | Free | PhaseStart | PhaseEnd
+
+#: The version of the JSON text; raised when a reader of the old one could not read the new one.
+VERSION = 1
+_FORMAT = "memcallback.AllocationTrace"
+
+
+@dataclass(frozen=True)
+class AllocationTrace:
+    """What a training step asks of an allocator: allocations, frees and phases in the order in which they happen.
+
+    It says nothing about addresses, rounding or reserved memory: those are what an allocator makes of it. Memory that a
+    stream still uses after another has freed it (`Tensor.record_stream`) has no place here: when that comes back
+    depends on time.
+
+    Attributes:
+        events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do not overlap.
+
+    Raises:
+        ValueError: If the events contradict each other.
+    """
+
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        _check(self.events)
+
+    def to_json(self) -> str:
+        """The trace as a compact JSON text, which `from_json` reads; strings that occur often are written once."""
+        names = _Names()
+        events = [_to_row(event, names) for event in self.events]
+        document = {"format": _FORMAT, "version": VERSION, "names": names.names, "events": events}
+        return json.dumps(document, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> AllocationTrace:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: The JSON text.
+
+        Raises:
+            ValueError: If the text is no JSON, no trace, of another version, or its events contradict each other.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"the text is no JSON ({error}); give a text that AllocationTrace.to_json wrote") from error
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError(f"this JSON is no trace; its format must be {_FORMAT!r}: give a text that AllocationTrace.to_json wrote")
+        if document.get("version") != VERSION:
+            raise ValueError(
+                f"the trace has version {document.get('version')!r}; this memcallback reads version {VERSION}: "
+                "use the memcallback that wrote it, or make the trace again"
+            )
+        try:
+            events = tuple(_from_row(row, document["names"]) for row in document["events"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"the trace is damaged ({error!r}); each event is a list as to_json writes it: make the trace again"
+            ) from error
+        return cls(events)
+
+
+@dataclass
+class _Names:
+    """Strings by the number of their first use."""
+
+    names: list[str] = field(default_factory=list)
+    _index: dict[str, int] = field(default_factory=dict)
+
+    def index(self, name: str) -> int:
+        if name not in self._index:
+            self._index[name] = len(self.names)
+            self.names.append(name)
+        return self._index[name]
+
+
+def _to_row(event: Event, names: _Names) -> list[int | str | None]:
+    if isinstance(event, Alloc):
+        category = None if event.category is None else event.category.value
+        return ["a", event.id, event.size_bytes, event.stream, category, names.index(event.operator), names.index(event.module)]
+    if isinstance(event, Free):
+        return ["f", event.id]
+    return ["start" if isinstance(event, PhaseStart) else "end", event.phase.value]
+
+
+def _from_row(row: Sequence[Any], names: Sequence[str]) -> Event:
+    code, *values = row
+    if code == "a":
+        id_, size_bytes, stream, category, operator, module = values
+        kind = None if category is None else Category(category)
+        return Alloc(id_, size_bytes, stream, kind, names[operator], names[module])
+    if code == "f":
+        return Free(*values)
+    if code in ("start", "end"):
+        phase = Phase(values[0])
+        return PhaseStart(phase) if code == "start" else PhaseEnd(phase)
+    raise ValueError(f"the trace has an event {code!r}; known are a, f, start and end: make the trace again")
+
+
+def _check(events: Sequence[Event]) -> None:
+    """Raise ValueError at the first event that cannot follow those before it."""
+    seen: set[int] = set()
+    alive: set[int] = set()
+    phases: list[Phase] = []
+    for position, event in enumerate(events):
+        if isinstance(event, Alloc):
+            if event.id in seen:
+                raise ValueError(f"event {position} allocates {event.id} again; a number belongs to one allocation: number them on")
+            seen.add(event.id)
+            alive.add(event.id)
+        elif isinstance(event, Free):
+            if event.id not in alive:
+                what = "is freed already" if event.id in seen else "was never allocated"
+                raise ValueError(f"event {position} frees {event.id}, which {what}; a Free follows its own Alloc, once: leave this one out")
+            alive.remove(event.id)
+        else:
+            _check_mark(position, event, phases)
+    if phases:
+        raise ValueError(f"phase {phases[0].value!r} has a start and no end; every phase has both: append PhaseEnd({phases[0]})")
+
+
+def _check_mark(position: int, mark: PhaseStart | PhaseEnd, phases: list[Phase]) -> None:
+    """Keep in `phases` the one that is going on, if any."""
+    current = phases[0].value if phases else None
+    if isinstance(mark, PhaseStart):
+        if phases:
+            raise ValueError(
+                f"event {position} starts phase {mark.phase.value!r} inside {current!r}; phases do not overlap: end the other first"
+            )
+        phases.append(mark.phase)
+    elif phases != [mark.phase]:
+        raise ValueError(f"event {position} ends phase {mark.phase.value!r} while the current one is {current!r}; start it before")
+    else:
+        phases.clear()

@@ -12,7 +12,8 @@ import memcallback
 PACKAGE = Path(memcallback.__file__).parent
 
 #: From top to bottom; a module may import from those before it.
-PLAIN = ["units", "events", "stats", "warn", "tables", "layer_table", "prediction", "advise", "report"]
+ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator"]
+PLAIN = ["units", "events", "stats", *ALLOCATOR, "warn", "tables", "layer_table", "prediction", "advise", "report"]
 TORCH = ["holdings", "nvml", "cpu_meter", "meters", "steps", "recorder", "fakes", "shape_pass", "optimizer_state", "textbook"]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS

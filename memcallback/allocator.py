@@ -1,0 +1,324 @@
+"""PyTorch's CUDA caching allocator, simulated: what it has allocated and reserved after any sequence of requests.
+
+The rules are those of `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp, each named where it is
+followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. Not simulated: private pools (CUDA graphs,
+`torch.cuda.MemPool`), garbage collection (`garbage_collection_threshold`) and other users of the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from memcallback import allocator_expandable as expandable
+from memcallback.allocator_blocks import Block, Device, Gauge, Pool, tile
+from memcallback.allocator_settings import SMALL_SEGMENT_BYTES, SMALL_SIZE_BYTES, AllocatorSettings
+from memcallback.stats import MemoryStats
+from memcallback.units import format_bytes
+
+
+class OutOfMemoryError(RuntimeError):
+    """The simulated device has not enough memory, even with all that is cached given back.
+
+    Attributes:
+        requested_bytes: What was asked for.
+        stats: The allocator at that moment.
+        capacity_bytes: What it can have in all.
+    """
+
+    def __init__(self, requested_bytes: int, segment_bytes: int, stats: MemoryStats, capacity_bytes: int) -> None:
+        reserved_bytes, allocated_bytes = stats.reserved_bytes or 0, stats.allocated_bytes or 0
+        super().__init__(
+            f"Tried to allocate {format_bytes(segment_bytes)} of a capacity of {format_bytes(capacity_bytes)}, "
+            f"of which {format_bytes(capacity_bytes - reserved_bytes)} is free. {format_bytes(allocated_bytes)} is allocated, "
+            f"and {format_bytes(reserved_bytes - allocated_bytes)} is reserved but unallocated."
+        )
+        self.requested_bytes = requested_bytes
+        self.stats = stats
+        self.capacity_bytes = capacity_bytes
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Attributes:
+        settings: Its settings.
+        requested: Asked for by what is active, in bytes.
+        allocated: In blocks handed out, in bytes: `torch.cuda.memory_allocated`.
+        active: Allocated, and freed but still in use by another stream, in bytes.
+        inactive_split: In free blocks that share their segment with others, in bytes; expandable segments do not count.
+        reserved: Taken from the device, in bytes: `torch.cuda.memory_reserved`.
+        segments: How many cudaMalloc made; expandable segments do not count, as in torch.cuda.memory_stats.
+        num_alloc_retries: How often the cache was given back and the device asked again.
+        num_ooms: How often that did not help.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        new_address: Callable[[int], int] | None = None,
+    ) -> None:
+        """Make an allocator that has nothing yet.
+
+        Args:
+            settings: Its settings; None means PyTorch's defaults.
+            capacity_bytes: What it can have of its device: the device's memory less contexts and other users; None means no end.
+            new_address: Given a size in bytes, where the driver puts a new segment. Among equal free blocks the lowest
+                address is used first. None means each above the last.
+
+        Raises:
+            ValueError: If the capacity is negative.
+        """
+        self.settings = settings or AllocatorSettings()
+        self.requested = Gauge()
+        self.allocated = Gauge()
+        self.active = Gauge()
+        self.inactive_split = Gauge()
+        self.reserved = Gauge()
+        self.segments = Gauge()
+        self.num_alloc_retries = 0
+        self.num_ooms = 0
+        self._device = Device(capacity_bytes, new_address)
+        self._small = Pool(is_small=True)
+        self._large = Pool(is_small=False)
+        self._active: dict[int, Block] = {}
+        self._pending: dict[int, Block] = {}
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> Block:
+        """Hand out a block (`malloc`).
+
+        Args:
+            size_bytes: What is asked for, at least 1: for an empty tensor PyTorch asks for nothing.
+            stream: The stream that it is for.
+
+        Returns:
+            The block, to be given to `free` once.
+
+        Raises:
+            ValueError: If the size is below 1.
+            OutOfMemoryError: If the device is full. The allocator can be used further.
+        """
+        if size_bytes < 1:
+            raise ValueError(f"size_bytes is {size_bytes}; the allocator is asked for 1 byte or more: leave empty tensors out")
+        block_bytes = self.settings.block_bytes(size_bytes)
+        pool = self._pool(block_bytes)
+        block = pool.take(block_bytes, stream, self.settings)
+        if block is None:
+            block = self._from_device(size_bytes, block_bytes, pool, stream)
+        self._hand_out(block, size_bytes, block_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back.
+
+        Args:
+            block: What `allocate` returned.
+
+        Raises:
+            ValueError: If it is not allocated.
+        """
+        self.request_free(block)
+        self.complete_free(block)
+
+    def request_free(self, block: Block) -> None:
+        """Take a block back that another stream still uses (`Tensor.record_stream`): active, but not allocated (`free`).
+
+        Args:
+            block: What `allocate` returned. `complete_free` follows, or `empty_cache`, which waits for the streams.
+
+        Raises:
+            ValueError: If it is not allocated.
+        """
+        if not block.is_allocated:
+            raise ValueError(
+                f"the block at address {block.address} is not allocated; a block is freed once, after it was allocated: leave this free out"
+            )
+        block.is_allocated = False
+        self.allocated.add(-block.size_bytes)
+        self._pending[block.address] = block
+
+    def complete_free(self, block: Block) -> None:
+        """Make a block free for reuse and merge it with its free neighbours (`free_block`).
+
+        Args:
+            block: What `request_free` was called with.
+
+        Raises:
+            ValueError: If it was not.
+        """
+        if self._pending.get(block.address) is not block:
+            raise ValueError(f"the block at address {block.address} awaits no end of its use; call request_free before complete_free")
+        del self._pending[block.address], self._active[block.address]
+        block.is_active = False
+        self.active.add(-block.size_bytes)
+        self.requested.add(-block.requested_bytes)
+        block.requested_bytes = 0
+        merged_bytes = block.merge_neighbours()
+        block.pool.add(block)
+        if not block.pages:
+            self.inactive_split.add((block.size_bytes if block.is_split else 0) - merged_bytes)
+
+    def empty_cache(self) -> None:
+        """Give back to the device all that is wholly free (`release_cached_blocks`): `torch.cuda.empty_cache`."""
+        for block in list(self._pending.values()):
+            self.complete_free(block)
+        for pool in (self._large, self._small):
+            for block in pool.mapped():
+                if block.pages:
+                    expandable.shrink(block, self._device)
+                elif not block.is_split:
+                    self._release(block)
+        self._follow_device()
+
+    def adopt_segment(
+        self, address: int, size_bytes: int, stream: int, *, is_small: bool, blocks: Iterable[tuple[int, int, int]] = ()
+    ) -> list[Block]:
+        """Take over a segment as it stands in a running program, for instance in its `torch.cuda.memory._snapshot`.
+
+        Args:
+            address: Where it begins.
+            size_bytes: Its length.
+            stream: The stream it belongs to.
+            is_small: Whether it is of the small pool.
+            blocks: Address, requested bytes and block bytes of what is allocated in it, by address.
+
+        Returns:
+            The allocated blocks, in the order given.
+
+        Raises:
+            ValueError: If blocks overlap or lie outside, if the device is full, or with expandable segments.
+        """
+        if self.settings.expandable_segments:
+            raise ValueError("expandable segments cannot be adopted; a simulation of them starts empty: set expandable_segments to False")
+        tiles = tile(address, size_bytes, blocks)
+        if not self._device.take(size_bytes):
+            raise ValueError(f"the segment at {address} of {size_bytes} bytes is more than capacity_bytes has left; give a larger capacity")
+        pool = self._small if is_small else self._large
+        adopted: list[Block] = []
+        previous: Block | None = None
+        for block_address, requested_bytes, block_bytes in tiles:
+            block = Block(block_address, block_bytes, stream, pool)
+            if previous is not None:
+                block.previous, previous.next = previous, block
+            previous = block
+            if requested_bytes:
+                self._activate(block, requested_bytes)
+                adopted.append(block)
+            else:
+                pool.add(block)
+                self.inactive_split.add(block_bytes if block_bytes < size_bytes else 0)
+        self.segments.add(1)
+        self._follow_device()
+        return adopted
+
+    def stats(self) -> MemoryStats:
+        """The figures now, with the peaks since the allocator was made or `reset_peaks` was called."""
+        return MemoryStats(
+            allocated_bytes=self.allocated.current,
+            reserved_bytes=self.reserved.current,
+            active_bytes=self.active.current,
+            inactive_split_bytes=self.inactive_split.current,
+            requested_bytes=self.requested.current,
+            peak_allocated_bytes=self.allocated.peak,
+            peak_reserved_bytes=self.reserved.peak,
+            num_alloc_retries=self.num_alloc_retries,
+            num_ooms=self.num_ooms,
+        )
+
+    def reset_peaks(self) -> None:
+        """Let the peaks begin anew at the present figures: `torch.cuda.reset_peak_memory_stats`."""
+        for gauge in (self.requested, self.allocated, self.active, self.inactive_split, self.reserved, self.segments):
+            gauge.peak = gauge.current
+
+    def snapshot(self) -> list[list[Block]]:
+        """The blocks of each segment by address, segments by address; of an expandable one each range with memory behind it counts as one."""
+        blocks = [*self._active.values(), *self._small.mapped(), *self._large.mapped()]
+        found = []
+        for block in sorted(blocks, key=lambda block: block.address):
+            if block.previous is None or not block.previous.is_mapped:
+                found.append([block])
+            else:
+                found[-1].append(block)
+        return found
+
+    def _pool(self, block_bytes: int) -> Pool:
+        """The pool of a block (`get_pool`)."""
+        return self._small if block_bytes <= SMALL_SIZE_BYTES else self._large
+
+    def _hand_out(self, block: Block, requested_bytes: int, block_bytes: int) -> None:
+        """Split what is not needed off a free block and make the rest active (`alloc_found_block`)."""
+        rest_bytes = block.size_bytes - block_bytes
+        was_split = block.is_split
+        if self.settings.splits(block_bytes, rest_bytes, is_small=block.pool.is_small):
+            block.pool.add(block.split_off(block_bytes))
+            change = -block_bytes if was_split else rest_bytes
+        else:
+            change = -block.size_bytes if was_split else 0
+        if not block.pages:
+            self.inactive_split.add(change)
+        self._activate(block, requested_bytes)
+
+    def _activate(self, block: Block, requested_bytes: int) -> None:
+        block.is_allocated = block.is_active = True
+        block.requested_bytes = requested_bytes
+        self._active[block.address] = block
+        self.allocated.add(block.size_bytes)
+        self.active.add(block.size_bytes)
+        self.requested.add(requested_bytes)
+
+    def _from_device(self, size_bytes: int, block_bytes: int, pool: Pool, stream: int) -> Block:
+        """A new block, after giving back what is cached if need be (`malloc`)."""
+        block = self._grow(block_bytes, pool, stream)
+        if block is None and self._release_oversize(block_bytes, pool, stream):
+            block = self._grow(block_bytes, pool, stream)
+        if block is None:
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            block = self._grow(block_bytes, pool, stream)
+        if block is None:
+            self.num_ooms += 1
+            assert self._device.capacity_bytes is not None
+            raise OutOfMemoryError(size_bytes, self.settings.segment_bytes(block_bytes), self.stats(), self._device.capacity_bytes)
+        return block
+
+    def _grow(self, block_bytes: int, pool: Pool, stream: int) -> Block | None:
+        """Take memory from the device (`alloc_block`)."""
+        if self.settings.expandable_segments:
+            page_bytes = SMALL_SEGMENT_BYTES if pool.is_small else self.settings.large_segment_bytes
+            block = expandable.grow(pool, stream, block_bytes, page_bytes, self._device)
+        else:
+            segment_bytes = self.settings.segment_bytes(block_bytes)
+            if not self._device.take(segment_bytes):
+                return None
+            block = Block(self._device.new_address(segment_bytes), segment_bytes, stream, pool)
+            self.segments.add(1)
+        self._follow_device()
+        return block
+
+    def _release_oversize(self, block_bytes: int, pool: Pool, stream: int) -> bool:
+        """Give back free blocks that are too large to be split, only as many as needed (`release_available_cached_blocks`)."""
+        if self.settings.max_split_bytes is None or self.settings.expandable_segments:
+            return False
+        needed_bytes = max(block_bytes, self.settings.max_split_bytes)
+        smaller, large_enough = pool.around(needed_bytes, stream)
+        if large_enough:
+            self._release(large_enough[0])
+            return True
+        released_bytes = 0
+        for block in reversed(smaller):
+            if released_bytes >= needed_bytes or block.size_bytes < self.settings.max_split_bytes:
+                break
+            released_bytes += block.size_bytes
+            self._release(block)
+        return released_bytes >= needed_bytes
+
+    def _release(self, block: Block) -> None:
+        """Give a whole segment back to the device (`release_block`)."""
+        block.pool.remove(block)
+        self._device.give_back(block.size_bytes)
+        self.segments.add(-1)
+        self._follow_device()
+
+    def _follow_device(self) -> None:
+        self.reserved.add(self._device.reserved_bytes - self.reserved.current)

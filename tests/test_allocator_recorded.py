@@ -1,0 +1,82 @@
+"""The simulated allocator does what real ones did: histories recorded on real and on virtual devices, replayed to the byte.
+
+Public histories of real GPUs lie beside the checkout, where they are there at all; they hold addresses, not block sizes, so
+what is compared is every address handed out, every segment, the reserved bytes after every event, and the blocks that are
+left. Histories of tests/recorded also hold what the allocator itself reported after every allocation and most frees.
+"""
+
+from pathlib import Path
+
+import pytest
+from allocator_history import Replay, load
+
+HERE = Path(__file__).parent
+PUBLIC = HERE.parent.parent / "shared" / "traces"
+RECORDED = sorted((HERE / "recorded" / "allocator").glob("*.json.gz"))
+GAUGES = {
+    "allocated_bytes": "allocated",
+    "active_bytes": "active",
+    "inactive_split_bytes": "inactive_split",
+    "requested_bytes": "requested",
+    "reserved_bytes": "reserved",
+    "segment": "segments",
+}
+
+#: File and number of events: all of them agree.
+PUBLIC_EVENTS = {
+    "from-empty": 97,
+    "training-152-segments": 10_307,
+    "transformer-forward-289-segments": 4_657,
+    "transformer-forward-mixed-with-empty-cache": 6_765,
+    "transformer-step-with-empty-cache": 19_770,
+    "transformer-training-step": 22_332,
+}
+
+
+def replayed(path):
+    """A history put to the simulation, with nothing that differs."""
+    history = load(path)
+    replay = Replay(history)
+    agreement = replay.run()
+    assert agreement.differences == []
+    codes = [event[0] for event in history["events"]]
+    assert agreement.compared["address"] == codes.count("a")
+    assert agreement.compared["reserved"] == sum(codes.count(code) for code in "arfO")
+    left = {block.address: block.size_bytes for block in replay.blocks.values()}
+    assert left == {address: size_bytes for address, _, size_bytes in history["final_blocks"]}
+    return history, replay
+
+
+@pytest.mark.parametrize("name", PUBLIC_EVENTS)
+def test_a_public_history_of_a_real_gpu_is_replayed_to_the_byte(name):
+    if not PUBLIC.is_dir():
+        pytest.skip(f"the recorded public histories are not at {PUBLIC}")
+    history, replay = replayed(PUBLIC / f"{name}.trace.json.gz")
+    meta, allocator = history["meta"], replay.allocator
+    assert len(history["events"]) == PUBLIC_EVENTS[name]
+    assert (allocator.reserved.current, allocator.reserved.peak) == (meta["final_reserved"], meta["peak_reserved"])
+    assert allocator.allocated.current == allocator.active.current == meta["final_allocated"]
+
+
+def test_histories_are_recorded_for_every_model_precision_and_setting():
+    assert len(RECORDED) == 3 * 2 * 4 + 4
+    assert sum(path.stat().st_size for path in RECORDED) < 300 * 1024
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_a_recorded_history_is_replayed_to_the_byte(path):
+    history, replay = replayed(path)
+    meta, allocator = history["meta"], replay.allocator
+    assert replay.agreement.compared["allocated and reserved"] == len(history["figures"])
+    for recorded, simulated in GAUGES.items():
+        gauge = getattr(allocator, simulated)
+        assert (gauge.current, gauge.peak) == (meta["final"][f"{recorded}.current"], meta["final"][f"{recorded}.peak"]), recorded
+    assert allocator.num_alloc_retries == meta["final"]["num_alloc_retries"]
+    assert allocator.num_ooms == meta["final"]["num_ooms"]
+    assert list(allocator.settings.roundup_power2_divisions) == meta["roundup_power2_divisions"]
+
+
+@pytest.mark.parametrize("setting", ["default", "expandable", "max-split", "roundup"])
+def test_histories_of_a_small_device_have_retries_and_refusals(setting):
+    meta = load(HERE / "recorded" / "allocator" / f"mixed-uint8-{setting}.json.gz")["meta"]
+    assert meta["final"]["num_alloc_retries"] > meta["final"]["num_ooms"] > 0
