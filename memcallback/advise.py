@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 from memcallback.events import Phase
 from memcallback.prediction import Prediction
@@ -49,7 +51,7 @@ class BatchSizeAdvice:
     """The largest batch size that stays within a device.
 
     Attributes:
-        batch_size: The suggestion; 0 if not even one sample fits.
+        batch_size: The suggestion; 0 if not even one sample is sure to fit.
         line: What is expected at each batch size.
         capacity_bytes: The device's memory.
         outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
@@ -87,8 +89,8 @@ class BatchSizeAdvice:
         """The suggestion in one sentence."""
         if self.batch_size == 0:
             return (
-                f"Not even one sample fits: {format_bytes(self.line.at(1))} are needed and {format_bytes(max(0, self.budget_bytes))} "
-                f"are left of {format_bytes(self.capacity_bytes)}."
+                f"No batch size is sure to fit: one sample may need {format_bytes(self.line.at(1))}, and "
+                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}."
             )
         return (
             f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}), {self.basis}, "
@@ -114,8 +116,9 @@ def suggest(
     A step's peak is, over the batch size, the largest of straight lines, one for each moment of the step, and so convex. With a
     measured steady step this bounds it from above on both sides. A larger batch is taken to grow all of the peak but what is held
     throughout the step (counted: gradients are not, where they are cleared before the activations). A smaller one is taken to
-    save in proportion what the peak has above that of the optimizer step, which a step of no samples would need as well. A device
-    without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
+    save in proportion what the peak has above that of a step of no samples, which is at least the measured optimizer step and, by
+    the prediction, all that is held and what else does not depend on the batch (autocast's copies of the weights); and not more
+    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
     without a count of what is held, the law of the prediction decides, which knows allocated memory only.
 
     Args:
@@ -136,7 +139,7 @@ def suggest(
         raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
     if capacity_bytes is None:
         return None
-    line = _measured_line(measured, always_held_bytes) if measured else None
+    line = _measured_line(measured, always_held_bytes, predicted) if measured else None
     is_measured = line is not None
     if line is None and predicted is not None:
         line = _predicted_line(predicted)
@@ -149,6 +152,8 @@ def suggest(
         leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
     if not is_measured:
         leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
+    elif batch_size < line.batch_size and predicted is None:
+        leaves_out.append("how much a smaller batch saves, which only a prediction tells: try it before relying on it")
     return BatchSizeAdvice(
         batch_size=batch_size,
         line=line,
@@ -168,7 +173,7 @@ def _basis(measured: StepMemory | None, predicted: Prediction | None, *, is_meas
     return f"predicted by the {predicted.source}"
 
 
-def _measured_line(step: StepMemory, always_held_bytes: int | None) -> PeakLine | None:
+def _measured_line(step: StepMemory, always_held_bytes: int | None, predicted: Prediction | None) -> PeakLine | None:
     held = step.always_held_bytes if step.always_held_bytes is not None else always_held_bytes
     allocated, reserved = step.peak_allocated_bytes, step.peak_reserved_bytes
     peak = allocated if reserved is None else reserved
@@ -176,13 +181,19 @@ def _measured_line(step: StepMemory, always_held_bytes: int | None) -> PeakLine 
         return None
     update = step.phases.get(Phase.OPTIMIZER_STEP)
     of_update = max(held, (update.peak_allocated_bytes or 0) if update else 0)
-    # Of reserved memory the update takes at most the share that it has of the allocated peak.
-    floor = min(peak, -(-of_update * peak // allocated)) if allocated else 0
+    per_allocated = Fraction(peak, allocated) if allocated else Fraction(1)
+    # Of reserved memory each takes at most the share that it has of the allocated peak.
+    floor = min(peak, ceil(of_update * per_allocated))
+    without_samples, decline = floor, peak
+    if predicted:
+        law = _predicted_line(predicted)
+        without_samples = max(floor, min(peak, ceil(law.at(0) * per_allocated)))
+        decline = predicted.input.per_sample_bytes + predicted.saved.per_sample_bytes
     return PeakLine(
         batch_size=step.batch_size,
         peak_bytes=peak,
         growth_bytes=-(-max(0, peak - held) // step.batch_size),
-        decline_bytes=(peak - floor) // step.batch_size,
+        decline_bytes=min((peak - without_samples) // step.batch_size, decline),
         floor_bytes=floor,
     )
 

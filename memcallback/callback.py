@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -33,10 +32,13 @@ else:
     # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback of the other one's. A program
     # uses one of them: what it has imported. If it has imported neither yet, the class is of both, as far as they are installed.
     _names = ("lightning.pytorch", "pytorch_lightning")
-    _used = [name for name in _names if name in sys.modules] or [name for name in _names if find_spec(name.partition(".")[0])]
-    if not _used:
+    _bases = [sys.modules[name].Callback for name in _names if name in sys.modules]
+    for _name in () if _bases else _names:
+        with suppress(Exception):  # one of the two may be missing or broken, and the program may use the other
+            _bases.append(import_module(_name).Callback)
+    if not _bases:
         raise ModuleNotFoundError("MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without it.")
-    Callback = type("Callback", tuple(import_module(name).Callback for name in _used), {})
+    Callback = type("Callback", tuple(_bases), {})
 
 _P = ParamSpec("_P")
 

@@ -223,7 +223,7 @@ class MemoryRecorder:
                 phase or an optimizer step begins without a reading in between.
         """
         step = self._open
-        if step is None:
+        if step is None or step.stats is not None:
             return
         if step.phase is not None and step.is_provisional and (is_provisional or phase is Phase.OPTIMIZER_STEP):
             step.phase = None
@@ -240,7 +240,7 @@ class MemoryRecorder:
             covers: All the phases that were in this window, where nothing marked the boundary between them.
         """
         step = self._open
-        if step is None or step.phase is None:
+        if step is None or step.stats is not None or step.phase is None:
             return
         self._read(step)
         covers = covers or (step.phase,)
@@ -248,7 +248,7 @@ class MemoryRecorder:
         step.phase, step.is_after_backward = None, Phase.BACKWARD in covers
 
     def end_reading(self) -> None:
-        """No further boundary follows in the open step: on a CPU, PyTorch's profiler is free from here on."""
+        """No boundary of the open step is read from here on: on a CPU, PyTorch's profiler is free."""
         if self._open is not None and self._open.stats is None:
             self.close_phase()
             self._open.stats = self.meter.end()
@@ -336,14 +336,11 @@ class MemoryRecorder:
 
     def _outside_bytes(self, device: DeviceMemory) -> int | None:
         """Used on the device, but not by this training's tensors."""
-        step = self.largest
-        if step is None or not step.windows:
-            return None
-        if step.peak_reserved_bytes is not None:
+        if device.reserved_bytes is not None:
             return device.non_pytorch_bytes
-        if device.used_bytes is None or step.peak_allocated_bytes is None:
+        if self.largest is None or self.largest.peak_allocated_bytes is None or device.used_bytes is None:
             return None
-        return max(0, device.used_bytes - step.peak_allocated_bytes)
+        return max(0, device.used_bytes - self.largest.peak_allocated_bytes)
 
     def _keep(self, record: StepMemory) -> None:
         self.steps.append(record)

@@ -226,9 +226,10 @@ def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:
 def larger(first: StepMemory | None, second: StepMemory) -> StepMemory:
     """Of two steps a steady one before a warm-up, one with an optimizer step before one without, then the larger peak, then the later."""
 
-    def rank(step: StepMemory) -> tuple[bool, bool, int]:
-        peak = largest((step.peak_allocated_bytes, step.peak_resident_bytes, 0)) or 0
-        return not step.is_warm_up, Phase.OPTIMIZER_STEP in step.phases, peak
+    def rank(step: StepMemory) -> tuple[bool, bool, bool, int]:
+        # The resident size has the rest of the process in it, and decides only where allocated memory was not read.
+        peak = step.peak_resident_bytes if step.peak_allocated_bytes is None else step.peak_allocated_bytes
+        return not step.is_warm_up, Phase.OPTIMIZER_STEP in step.phases, step.peak_allocated_bytes is not None, peak or 0
 
     return second if first is None or rank(second) >= rank(first) else first
 

@@ -8,6 +8,7 @@ from memcallback.cpu_meter import CpuMeter, cpu_memory, resident_bytes
 from memcallback.events import Category
 from memcallback.holdings import holdings
 from memcallback.units import MiB
+from memcallback.warn import MemoryWarning
 
 CPU = torch.device("cpu")
 
@@ -94,7 +95,8 @@ def test_boundaries_agree_with_the_sizes_of_the_tensors_that_live(read):
 
 
 def test_while_somebody_else_profiles_only_the_resident_size_is_read(read):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile as profiler, pytest.warns(MemoryWarning, match="A profile of PyTorch is running"):
         start, end = read(lambda: torch.ones(1000))
     assert start.allocated_bytes is None
     assert end.allocated_bytes is None

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from memcallback.events import Category, Phase
-from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, error_pct, largest, total
+from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, error_pct, larger, largest, total
 
 
 def window(phase, peak, *, covers=None, retries=0, start=None, end=None):
@@ -72,6 +74,16 @@ def test_what_is_held_at_least_and_at_most_leaves_the_input_out():
 )
 def test_the_error_is_signed_and_relative_to_what_was_measured(predicted, measured, error):
     assert error_pct(predicted, measured) == error
+
+
+def test_the_larger_step_is_the_one_that_allocates_more_whatever_the_process_holds():
+    def of(allocated, resident):
+        recorded = window(Phase.FORWARD, allocated)
+        return step(replace(recorded, peak_resident_bytes=resident))
+
+    assert larger(of(4096, 10_000), of(1234, 99_999)) == of(4096, 10_000)
+    assert larger(of(None, 99_999), of(1234, 10_000)) == of(1234, 10_000)
+    assert larger(of(None, 99_999), of(None, 10_000)) == of(None, 99_999)
 
 
 def test_non_pytorch_memory_is_what_is_used_beyond_reserved():
