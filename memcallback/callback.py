@@ -71,8 +71,9 @@ class MemoryCallback(Callback):
     """Records device memory in each phase of each training step, beside a prediction, and suggests the largest batch.
 
     Nothing of the training changes: weights, losses, random numbers, metrics and checkpoints are the same with and without.
-    On CUDA a step costs five reads of the allocator's counters; the rest happens at the Trainer's logging interval. On a
-    CPU only the first three steps and those at the logging interval are recorded.
+    On CUDA a step costs five reads of the allocator's counters; figures are logged at the Trainer's logging interval, and what
+    is held by category is counted on the steps of the first three updates and of every 50th after them. On a CPU only the steps
+    of the first three updates and of the logging interval are recorded.
 
     Logged to every logger of the Trainer (`memcallback.tensorboard` lists the tags); without a logger, to a TensorBoard run
     under the Trainer's root directory. A report is printed once the first steady step is known, and at the end.

@@ -138,7 +138,7 @@ def _multiline(title: str, tags: list[str]) -> Any:
 
 
 def write_scalars(writer: SummaryWriter, points: Mapping[str, float], step: int) -> None:
-    """Write one point for each tag into a run, as one event: 0.2 ms for 15 tags, where add_scalar takes 1.2 ms."""
+    """Write one point for each tag into a run, as one event, where add_scalar would make one for each."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]

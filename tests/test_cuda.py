@@ -14,7 +14,7 @@ from torch import nn
 import memcallback as mc
 from memcallback import MemoryCallback, MemoryRecorder, Phase
 from memcallback.events import Category
-from memcallback.meters import AllocatorMeter, device_memory
+from memcallback.meters import AllocatorMeter, _flat_figure, device_memory
 from memcallback.units import MiB
 
 pytestmark = pytest.mark.cuda
@@ -273,7 +273,7 @@ def test_other_accelerators_are_read_the_same_through_torch_accelerator():
     generic = AllocatorMeter(device, reset_peaks=False)
     generic._read, generic._figure = (
         torch.accelerator.memory_stats,
-        __import__("memcallback.meters", fromlist=["_flat_figure"])._flat_figure,
+        _flat_figure,
     )
     kept = torch.empty(3 * MiB, dtype=torch.uint8, device=device)
     for meter in (ours, generic):

@@ -1,4 +1,4 @@
-"""DESIGN's layers: each module imports only from those above it, and the plain ones know neither torch nor Lightning."""
+"""The layers of ARCHITECTURE.md: each module imports only from those above it, and the plain ones know neither torch nor Lightning."""
 
 import ast
 import subprocess
