@@ -29,7 +29,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor
+from machine import processor, today
 from torch import Tensor, nn
 
 from memcallback import MemoryCallback, __version__
@@ -237,9 +237,9 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 def environment(device: str) -> dict[str, str]:
     """What the figures hold for."""
     names = {"device": _device_name(device)} | ({"driver": _driver()} if device == "cuda" else {})
-    names |= {"processor": _processor(), "python": platform.python_version(), "memcallback": __version__}
+    names |= {"processor": f"{processor()}, of which PyTorch uses one", "python": platform.python_version(), "memcallback": __version__}
     names |= {package: version(package) for package in ("torch", "lightning", "tensorboard")}
-    return names | {"date": _today(), "command": shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]])}
+    return names | {"date": today(), "command": shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]])}
 
 
 def _is_virtual() -> bool:
@@ -259,18 +259,6 @@ def _driver() -> str:
 
     pynvml.nvmlInit()
     return str(pynvml.nvmlSystemGetDriverVersion())
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        if found:
-            return f"{found[1].strip()}, {len(os.sched_getaffinity(0))} cores, of which PyTorch uses one"
-    return platform.processor() or platform.machine()
-
-
-def _today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
 
 
 def to_markdown(rows: list[Row], about: dict[str, str]) -> str:

@@ -2,7 +2,7 @@
 
     python examples/plain_loop.py
 
-`predict` says what a step will hold before one has run; the recorder marks the phases of each step; the report sets one
+`predict` says what a step will hold before one has run, by tracing it without data; the recorder marks the phases of each step; the report sets one
 beside the other.
 """
 
@@ -97,14 +97,15 @@ def main() -> None:
     """Predict, train, compare."""
     options = arguments()
     torch.manual_seed(0)
-    device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training, validation = data()
     batches = DataLoader(TensorDataset(*training), options.batch_size, shuffle=True, drop_last=True)
     model = network().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     batch = [tensor.to(device) for tensor in next(iter(batches))]
-    prediction = mc.predict(mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer))
+    step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer)
+    prediction = mc.predict(step, device="cpu" if device.type == "cpu" else None)  # None: the CUDA device that is here
     print(f"Before the first step: a peak of {mc.format_bytes(prediction.peak_allocated_bytes)} is predicted.\n")
 
     recorder = mc.MemoryRecorder(model, optimizer)

@@ -3,9 +3,9 @@
     from memcallback import MemoryCallback
     trainer = Trainer(callbacks=[MemoryCallback()])
 
-Reading order: `units`, `events`, `stats` (one type for measured and predicted), `prediction`, `advise`, `report`; then, with
-PyTorch, `holdings`, `meters`, `recorder`, `steps`, `shape_pass`, `textbook`; then the adapters `tensorboard`, `sinks`,
-`callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
+Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`, `replay`, `prediction`,
+`advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`; then the adapters
+`tensorboard`, `sinks`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from memcallback.events import Category, Phase
 from memcallback.layer_table import Layer, LayerTable
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import format_bytes, parse_bytes
 from memcallback.warn import MemoryWarning
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
     from memcallback.recorder import MemoryRecorder
     from memcallback.shape_pass import layers
-    from memcallback.steps import TrainingStep
-    from memcallback.textbook import PredictionError, predict, suggest_batch_size
+    from memcallback.steps import PredictionError, TrainingStep
+    from memcallback.tracing import predict, suggest_batch_size
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "Prediction",
     "PredictionError",
     "StepMemory",
+    "TextbookPrediction",
     "TrainingStep",
     "format_bytes",
     "layers",
@@ -57,11 +59,11 @@ __all__ = [
 _ON_FIRST_USE = {
     "MemoryCallback": "callback",
     "MemoryRecorder": "recorder",
-    "PredictionError": "textbook",
+    "PredictionError": "steps",
     "TrainingStep": "steps",
     "layers": "shape_pass",
-    "predict": "textbook",
-    "suggest_batch_size": "textbook",
+    "predict": "tracing",
+    "suggest_batch_size": "tracing",
 }
 
 

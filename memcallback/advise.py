@@ -1,14 +1,18 @@
-"""The largest batch that fits, from the law and, where there is one, a measured step."""
+"""The largest batch that fits, from a prediction and, where there is one, a measured step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil
 
+from memcallback.differences import RESERVED_SHARE, allocated_band
 from memcallback.events import Phase
+from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
-from memcallback.stats import StepMemory
+from memcallback.stats import StepMemory, largest
+from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import format_bytes
 
 DEFAULT_HEADROOM = 0.05
@@ -47,6 +51,48 @@ class PeakLine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracedPeak:
+    """The reserved peak over batch sizes, replayed at each; on a CPU, which reserves nothing, the allocated one.
+
+    Attributes:
+        prediction: The traced step at the known point.
+        shift_bytes: What a measured step at that point has more than was replayed there, at least 0; it is added everywhere.
+        is_shift_per_sample: Whether it may be memory that every sample needs: above that point it is added in proportion to the batch size.
+    """
+
+    prediction: Prediction
+    shift_bytes: int = 0
+    is_shift_per_sample: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of the known point."""
+        return self.prediction.batch_size
+
+    @cached_property
+    def _peaks(self) -> dict[int, int]:
+        return {}
+
+    def at(self, batch_size: int) -> int:
+        """The peak expected at a batch size, of the warm-up step or a steady one."""
+        if batch_size not in self._peaks:
+            shift_bytes = self.shift_bytes
+            if self.is_shift_per_sample and batch_size > self.batch_size:
+                shift_bytes = -(-shift_bytes * batch_size // self.batch_size)
+            self._peaks[batch_size] = (largest(map(counted_peak, self.prediction.at(batch_size).steps)) or 0) + shift_bytes
+        return self._peaks[batch_size]
+
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """The largest batch size whose peak stays within a budget, without a retry; None if the trace cannot tell."""
+        return self.prediction.largest_batch_size(lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes)
+
+
+def counted_peak(step: StepMemory) -> int | None:
+    """The peak that must fit: of reserved memory, on a device without a caching allocator of allocated memory; None if unknown."""
+    return step.peak_allocated_bytes if step.peak_reserved_bytes is None else step.peak_reserved_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchSizeAdvice:
     """The largest batch size that stays within a device.
 
@@ -56,13 +102,13 @@ class BatchSizeAdvice:
         capacity_bytes: The device's memory.
         outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
         headroom: The fraction of the capacity that is kept free.
-        is_measured: Whether a step of this training on this device was measured; else it is predicted.
+        is_measured: Whether the line is that of a measured step of this training on this device; else it is predicted.
         basis: How it knows, as a part of a sentence.
         leaves_out: What it does not know, as parts of a sentence.
     """
 
     batch_size: int
-    line: PeakLine
+    line: PeakLine | TracedPeak
     capacity_bytes: int
     outside_bytes: int | None
     headroom: float
@@ -105,7 +151,7 @@ def _times(multiple: float) -> str:
 def suggest(
     *,
     measured: StepMemory | None,
-    predicted: Prediction | None,
+    predicted: StepPrediction | None,
     always_held_bytes: int | None = None,
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
@@ -120,6 +166,9 @@ def suggest(
     the prediction, all that is held and what else does not depend on the batch (autocast's copies of the weights); and not more
     than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
     without a count of what is held, the law of the prediction decides, which knows allocated memory only.
+
+    A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a measured step reserved more than was
+    replayed for it is added everywhere, beyond the band of a prediction in proportion to the batch size.
 
     Args:
         measured: A steady step, or None.
@@ -139,20 +188,22 @@ def suggest(
         raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
     if capacity_bytes is None:
         return None
-    line = _measured_line(measured, always_held_bytes, predicted) if measured else None
+    if isinstance(predicted, Prediction):
+        traced = _traced(measured, predicted, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        if traced is not None:
+            return traced
+    law = predicted if isinstance(predicted, TextbookPrediction) else None
+    line = _measured_line(measured, always_held_bytes, law) if measured else None
     is_measured = line is not None
-    if line is None and predicted is not None:
-        line = _predicted_line(predicted)
+    if line is None and law is not None:
+        line = _predicted_line(law)
     if line is None:
         return None
-    budget = int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
-    batch_size = line.largest_within(budget)
-    leaves_out = ["what validation, logging and longer samples need beyond a training step"]
-    if outside_bytes is None:
-        leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
+    batch_size = line.largest_within(int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0))
+    leaves_out = _always_left_out(outside_bytes)
     if not is_measured:
         leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
-    elif batch_size < line.batch_size and predicted is None:
+    elif batch_size < line.batch_size and law is None:
         leaves_out.append("how much a smaller batch saves, which only a prediction tells: try it before relying on it")
     return BatchSizeAdvice(
         batch_size=batch_size,
@@ -161,22 +212,69 @@ def suggest(
         outside_bytes=outside_bytes,
         headroom=headroom,
         is_measured=is_measured,
-        basis=_basis(measured, predicted, is_measured=is_measured),
+        basis=_basis(measured, law, is_measured=is_measured),
         leaves_out=tuple(leaves_out),
     )
 
 
-def _basis(measured: StepMemory | None, predicted: Prediction | None, *, is_measured: bool) -> str:
+def _always_left_out(outside_bytes: int | None) -> list[str]:
+    leaves_out = ["what validation, logging and longer samples need beyond a training step"]
+    if outside_bytes is None:
+        leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
+    return leaves_out
+
+
+def _traced(
+    measured: StepMemory | None, predicted: Prediction, *, capacity_bytes: int, outside_bytes: int | None, headroom: float
+) -> BatchSizeAdvice | None:
+    """From the replayed peaks; None if the trace cannot tell of other batch sizes."""
+    if not predicted.trace.grows:
+        return None
+    # The memory to plan for need not be that of the device.
+    predicted = predicted.on(replace(predicted.device, capacity_bytes=capacity_bytes))
+    here, line = predicted, TracedPeak(prediction=predicted)
+    measured_bytes = counted_peak(measured) if measured else None
+    basis = f"replayed from the {predicted.source}"
+    if measured and measured.batch_size and measured_bytes is not None:
+        here = predicted.at(measured.batch_size)
+        shift_bytes = max(0, measured_bytes - line.at(measured.batch_size))
+        band_bytes = allocated_band(measured_bytes) if measured.peak_reserved_bytes is None else RESERVED_SHARE * measured_bytes
+        is_beyond = shift_bytes > band_bytes
+        line = TracedPeak(prediction=here, shift_bytes=shift_bytes, is_shift_per_sample=is_beyond)
+        basis += (
+            f", raised by the {format_bytes(shift_bytes)} that were measured more" if is_beyond else ", which the measured step bears out"
+        )
+    outside = predicted.device.context_bytes if outside_bytes is None else outside_bytes
+    batch_size = line.largest_within(int(capacity_bytes * (1 - headroom)) - outside)
+    if batch_size is None:
+        return None
+    leaves_out = _always_left_out(outside)
+    if outside_bytes is None and outside:
+        leaves_out.append(f"other processes on the device; its context is taken to be {format_bytes(outside)}")
+    if measured is None and here.peak_reserved_bytes is None:
+        leaves_out.append("what operators take for themselves while they run")
+    return BatchSizeAdvice(
+        batch_size=batch_size,
+        line=line,
+        capacity_bytes=capacity_bytes,
+        outside_bytes=outside,
+        headroom=headroom,
+        is_measured=False,
+        basis=basis,
+        leaves_out=tuple(leaves_out),
+    )
+
+
+def _basis(measured: StepMemory | None, predicted: TextbookPrediction | None, *, is_measured: bool) -> str:
     if is_measured and measured is not None:
         return f"from the {'allocated' if measured.peak_reserved_bytes is None else 'reserved'} memory measured on this device"
     assert predicted is not None
     return f"predicted by the {predicted.source}"
 
 
-def _measured_line(step: StepMemory, always_held_bytes: int | None, predicted: Prediction | None) -> PeakLine | None:
+def _measured_line(step: StepMemory, always_held_bytes: int | None, predicted: TextbookPrediction | None) -> PeakLine | None:
     held = step.always_held_bytes if step.always_held_bytes is not None else always_held_bytes
-    allocated, reserved = step.peak_allocated_bytes, step.peak_reserved_bytes
-    peak = allocated if reserved is None else reserved
+    allocated, peak = step.peak_allocated_bytes, counted_peak(step)
     if not step.batch_size or peak is None or allocated is None or held is None:
         return None
     update = step.phases.get(Phase.OPTIMIZER_STEP)
@@ -198,7 +296,7 @@ def _measured_line(step: StepMemory, always_held_bytes: int | None, predicted: P
     )
 
 
-def _predicted_line(prediction: Prediction) -> PeakLine:
+def _predicted_line(prediction: TextbookPrediction) -> PeakLine:
     phases = prediction.phases
     return PeakLine(
         batch_size=prediction.batch_size,

@@ -15,14 +15,15 @@ import torch
 from memcallback.advise import DEFAULT_HEADROOM
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
-from memcallback.forecast import forecast, warn_of_batch, warn_of_devices
+from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
-from memcallback.prediction import Prediction
+from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import parse_bytes
 from memcallback.warn import MemoryWarning, warn
 
@@ -118,13 +119,14 @@ class MemoryCallback(Callback):
         self._predicts = predict
         self._reset_peaks = reset_peaks
         self.recorder: MemoryRecorder | None = None
-        self.prediction: Prediction | None = None
+        self.prediction: StepPrediction | None = None
         self.report: Report | None = None
         self._restored_peaks: dict[str, int | None] = {}
         self._start_anew()
 
     def _start_anew(self) -> None:
         self.prediction = None
+        self._predicted_steps = PredictedSteps(None)
         self.report = None
         self._sinks: Sinks | None = None
         self._hooks: list[Any] = []
@@ -177,8 +179,9 @@ class MemoryCallback(Callback):
             self._has_seen_batch = True
             warn_of_batch(batch, self._batch_size)
             if self._predicts:
-                name = self.recorder.meter.device_name
-                self.prediction = forecast(trainer, pl_module, batch, self._batch_size, device=self._capacity_bytes, device_name=name)
+                self._predict(trainer, pl_module, batch)
+            if self._sinks is not None:
+                self._sinks.write_layout(has_band=isinstance(self.prediction, TextbookPrediction))
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
         self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
@@ -300,6 +303,22 @@ class MemoryCallback(Callback):
                 # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
                 self.recorder.end_reading()
 
+    def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        assert self.recorder is not None
+        self.prediction = forecast(
+            trainer,
+            pl_module,
+            batch,
+            self._batch_size,
+            device=self.recorder.meter.device,
+            device_name=self.recorder.meter.device_name,
+            capacity_bytes=self._capacity_bytes,
+            say=lambda text: _print(pl_module, text),
+        )
+        self._predicted_steps = PredictedSteps(self.prediction)
+        if self.prediction is not None:
+            self._notes = (*self._notes, *notes_on(trainer, pl_module))
+
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
         assert self.recorder is not None
         self._unlogged = larger(self._unlogged, record)
@@ -315,8 +334,7 @@ class MemoryCallback(Callback):
     def _log(self, device: DeviceMemory, number: int) -> None:
         step, self._unlogged = self._unlogged, None
         if step is not None and self._sinks is not None:
-            prediction = self.prediction.at(step.batch_size) if self.prediction and step.batch_size else self.prediction
-            self._sinks.log_scalars(scalars(step, prediction, device), number)
+            self._sinks.log_scalars(scalars(step, self._predicted_steps.at(step.batch_size), device), number)
 
     def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""

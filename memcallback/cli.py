@@ -6,22 +6,26 @@ import argparse
 import importlib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memcallback.devices import Device, find_device
+from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step
+
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from memcallback.prediction import Prediction
 
 _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
-_TARGET_HELP = "an importable module, a colon and a name in it"
-
-
-class _UsageError(Exception):
-    """What the person at the command line can mend; becomes one line on stderr."""
+_STEP = "package.module:make_step"
+_STEP_HELP = f"{TARGET_HELP}: a function that returns a TrainingStep, or a LightningModule with its data"
+_CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
+_DEVICE_HELP = f"{_CARD_HELP}; or cpu"
+#: The card of an exported history, where none is named: only the workspaces in it and where memory runs out depend on it.
+_DEFAULT_DEVICE = "NVIDIA A100-SXM4-80GB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
-    except _UsageError as error:
+    except UsageError as error:
         print(f"memcallback: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
@@ -59,7 +63,7 @@ def _add_layers(commands: Any) -> None:
         help="a model's layers: parameters, output shape and size, multiply-adds, FLOPs, memory read and written",
         description="Tabulate the layers of a model without running it.",
     )
-    parser.add_argument("target", metavar="package.module:make_model", help=f"{_TARGET_HELP}: a function that returns a model, or a model")
+    parser.add_argument("target", metavar="package.module:make_model", help=f"{TARGET_HELP}: a function that returns a model, or a model")
     parser.add_argument(
         "--input",
         metavar="1,3,224,224",
@@ -71,13 +75,98 @@ def _add_layers(commands: Any) -> None:
     parser.set_defaults(command=_run_layers)
 
 
+def _add_predict(commands: Any) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="the memory of a training step on a card that need not be there",
+        description="Predict the memory of a training step, allocated and reserved, phase by phase. No GPU is needed.",
+    )
+    _add_step_arguments(parser)
+    parser.add_argument("--device", metavar="NAME", required=True, help=_DEVICE_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON, with the unit in every key")
+    parser.set_defaults(command=_run_predict)
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="a predicted step as a snapshot for PyTorch's memory_viz",
+        description="Write a predicted step as a memory snapshot, which https://pytorch.org/memory_viz and torch.cuda._memory_viz open.",
+    )
+    _add_step_arguments(parser)
+    parser.add_argument("--device", metavar="NAME", default=_DEFAULT_DEVICE, help=f"{_CARD_HELP}; {_DEFAULT_DEVICE} by default")
+    parser.add_argument("-o", "--output", metavar="step.pickle", required=True, help="the file to write")
+    parser.set_defaults(command=_run_export)
+
+
+def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar=_STEP, help=_STEP_HELP)
+    parser.add_argument("--batch-size", metavar="N", help="samples in the batch; by default as many as the step's own batch has")
+    parser.add_argument("--sequence-length", metavar="N", help="length of the batch's sequences; by default as long as the step says")
+
+
 #: Each adds one sub-command, which sets `command` to the function that runs it.
-_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_layers,)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_layers, _add_export)
+
+
+def _run_predict(arguments: argparse.Namespace) -> None:
+    prediction = _predict(arguments)
+    from memcallback.prediction_text import to_dict, to_text
+
+    print(json.dumps(to_dict(prediction), indent=2) if arguments.json else to_text(prediction), end="\n" if arguments.json else "")
+
+
+def _run_export(arguments: argparse.Namespace) -> None:
+    prediction = _predict(arguments)
+    from memcallback.snapshot import dump_snapshot
+
+    try:
+        dump_snapshot(prediction, arguments.output)
+    except OSError as error:
+        raise UsageError(
+            f"--output {arguments.output!r} cannot be written: {error.strerror}. Name a file in a folder that is there."
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"--device {arguments.device!r} cannot be exported: {error}") from error
+    print(
+        f"Wrote {arguments.output}. Open it at https://pytorch.org/memory_viz, or: "
+        f"python -m torch.cuda._memory_viz trace_plot {arguments.output} -o step.html"
+    )
+
+
+def _predict(arguments: argparse.Namespace) -> Prediction:
+    batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
+    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence")
+    device = _parse_device(arguments.device)
+    step = load_step(arguments.target)
+    # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        predict = importlib.import_module("memcallback.tracing").predict
+        prediction: Prediction = predict(step, device=device, batch_size=batch_size, sequence_length=sequence_length)
+    except Exception as error:  # user code on fakes can fail in any way
+        raise UsageError(f"{arguments.target} cannot be predicted: {type(error).__name__}: {error}") from error
+    return prediction
+
+
+def _parse_number(text: str | None, option: str, what: str) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from 1 on, such as {option} 32.")
+    return int(text)
+
+
+def _parse_device(text: str) -> Device:
+    try:
+        return find_device(text)
+    except ValueError as error:
+        raise UsageError(f"--device {error}") from error
 
 
 def _run_layers(arguments: argparse.Namespace) -> None:
     sizes = [_parse_input(text) for text in arguments.input]
-    model = _load_model(arguments.target)
+    model = load_model(arguments.target)
     from memcallback.shape_pass import input_dtype, layers
 
     inputs = [_meta_tensor(size, dtype_name, input_dtype(model)) for size, dtype_name in sizes]
@@ -87,7 +176,7 @@ def _run_layers(arguments: argparse.Namespace) -> None:
         table = layers(model, *inputs)
     except Exception as error:
         given = " ".join(f"--input {text}" for text in arguments.input)
-        raise _UsageError(
+        raise UsageError(
             f"{arguments.target} with {given} failed: {type(error).__name__}: {error} Check that the model takes inputs of these sizes."
         ) from error
     print(json.dumps(table.to_dict(), indent=2) if arguments.json else table.to_table().to_text(), end="\n" if arguments.json else "")
@@ -96,7 +185,7 @@ def _run_layers(arguments: argparse.Namespace) -> None:
 def _parse_input(text: str) -> tuple[tuple[int, ...], str | None]:
     match = _INPUT.fullmatch(text.replace(" ", ""))
     if match is None:
-        raise _UsageError(
+        raise UsageError(
             f"--input {text!r} is not a size. Write whole numbers with commas between them, such as --input 1,3,224,224, "
             "or with a dtype --input 1,128:int64."
         )
@@ -108,47 +197,5 @@ def _meta_tensor(size: tuple[int, ...], dtype_name: str | None, default: torch.d
 
     dtype = getattr(torch, dtype_name, None) if dtype_name else default
     if not isinstance(dtype, torch.dtype):
-        raise _UsageError(f"--input with dtype {dtype_name!r}: torch has no such dtype. Write one such as float32, bfloat16 or int64.")
+        raise UsageError(f"--input with dtype {dtype_name!r}: torch has no such dtype. Write one such as float32, bfloat16 or int64.")
     return torch.empty(size, dtype=dtype, device="meta")
-
-
-def _load_model(target: str) -> nn.Module:
-    from torch import nn
-
-    value = _load(target)
-    if callable(value) and not isinstance(value, nn.Module):
-        try:
-            value = value()
-        except Exception as error:
-            raise _UsageError(
-                f"{target} failed: {type(error).__name__}: {error}. It is called without arguments and must return a torch.nn.Module."
-            ) from error
-    if not isinstance(value, nn.Module):
-        raise _UsageError(
-            f"{target} gives a {type(value).__name__}, not a torch.nn.Module. "
-            "Name a model, a class of models that needs no arguments, or a function that returns a model."
-        )
-    return value
-
-
-def _load(target: str) -> Any:
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise _UsageError(f"{target!r} names nothing to load. Write {_TARGET_HELP}, such as package.module:make_model.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise _UsageError(
-            f"No module named {error.name!r}, on importing {module_name!r}. Run memcallback in the folder that has it, or install it."
-        ) from error
-    except Exception as error:
-        raise _UsageError(
-            f"Importing {module_name!r} failed: {type(error).__name__}: {error}. It must import without running a training."
-        ) from error
-    for part in name.split("."):
-        if not hasattr(value, part):
-            raise _UsageError(f"{module_name!r} has no attribute {name!r}. Name a function, class or model that is defined there.")
-        value = getattr(value, part)
-    return value

@@ -106,23 +106,37 @@ class PhaseEnd:
     phase: Phase
 
 
-Event = Alloc | Free | PhaseStart | PhaseEnd
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """What follows is one training step: one call of the loop's body with one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """The step is over."""
+
+
+Event = Alloc | Free | PhaseStart | PhaseEnd | StepStart | StepEnd
 
 #: The version of the JSON text; raised when a reader of the old one could not read the new one.
-VERSION = 1
+VERSION = 2
 _FORMAT = "memcallback.AllocationTrace"
 
 
 @dataclass(frozen=True)
 class AllocationTrace:
-    """What a training step asks of an allocator: allocations, frees and phases in the order in which they happen.
+    """What training asks of an allocator: allocations, frees, steps and phases in the order in which they happen.
+
+    A trace for a prediction begins with the model, has a first step, without gradients and optimizer state, and goes on
+    until a steady one.
 
     It says nothing about addresses, rounding or reserved memory: those are what an allocator makes of it. Memory that a
     stream still uses after another has freed it (`Tensor.record_stream`) has no place here: when that comes back
     depends on time.
 
     Attributes:
-        events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do not overlap.
+        events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do not overlap, nor do
+            steps, and a phase lies inside a step or outside of all.
 
     Raises:
         ValueError: If the events contradict each other.
@@ -190,6 +204,8 @@ def _to_row(event: Event, names: _Names) -> list[int | str | None]:
         return ["a", event.id, event.size_bytes, event.stream, category, names.index(event.operator), names.index(event.module)]
     if isinstance(event, Free):
         return ["f", event.id]
+    if isinstance(event, (StepStart, StepEnd)):
+        return ["step" if isinstance(event, StepStart) else "step end"]
     return ["start" if isinstance(event, PhaseStart) else "end", event.phase.value]
 
 
@@ -204,7 +220,9 @@ def _from_row(row: Sequence[Any], names: Sequence[str]) -> Event:
     if code in ("start", "end"):
         phase = Phase(values[0])
         return PhaseStart(phase) if code == "start" else PhaseEnd(phase)
-    raise ValueError(f"the trace has an event {code!r}; known are a, f, start and end: make the trace again")
+    if code in ("step", "step end"):
+        return StepStart() if code == "step" else StepEnd()
+    raise ValueError(f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the trace again")
 
 
 def _check(events: Sequence[Event]) -> None:
@@ -212,6 +230,7 @@ def _check(events: Sequence[Event]) -> None:
     seen: set[int] = set()
     alive: set[int] = set()
     phases: list[Phase] = []
+    in_step = False
     for position, event in enumerate(events):
         if isinstance(event, Alloc):
             if event.id in seen:
@@ -223,8 +242,17 @@ def _check(events: Sequence[Event]) -> None:
                 what = "is freed already" if event.id in seen else "was never allocated"
                 raise ValueError(f"event {position} frees {event.id}, which {what}; a Free follows its own Alloc, once: leave this one out")
             alive.remove(event.id)
+        elif isinstance(event, (StepStart, StepEnd)):
+            if phases or in_step is isinstance(event, StepStart):
+                what = f"inside phase {phases[0].value!r}" if phases else "inside another" if in_step else "that has not started"
+                raise ValueError(
+                    f"event {position} starts or ends a step {what}; steps do not overlap and hold whole phases: put the mark between phases"
+                )
+            in_step = not in_step
         else:
             _check_mark(position, event, phases)
+    if in_step:
+        raise ValueError("a step has a start and no end; every step has both: append StepEnd()")
     if phases:
         raise ValueError(f"phase {phases[0].value!r} has a start and no end; every phase has both: append PhaseEnd({phases[0]})")
 

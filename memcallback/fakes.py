@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset
 
 T = TypeVar("T")
@@ -60,17 +61,19 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     return _copy_with(obj, _FakeFactory(fake_mode))
 
 
-def resize_batch(batch: T, batch_size: int, new_batch_size: int) -> T:
-    """Copy a batch of fake tensors with another number of samples.
+def resize_batch(batch: T, batch_size: int, new_batch_size: int, *, lengths: tuple[int, int] | None = None) -> T:
+    """Copy a batch of fake tensors with another number of samples, and perhaps with sequences of another length.
 
     Args:
         batch: A batch of fake tensors, as `fake_copy` makes it.
         batch_size: The number of samples in it, at least 0.
         new_batch_size: The number of samples in the result, at least 0.
+        lengths: How long its sequences are and shall be; None to leave them as they are.
 
     Returns:
-        A copy in which every tensor whose first dimension is `batch_size` has `new_batch_size` there, with its dimensions in
-        the same order in memory and a storage of its own. The other tensors are copied as they are.
+        A copy in which every tensor whose first dimension is `batch_size` has `new_batch_size` there, and in which every other
+        dimension as long as the sequences has their new length. Each tensor has its dimensions in the same order in memory as
+        before and a storage of its own, as after a copy to another device.
 
     Raises:
         ValueError: If a size is negative.
@@ -78,15 +81,13 @@ def resize_batch(batch: T, batch_size: int, new_batch_size: int) -> T:
     for name, size in (("batch_size", batch_size), ("new_batch_size", new_batch_size)):
         if size < 0:
             raise ValueError(f"{name} is a number of samples and cannot be negative, got {size}.")
-    keep: dict[FakeTensorMode, _FakeFactory] = {}
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(tensor, FakeTensor), type(tensor)
-        mode = tensor.fake_mode
-        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
-            return keep.setdefault(mode, _FakeFactory(mode))(tensor)
-        shape = (new_batch_size, *tensor.shape[1:])
-        with mode, torch.no_grad():
+        has_samples = tensor.dim() > 0 and tensor.shape[0] == batch_size
+        rest = (lengths[1] if lengths and size == lengths[0] else size for size in tensor.shape[1:])
+        shape = (new_batch_size if has_samples else tensor.shape[0], *rest) if tensor.dim() else ()
+        with tensor.fake_mode, torch.no_grad():
             fake = torch.empty_strided(shape, _strides_in_order_of(tensor, shape), dtype=tensor.dtype, device=_CPU)
         return fake.requires_grad_(tensor.requires_grad)
 
@@ -132,12 +133,12 @@ class _FakeFactory:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         _refuse_unless_strided(tensor)
         storage = tensor.untyped_storage()
-        with self._mode, torch.no_grad():
+        with no_dispatch(), torch.no_grad():
             if storage._cdata not in self._storages:
-                flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_CPU)
-                self._storages[storage._cdata] = flat.untyped_storage()
-            fake = torch.empty(0, dtype=tensor.dtype, device=_CPU)
-            fake.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+                self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            shape = torch.empty(0, dtype=tensor.dtype, device="meta")
+            shape.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+            fake = FakeTensor(self._mode, shape, _CPU)
         return fake.requires_grad_(tensor.requires_grad)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from memcallback.advise import BatchSizeAdvice
+from memcallback.advise import BatchSizeAdvice, TracedPeak
 from memcallback.events import HELD_CATEGORIES, Category, Phase
-from memcallback.prediction import Prediction
+from memcallback.predicted import StepPrediction
 from memcallback.stats import MemoryStats, StepMemory
+from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import GiB, KiB, MiB
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _in_own_thread(draw: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @_in_own_thread
-def step_by_category(measured: StepMemory, prediction: Prediction | None) -> npt.NDArray[np.uint8]:
+def step_by_category(measured: StepMemory, prediction: StepPrediction | None) -> npt.NDArray[np.uint8]:
     """What stands at each boundary of a measured step, stacked by category, with each phase's peak and its predicted band.
 
     Args:
@@ -86,7 +87,7 @@ def _boundaries(step: StepMemory) -> list[tuple[str, MemoryStats]]:
     return moments
 
 
-def _draw_peaks(axes: Any, measured: StepMemory, prediction: Prediction | None, names: list[str], unit: int) -> None:
+def _draw_peaks(axes: Any, measured: StepMemory, prediction: StepPrediction | None, names: list[str], unit: int) -> None:
     predicted = prediction.phases if prediction else {}
     for number, (phase, window) in enumerate(measured.phases.items()):
         if f"{window.label}\nstart" not in names:
@@ -99,17 +100,17 @@ def _draw_peaks(axes: Any, measured: StepMemory, prediction: Prediction | None, 
         ours = predicted.get(phase)
         if ours and ours.peak_allocated_bytes is not None:
             high = ours.peak_allocated_bytes / unit
-            low = high if ours.low_bytes is None else ours.low_bytes / unit
-            axes.fill_between(
-                [left - 0.35, right + 0.35], low, high, color=_PREDICTED_COLOUR, alpha=0.15, label="predicted band" if number == 0 else None
-            )
+            if ours.low_bytes is not None:
+                band = "predicted band" if number == 0 else None
+                edges = ours.low_bytes / unit, high
+                axes.fill_between([left - 0.35, right + 0.35], *edges, color=_PREDICTED_COLOUR, alpha=0.15, label=band)
             axes.plot(
                 [left - 0.35, right + 0.35], [high] * 2, "--", color=_PREDICTED_COLOUR, label="predicted peak" if number == 0 else None
             )
 
 
 @_in_own_thread
-def batch_size_curve(advice: BatchSizeAdvice, prediction: Prediction | None) -> npt.NDArray[np.uint8]:
+def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None) -> npt.NDArray[np.uint8]:
     """The peak over batch sizes, with the device's capacity and the suggestion.
 
     Args:
@@ -120,10 +121,16 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: Prediction | None) -> 
         An image of shape (height, width, 3), 0 to 255.
     """
     largest = max(2, 2 * max(advice.batch_size, advice.current_batch_size))
-    sizes = sorted({max(1, round(largest ** (i / 60))) for i in range(61)})
+    # Each point of a traced step is a replay of its own.
+    num_points = 12 if isinstance(advice.line, TracedPeak) else 60
+    sizes = sorted({max(1, round(largest ** (i / num_points))) for i in range(num_points + 1)})
     unit, unit_name = _unit(advice.capacity_bytes)
     figure, axes = _canvas()
-    if prediction:
+    if isinstance(advice.line, TracedPeak):
+        peaks = [advice.line.at(size) / unit for size in sizes]
+        kind = "allocated" if advice.line.prediction.peak_reserved_bytes is None else "reserved"
+        axes.plot(sizes, peaks, "--", color=_PREDICTED_COLOUR, label=f"predicted {kind} peak ({advice.line.prediction.source})")
+    elif isinstance(prediction, TextbookPrediction):
         predicted = [prediction.at(size) for size in sizes]
         axes.plot(
             sizes,

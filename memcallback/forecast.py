@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from memcallback import textbook, tracing
+from memcallback.device_here import device_here
+from memcallback.holdings import storage_bytes
+from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
-from memcallback.steps import TrainingStep, infer_batch_size
-from memcallback.textbook import is_sharded, predict
+from memcallback.steps import PredictionError, TrainingStep, infer_batch_size, is_sharded
+from memcallback.units import format_bytes
 from memcallback.warn import warn
+
+#: A trace that takes longer says how far it is.
+SLOW_S = 2.0
 
 
 def forecast(
-    trainer: Any, pl_module: Any, batch: object, batch_size: int | None, *, device: int | None, device_name: str
-) -> Prediction | None:
-    """Predict the step of a Trainer from its own module, optimizers, precision and first batch.
+    trainer: Any,
+    pl_module: Any,
+    batch: object,
+    batch_size: int | None,
+    *,
+    device: torch.device,
+    device_name: str,
+    capacity_bytes: int | None,
+    say: Callable[[str], None],
+) -> StepPrediction | None:
+    """Predict the step of a Trainer from its own module, optimizers, precision, accumulation and first batch.
+
+    The step is traced; if it cannot be, the textbook law stands in, with a warning that says why.
 
     Args:
         trainer: The Trainer, about to run its first step.
         pl_module: Its module.
         batch: Its first batch.
         batch_size: Samples in the batch, None to infer them.
-        device: The capacity to predict for, in bytes; None if it does not matter.
-        device_name: The name of the device.
+        device: The device that trains.
+        device_name: Its name.
+        capacity_bytes: The memory to plan for, if it is not the device's own.
+        say: Prints a line.
 
     Returns:
         The prediction; None, with a warning, if there can be none.
@@ -31,20 +52,88 @@ def forecast(
     if batch_size is None and infer_batch_size(batch).batch_size is None:
         return None
     try:
-        if is_sharded(trainer.model):
-            # Lightning's FSDP wraps the module and leaves flat shards in it; predict() says what to do.
-            step = TrainingStep(trainer.model, batch, batch_size=batch_size)
-        else:
-            step = TrainingStep.from_lightning(
-                pl_module, batch, optimizer=trainer.optimizers, precision=trainer.precision, batch_size=batch_size
-            )
-        return predict(step, device=device, device_name=device_name)
-    except Exception as error:  # whatever a user's model does on shapes alone, training goes on
-        warn(
-            f"The step's memory could not be predicted: {type(error).__name__}: {str(error).rstrip('.')}. It is still recorded. "
-            "MemoryCallback(predict=False) leaves the prediction out."
-        )
+        step = step_of(trainer, pl_module, batch, batch_size)
+        step.check_predictable()
+    except Exception as error:  # a Trainer's plugins can be of any kind
+        _warn_of_none(_reason(error))
         return None
+    try:
+        return _traced(step, device, say)
+    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
+        reason = _reason(error)
+    try:
+        law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
+    except Exception as error:
+        _warn_of_none(f"{reason} The textbook law cannot stand in: {_reason(error)}")
+        return None
+    warn(f"{reason} The textbook law stands in for the traced prediction: an upper estimate with a lower edge.")
+    return law
+
+
+def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None) -> TrainingStep:
+    """The step that a Trainer is about to run.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its module.
+        batch: Its first batch.
+        batch_size: Samples in the batch, None to infer them.
+    """
+    if is_sharded(trainer.model):
+        # Lightning's FSDP wraps the module and leaves flat shards in it; there is no step of the whole.
+        return TrainingStep(trainer.model, batch, batch_size=batch_size)
+    # Lightning does not clip at 0 or below; "norm" is what it takes if no algorithm is named.
+    clip = trainer.gradient_clip_val if trainer.gradient_clip_val and trainer.gradient_clip_val > 0 else None
+    is_by_value = trainer.gradient_clip_algorithm == "value"
+    return TrainingStep.from_lightning(
+        pl_module,
+        batch,
+        optimizer=trainer.optimizers,
+        precision=trainer.precision,
+        batch_size=batch_size,
+        accumulate=trainer.accumulate_grad_batches,
+        clip_grad_norm=None if is_by_value else clip,
+        clip_grad_value=clip if is_by_value else None,
+    )
+
+
+def _traced(step: TrainingStep, device: torch.device, say: Callable[[str], None]) -> Prediction:
+    devices = _devices_of(step.model)
+    if len(devices) > 1:
+        raise PredictionError(
+            f"The step was not traced: its model is on {len(devices)} devices ({', '.join(devices)}), and a trace has one."
+        )
+    start = perf_counter()
+
+    def progress(num_done: int, num_all: int) -> None:
+        if (seconds := perf_counter() - start) > SLOW_S:
+            say(f"Tracing the step before it first runs: {num_done} of {num_all} traces after {seconds:.1f} s.")
+
+    prediction = tracing.predict(step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress)
+    _ = prediction.step  # the replay, which is kept
+    num_events = len(prediction.trace.traced.trace.events)
+    say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
+    return prediction
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong; an error of ours says it in words, another one needs its name."""
+    text = str(error).strip().rstrip(".")
+    return f"{text}." if isinstance(error, PredictionError) else f"{type(error).__name__}: {text}."
+
+
+def _warn_of_none(reason: str) -> None:
+    warn(
+        f"The step's memory could not be predicted. {reason} It is still recorded. MemoryCallback(predict=False) leaves the prediction out."
+    )
+
+
+def notes_on(trainer: Any, pl_module: torch.nn.Module) -> tuple[str, ...]:
+    """What a job of several devices has beyond the step that is predicted, one sentence each."""
+    if type(trainer.model).__name__ != "DistributedDataParallel":
+        return ()
+    buckets = format_bytes(storage_bytes([parameter for parameter in pl_module.parameters() if parameter.requires_grad]))
+    return (f"Not predicted: the buckets in which DistributedDataParallel sums gradients, about {buckets} beside the gradients.",)
 
 
 def warn_of_batch(batch: object, batch_size: int | None) -> None:
@@ -71,9 +160,13 @@ def warn_of_batch(batch: object, batch_size: int | None) -> None:
 
 def warn_of_devices(pl_module: torch.nn.Module, device: torch.device) -> None:
     """Say that a model is on several devices, of which one is recorded."""
-    devices = sorted({str(parameter.device) for parameter in pl_module.parameters()})
+    devices = _devices_of(pl_module)
     if len(devices) > 1:
         warn(
             f"The model's parameters are on {len(devices)} devices ({', '.join(devices)}); memory of {device} alone is recorded, and the "
             "prediction counts the parameters there. Record the others with a MemoryRecorder(device=...) each."
         )
+
+
+def _devices_of(model: torch.nn.Module) -> list[str]:
+    return sorted({str(parameter.device) for parameter in model.parameters()})

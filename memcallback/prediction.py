@@ -1,165 +1,328 @@
-"""`Prediction`: the memory of a step before it runs, by the law that memory is linear in the batch size."""
+"""`Prediction`: the memory of a training step before it runs, a trace put to the simulated allocator of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
 
-from memcallback.events import Category, Phase
-from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.allocator import CachingAllocator
+from memcallback.allocator_host import HostAllocator
+from memcallback.allocator_settings import AllocatorSettings
+from memcallback.batch_trace import BatchTrace
+from memcallback.devices import Device, HostSpec
+from memcallback.events import Alloc, Category, Event, Phase, StepEnd
+from memcallback.length_trace import LengthTrace, UnknownSequenceLength
+from memcallback.replay import Replay, ReplayedStep, Standing, replay, standing_at
+from memcallback.stats import Kind, PhaseMemory, StepMemory, largest
+from memcallback.units import format_bytes
+
+SOURCE = "traced step"
+#: No search for a batch size goes beyond it.
+_MANY_SAMPLES = 1 << 31
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BytesLaw:
-    """A size in bytes that is linear in the batch size.
-
-    Attributes:
-        fixed_bytes: At batch size 0.
-        per_sample_bytes: More for each sample.
-    """
-
-    fixed_bytes: int
-    per_sample_bytes: int
-
-    def at(self, batch_size: int) -> int:
-        """The size at a batch size, at least 0."""
-        return max(0, self.fixed_bytes + batch_size * self.per_sample_bytes)
+def _settings_here() -> AllocatorSettings:
+    return AllocatorSettings.from_environ(os.environ)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one steady step will hold: model memory + batch size * memory per sample.
+    """What training will ask of a device, and what its allocator will make of it.
 
-    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch; every layer's output
-    does, and counts twice in the backward pass, where the gradients of the outputs join the outputs. What else autograd keeps
-    for the backward pass (the mask of a dropout) counts once. It is an upper estimate, since not every output is kept and not
-    all gradients of outputs live at the same time; the lower edge counts only what autograd saves for the backward pass, once.
+    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those of the same device with memory
+    without end, and `fits` says so.
 
     Attributes:
-        source: How it was worked out.
-        device_name: What it is for.
-        capacity_bytes: The device's memory, None if unknown.
+        trace: The allocations at any batch size.
+        device: The card, or a CPU.
         batch_size: Samples in the batch.
-        held: Bytes of parameters, buffers, gradients and optimizer state.
-        input: Bytes of the batch.
-        outputs: Bytes of all layers' outputs together; in-place operations and views add none.
-        kept: Bytes of all layers' outputs and of what else autograd keeps.
-        saved: Bytes that autograd saves for the backward pass.
-        optimizer_transient_bytes: What the update itself needs for a moment.
-        workspace_bytes: What the device's libraries keep in the allocator from the first step on.
-        gradients_live_in_forward: Whether gradients of the step before are still there in the forward pass.
-        caveats: What was assumed or left out, one sentence each.
+        settings: Those of a card's allocator; by default those of this process's environment.
+        source: How it was worked out.
+        lengths: The allocations at other sequence lengths; None if it is not known how long the sequences are.
+        sequence_length: How long they are; None if that is not known.
+
+    Raises:
+        ValueError: If the trace has no step, or cannot tell of the batch size.
     """
 
-    source: str
-    device_name: str
-    capacity_bytes: int | None = None
+    trace: BatchTrace
+    device: Device
     batch_size: int
-    held: Mapping[Category, int]
-    input: BytesLaw
-    outputs: BytesLaw
-    kept: BytesLaw
-    saved: BytesLaw
-    optimizer_transient_bytes: int = 0
-    workspace_bytes: int = 0
-    gradients_live_in_forward: bool = False
-    caveats: tuple[str, ...] = ()
+    settings: AllocatorSettings = field(default_factory=_settings_here)
+    source: str = SOURCE
+    lengths: LengthTrace | None = field(default=None, repr=False)
+    sequence_length: int | None = None
 
-    def at(self, batch_size: int) -> Prediction:
-        """The same step at another batch size.
+    def __post_init__(self) -> None:
+        if not any(isinstance(event, StepEnd) for event in reversed(self.trace.traced.trace.events)):
+            raise ValueError("the trace has no step, so there is none to predict: put StepStart() and StepEnd() around each")
+        _ = self._events  # of a batch size that the trace cannot tell of nothing is predicted
+
+    @classmethod
+    def of(
+        cls, trace: BatchTrace | LengthTrace, device: Device, *, batch_size: int | None = None, settings: AllocatorSettings | None = None
+    ) -> Prediction:
+        """Predict from a trace.
+
+        Args:
+            trace: The allocations at any batch size, perhaps at any sequence length.
+            device: The card, or a CPU.
+            batch_size: Samples in the batch; by default as many as were traced.
+            settings: Those of a card's allocator; by default those of this process's environment.
 
         Raises:
+            ValueError: As `Prediction`; also if the environment has settings that PyTorch would refuse.
+        """
+        lengths = trace if isinstance(trace, LengthTrace) else None
+        sequence_length = lengths.sequence_length if lengths else None
+        trace = trace.at(trace.sequence_length) if isinstance(trace, LengthTrace) else trace
+        return cls(
+            trace=trace,
+            device=device,
+            batch_size=trace.batch_size if batch_size is None else batch_size,
+            settings=_settings_here() if settings is None else settings,
+            lengths=lengths,
+            sequence_length=sequence_length,
+        )
+
+    def at(self, batch_size: int | None = None, *, sequence_length: int | None = None) -> Prediction:
+        """The same step at another batch size or sequence length, to the byte.
+
+        Args:
+            batch_size: Samples in the batch; by default as many as here.
+            sequence_length: How long the batch's sequences are; by default as long as here.
+
+        Raises:
+            UnknownBatchSize: If the trace knows only its own batch size, and this is another.
+            UnknownSequenceLength: If nothing is known of this sequence length.
             ValueError: If `batch_size` is below 1.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-        return replace(self, batch_size=batch_size)
+        wanted = self.batch_size if batch_size is None else batch_size
+        if sequence_length is None or sequence_length == self.sequence_length:
+            return self if wanted == self.batch_size else replace(self, batch_size=wanted)
+        if self.lengths is None:
+            raise UnknownSequenceLength(
+                f"sequence length {sequence_length} is not known: the step does not say how long its sequences are. Give it: "
+                "sequence_length=... to TrainingStep."
+            )
+        return replace(self, trace=self.lengths.at(sequence_length), batch_size=wanted, sequence_length=sequence_length)
+
+    def on(self, device: Device) -> Prediction:
+        """The same trace on a device of another size. What a card's architecture changes in the trace is not traced anew."""
+        return replace(self, device=device)
 
     @property
-    def model_bytes(self) -> int:
-        """Parameters, buffers, gradients, optimizer state and workspaces: what does not depend on the batch."""
-        return sum(self.held.values()) + self.workspace_bytes
+    def device_name(self) -> str:
+        """The device's name."""
+        return self.device.name
 
     @property
-    def per_sample_bytes(self) -> int:
-        """What each further sample adds to the peak."""
-        return self.input.per_sample_bytes + self.kept.per_sample_bytes + self.outputs.per_sample_bytes
+    def capacity_bytes(self) -> int | None:
+        """The device's memory; None if that of a CPU is unknown."""
+        return self.device.capacity_bytes
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What was assumed: by the trace, of the updates after it, of the device, of the allocator."""
+        said = (*self.trace.caveats, *self._shown.caveats, *self.device.caveats)
+        if isinstance(self.device, HostSpec):
+            return tuple(dict.fromkeys(said))
+        outside = (
+            f"{format_bytes(self.device.context_bytes)} of the card are taken to be outside the allocator (CUDA context, driver); what other "
+            "processes use is not counted."
+        )
+        settings = tuple(f"The allocator's setting {name} is not simulated." for name in self.settings.not_simulated)
+        return tuple(dict.fromkeys((*said, outside, *settings)))
+
+    @cached_property
+    def steps(self) -> tuple[StepMemory, ...]:
+        """The steps of the trace, in order; those of the last update are steady, of as many updates as that takes."""
+        return tuple(self._step_memory(step) for step in self._shown.steps)
+
+    @property
+    def warm_up(self) -> StepMemory:
+        """The first step: gradients and optimizer state come into being in it."""
+        return self.steps[0]
 
     @property
     def step(self) -> StepMemory:
-        """The step, in the type in which measured steps are."""
-        before = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size)}
-        without_gradients = before | {Category.GRADIENT: 0}
-        outputs, kept, saved = (law.at(self.batch_size) for law in (self.outputs, self.kept, self.saved))
-        in_forward = before if self.gradients_live_in_forward else without_gradients
-        workspace = self.workspace_bytes
-        all_held, base, forward_held = (sum(held.values()) + workspace for held in (before, without_gradients, in_forward))
-        windows = (
-            _window(
-                Phase.FORWARD,
-                start=_stats(in_forward, workspace),
-                end=_stats(in_forward, workspace + kept),
-                peak_bytes=forward_held + kept,
-                low_bytes=forward_held + saved,
-            ),
-            _window(
-                Phase.BACKWARD,
-                start=_stats(without_gradients, workspace + kept),
-                end=_stats(before, workspace),
-                peak_bytes=all_held + kept + outputs,
-                low_bytes=base + max(saved, before[Category.GRADIENT]),
-            ),
-            _window(
-                Phase.OPTIMIZER_STEP,
-                start=_stats(before, workspace),
-                end=_stats(before, workspace),
-                peak_bytes=all_held + self.optimizer_transient_bytes,
-                low_bytes=all_held,
-            ),
-        )
-        return StepMemory(
-            kind=Kind.PREDICTED, source=self.source, device_name=self.device_name, windows=windows, batch_size=self.batch_size
-        )
+        """The steady step: the last one."""
+        return self.steps[-1]
 
     @property
     def phases(self) -> Mapping[Phase, PhaseMemory]:
-        """The step's phases."""
+        """The steady step's phases."""
         return self.step.phases
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The largest allocated figure of the step."""
-        peak = self.step.peak_allocated_bytes
-        assert peak is not None
-        return peak
+        """The largest allocated figure in the phases of the steady step."""
+        return self.step.peak_allocated_bytes or 0
 
     @property
-    def peak_reserved_bytes(self) -> None:
-        """The law knows nothing of the allocator, so reserved memory is unknown."""
-        return None
+    def peak_reserved_bytes(self) -> int | None:
+        """The largest reserved figure in the phases of the steady step; None on a CPU."""
+        return self.step.peak_reserved_bytes
 
-    @property
+    @cached_property
+    def at_peak(self) -> tuple[Standing, ...]:
+        """What stands where allocated memory is first largest in the steady step, the largest first; adds up to the peak."""
+        shown = self._shown
+        return standing_at(shown.steps[-1].peak_position, self._events, shown.block_bytes)
+
+    @cached_property
+    def peak_phase(self) -> Phase:
+        """The phase of the steady step that has the peak."""
+        return max(self.step.windows, key=lambda window: window.peak_allocated_bytes or 0).phase
+
+    @cached_property
     def by_category(self) -> Mapping[Category, int]:
-        """What stands at the peak."""
-        peak = max(self.step.windows, key=lambda window: window.peak_allocated_bytes or 0)
-        held = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size), Category.WORKSPACE: self.workspace_bytes}
-        outputs = self.outputs.at(self.batch_size)
-        if peak.phase is Phase.OPTIMIZER_STEP:
-            return held | {Category.TEMPORARY: self.optimizer_transient_bytes}
-        return held | {
-            Category.ACTIVATION: self.kept.at(self.batch_size),
-            Category.TEMPORARY: outputs if peak.phase is Phase.BACKWARD else 0,
-        }
+        """Allocated bytes at the peak by what they are for; what has no category is temporary."""
+        found = self._by(lambda alloc: alloc.category or Category.TEMPORARY)
+        return {category: found[category] for category in Category if category in found}
+
+    @cached_property
+    def by_module(self) -> Mapping[str, int]:
+        """Allocated bytes at the peak by the module that was running, largest first; the root is ""."""
+        return self._by(lambda alloc: alloc.module)
+
+    @cached_property
+    def by_operator(self) -> Mapping[str, int]:
+        """Allocated bytes at the peak by the operator that asked for them, largest first; "" where that is unknown."""
+        return self._by(lambda alloc: alloc.operator)
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the peak stays within the device's capacity; None if that is unknown."""
-        return None if self.capacity_bytes is None else self.peak_allocated_bytes <= self.capacity_bytes
+    def fits(self) -> bool:
+        """Whether nothing from the warm-up to the steady step runs out of memory, of which a CPU of unknown capacity has no end."""
+        return self._on_device.out_of_memory is None
 
+    @property
+    def fits_without_retry(self) -> bool:
+        """Whether the allocator never has to give back its cache and try again, which waits for the device each time."""
+        return self.fits and self._on_device.num_alloc_retries == 0
 
-def _stats(held: Mapping[Category, int], rest_bytes: int) -> MemoryStats:
-    return MemoryStats(allocated_bytes=sum(held.values()) + rest_bytes, by_category=held)
+    @property
+    def out_of_memory(self) -> str | None:
+        """Where the memory runs out and at what; None if it does not."""
+        return self._on_device.out_of_memory
 
+    @cached_property
+    def limit(self) -> int | None:
+        """The largest batch size that fits at all; 0 if none does; None if the trace knows only its own, or there is no end."""
+        if self.capacity_bytes is None:
+            return None
+        return self.largest_batch_size(lambda prediction: prediction.fits, near=self.limit_without_retry)
 
-def _window(phase: Phase, *, start: MemoryStats, end: MemoryStats, peak_bytes: int, low_bytes: int) -> PhaseMemory:
-    return PhaseMemory(phase=phase, covers=(phase,), start=start, end=end, peak_allocated_bytes=peak_bytes, low_bytes=low_bytes)
+    @cached_property
+    def limit_without_retry(self) -> int | None:
+        """The largest batch size that fits without a retry; as `limit`."""
+        if self.capacity_bytes is None:
+            return None
+        return self.largest_batch_size(lambda prediction: prediction.fits_without_retry)
+
+    def largest_batch_size(self, is_good: Callable[[Prediction], bool], *, near: int | None = None) -> int | None:
+        """The largest batch size of which something holds, found by replays.
+
+        A larger batch is taken to need no less: the size found is good and the next one is not, and sizes far from both are not tried.
+        Of a step that has less of something in a larger batch (a queue of fixed length), sizes beyond its end are not known.
+
+        Args:
+            is_good: What is to hold.
+            near: A size from which it is not far, if one is known.
+
+        Returns:
+            The size; 0 if it does not hold for one sample; None if the trace knows only its own batch size, or there is no end.
+        """
+        if not self.trace.grows:
+            return None
+        # From a size near the limit there are few to try, in strides that double until the answer changes.
+        end = self.trace.largest_known
+
+        def holds(batch_size: int) -> bool:
+            return (end is None or batch_size <= end) and is_good(self.at(batch_size))
+
+        good, bad, stride = 0, near or self._near_limit, 1
+        if holds(bad):
+            while holds(bad):
+                good, bad, stride = bad, bad + stride, 2 * stride
+                if good >= _MANY_SAMPLES:
+                    return None
+        else:
+            good = max(0, bad - stride)
+            while good and not holds(good):
+                good, bad, stride = max(0, good - stride), good, 2 * stride
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            if holds(middle):
+                good = middle
+            else:
+                bad = middle
+        return good
+
+    @cached_property
+    def _near_limit(self) -> int:
+        """About the batch size at which the peak, were there no end of memory, would reach the capacity; at least 1."""
+        capacity_bytes = self.device.allocator_capacity_bytes
+        if capacity_bytes is None:
+            return self.batch_size
+        end = self.trace.largest_known or _MANY_SAMPLES
+        if end < 2 * self.batch_size:
+            return self.batch_size
+        here, there = self, self.at(2 * self.batch_size)
+        for _ in range(3):
+            here_bytes, there_bytes = here._endless_peak_bytes, there._endless_peak_bytes
+            if there_bytes == here_bytes:
+                break
+            room = (capacity_bytes - there_bytes) * (there.batch_size - here.batch_size) // (there_bytes - here_bytes)
+            size = min(max(1, there.batch_size + room), _MANY_SAMPLES, end)
+            if size in (here.batch_size, there.batch_size):
+                break
+            here, there = there, self.at(size)
+        return there.batch_size
+
+    @cached_property
+    def _endless_peak_bytes(self) -> int:
+        """The largest figure of all steps without an end of memory: of reserved memory, on a CPU of allocated."""
+        windows = [window for step in self._replay(None).steps for window in step.windows]
+        reserved = largest(window.peak_reserved_bytes for window in windows)
+        return largest(window.peak_allocated_bytes for window in windows) or 0 if reserved is None else reserved
+
+    def _by(self, key: Callable[[Alloc], _Key]) -> dict[_Key, int]:
+        found: Counter[_Key] = Counter()
+        for standing in self.at_peak:
+            found[key(standing.alloc)] += standing.block_bytes
+        return dict(found.most_common())
+
+    @cached_property
+    def _events(self) -> tuple[Event, ...]:
+        return self.trace.at(self.batch_size).events
+
+    @cached_property
+    def _on_device(self) -> Replay:
+        return self._replay(self.device.allocator_capacity_bytes)
+
+    @cached_property
+    def _shown(self) -> Replay:
+        return self._on_device if self.fits else self._replay(None)
+
+    def _replay(self, capacity_bytes: int | None) -> Replay:
+        is_endless = capacity_bytes is None
+        if isinstance(self.device, HostSpec):
+            return replay(self._events, HostAllocator(capacity_bytes=capacity_bytes), is_endless=is_endless)
+        return replay(self._events, CachingAllocator(self.settings, capacity_bytes=capacity_bytes), is_endless=is_endless)
+
+    def _step_memory(self, step: ReplayedStep) -> StepMemory:
+        return StepMemory(
+            kind=Kind.PREDICTED,
+            source=self.source,
+            device_name=self.device_name,
+            windows=step.windows,
+            batch_size=self.batch_size,
+            is_warm_up=step.is_warm_up,
+            num_optimizer_updates=sum(window.phase is Phase.OPTIMIZER_STEP for window in step.windows),
+        )

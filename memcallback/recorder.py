@@ -15,7 +15,7 @@ from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
-from memcallback.prediction import Prediction
+from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import infer_batch_size
@@ -61,7 +61,7 @@ class MemoryRecorder:
     Attributes:
         steps: The last 100 recorded steps, oldest first.
         warm_up: The last step that no optimizer update came before; None if there was none.
-        steady: Of the steady steps on which holdings were counted, the one with the largest peak; None if there was none.
+        steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add up to the most; None if there was none.
         largest: Of all steady steps, the one with the largest peak; None if there was none.
         lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between steps and before the first
             one included; what `torch.cuda.max_memory_allocated()` would say without the resets. None before the first step.
@@ -292,7 +292,7 @@ class MemoryRecorder:
 
     def report(
         self,
-        prediction: Prediction | None = None,
+        prediction: StepPrediction | None = None,
         *,
         device: DeviceMemory | None = None,
         capacity_bytes: int | None = None,
@@ -314,7 +314,11 @@ class MemoryRecorder:
         device = device_memory(self.meter.device) if device is None else device
         step = self.steady or self.warm_up
         if prediction and step and step.batch_size:
-            prediction = prediction.at(step.batch_size)
+            try:
+                prediction = prediction.at(step.batch_size)
+            except ValueError as error:
+                notes = (*notes, f"Nothing is predicted for batch size {step.batch_size}: {str(error).rstrip('.')}.")
+                prediction = None
         advice = suggest(
             measured=self.largest,
             predicted=prediction,
@@ -349,7 +353,7 @@ class MemoryRecorder:
         elif not record.is_interrupted:
             self.largest = larger(self.largest, record)
             if record.held_bytes is not None:
-                self.steady = larger(self.steady, record)
+                self.steady = larger(self.steady, record, in_all_phases=True)
 
     def _read(self, step: _OpenStep) -> None:
         held = None

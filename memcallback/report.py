@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memcallback.advise import BatchSizeAdvice
-from memcallback.events import HELD_CATEGORIES, Phase
+from memcallback.differences import differences
+from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, MemoryStats, PhaseMemory, StepMemory, error_pct
 from memcallback.tables import Table
@@ -17,6 +19,8 @@ UNKNOWN = "n/a"
 _INDENT = "  "
 #: Of a line on the console.
 _WIDTH = 80
+#: Of the modules at the predicted peak, those that hold most.
+_NUM_MODULES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class Report:
     """
 
     measured: StepMemory | None
-    prediction: Prediction | None
+    prediction: StepPrediction | None
     device: DeviceMemory
     advice: BatchSizeAdvice | None
     lifetime_peak_allocated_bytes: int | None = None
@@ -47,13 +51,16 @@ class Report:
             predicted = None
         phases = _phase_rows(self.measured, predicted)
         categories = _category_rows(self.measured, predicted)
-        device = self._device_rows()
-        return Table(
-            title=self._title(),
-            columns=("", "predicted", "low edge", "measured", "error"),
-            rows=(*phases, *categories, *device),
-            rules_after=frozenset({len(phases) - 1, len(phases) + len(categories) - 1}),
-        )
+        at_peak = _at_peak_rows(self.prediction) if predicted and isinstance(self.prediction, Prediction) else []
+        groups = [phases, categories, *([at_peak] if at_peak else []), self._device_rows(predicted)]
+        ends = [sum(len(group) for group in groups[: number + 1]) - 1 for number in range(len(groups) - 1)]
+        columns: tuple[str, ...] = ("", "predicted", "low edge", "measured", "error")
+        rows = tuple(row for group in groups for row in group)
+        if predicted is not None and not any(row[2] for row in rows):
+            # A replay has no band.
+            columns, *rows_without = ((*cells[:2], *cells[3:]) for cells in (columns, *rows))
+            rows = tuple(rows_without)
+        return Table(title=self._title(), columns=columns, rows=rows, rules_after=frozenset(ends))
 
     def lines(self) -> tuple[str, ...]:
         """The suggestion, what it leaves out, and the notes."""
@@ -61,6 +68,10 @@ class Report:
         if self.advice:
             lines.append(self.advice.sentence())
             lines.append("It leaves out " + "; ".join(self.advice.leaves_out) + ".")
+        if isinstance(self.prediction, Prediction):
+            lines.extend(_off(self.prediction, self.measured))
+            most = [f"{name or 'the root module'} {format_bytes(size)}" for name, size in self.prediction.by_module.items()]
+            lines.append(f"Most at the predicted peak: {', '.join(most[:_NUM_MODULES])}.")
         if self.prediction:
             lines.extend(self.prediction.caveats)
         if self.device.unavailable:
@@ -85,7 +96,7 @@ class Report:
         sources += [f"predicted by {self.prediction.source}"] if self.prediction else []
         return f"Memory of one training step ({kind}{size}) on {step.device_name}\n{', '.join(sources)}"
 
-    def _device_rows(self) -> list[tuple[str, ...]]:
+    def _device_rows(self, predicted: StepMemory | None) -> list[tuple[str, ...]]:
         measured = self.measured
         reserved = measured.peak_reserved_bytes if measured else None
         resident = measured.peak_resident_bytes if measured else None
@@ -94,7 +105,7 @@ class Report:
         if resident is not None or (measured and measured.windows and measured.windows[-1].end.resident_bytes is not None):
             rows.append(_row("peak resident size", None, None, resident))
         else:
-            rows.append(_row("peak reserved", None, None, reserved))
+            rows.append(_row("peak reserved", predicted.peak_reserved_bytes if predicted else None, None, reserved))
             rows.append(_row("non-PyTorch memory", None, None, self.device.non_pytorch_bytes))
         if self.device.other_processes_bytes is not None:
             rows.append(_row("used by other processes", None, None, self.device.other_processes_bytes))
@@ -136,6 +147,25 @@ def _category_rows(measured: StepMemory | None, predicted: StepMemory | None) ->
     ]
 
 
+def _at_peak_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+    """What the prediction has beyond what a training can be asked for: at the peak, by category."""
+    beyond = [category for category in Category if category not in HELD_CATEGORIES and category in prediction.by_category]
+    return [
+        _heading(f"at the predicted peak, in {prediction.peak_phase.label}"),
+        *(_row(category.label, prediction.by_category[category], None, None, is_measurable=False) for category in beyond),
+    ]
+
+
+def _off(prediction: Prediction, measured: StepMemory | None) -> list[str]:
+    """The largest difference of allocated memory at a boundary, at a peak, and that of reserved memory, where they are beyond the band."""
+    if measured is None or measured.is_warm_up or measured.is_interrupted or measured.batch_size != prediction.batch_size:
+        return []
+    found: dict[str, str] = {}
+    for difference in sorted(differences(prediction.step, measured), key=lambda one: one.size_bytes):
+        found[" ".join(difference.where.split()[:2])] = difference.sentence()
+    return [found[kind] for kind in ("allocated at", "peak allocated", "peak reserved") if kind in found]
+
+
 def _low_rest(predicted: StepMemory | None) -> int | None:
     """The lower edge of what is allocated beyond what is held, at the end of the forward pass."""
     forward = predicted.phases.get(Phase.FORWARD) if predicted else None
@@ -155,13 +185,13 @@ def _heading(text: str) -> tuple[str, ...]:
     return (text, "", "", "", "")
 
 
-def _row(label: str, predicted: int | None, low: int | None, measured: int | None) -> tuple[str, ...]:
+def _row(label: str, predicted: int | None, low: int | None, measured: int | None, *, is_measurable: bool = True) -> tuple[str, ...]:
     error = error_pct(predicted, measured)
     return (
         _INDENT + label,
         _text(predicted) if predicted is not None else "",
         _text(low) if low is not None else "",
-        _text(measured),
+        _text(measured) if is_measurable else "",
         _percent(error) if error is not None else "",
     )
 

@@ -28,12 +28,18 @@ class Sinks:
         self._loggers = list(loggers)
         self._own: Any = None
         self._writers: list[Any] = []
+        self._log_dirs: list[str] = []
         self.log_dir: Path | None = None
         if not self._loggers and own_log_dir is not None:
             what, way_out = f"write to {str(own_log_dir)!r}", "Set default_root_dir of the Trainer to a folder that can be written."
             self._attempt(what, way_out, self._open_own, own_log_dir)
         for logger in loggers:
             self._attempt(f"open {_name(logger)}", "Check the logger's folder.", self._open_tensorboard, logger)
+
+    def write_layout(self, *, has_band: bool) -> None:
+        """Give every TensorBoard run the layout of the dashboard, for a prediction with a band or without."""
+        for log_dir in self._log_dirs:
+            self._attempt("write the layout of a TensorBoard run", "Check the run's folder.", write_layout, log_dir, has_band=has_band)
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Give every logger one point for each tag."""
@@ -80,7 +86,7 @@ class Sinks:
 
     def _open_run(self, log_dir: str) -> None:
         self.log_dir = self.log_dir or Path(log_dir)
-        write_layout(log_dir)
+        self._log_dirs.append(log_dir)
 
     def _attempt(self, what: str, way_out: str, action: Callable[..., object], *args: object, **kwargs: object) -> bool:
         try:

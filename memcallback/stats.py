@@ -223,12 +223,18 @@ def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:
     )
 
 
-def larger(first: StepMemory | None, second: StepMemory) -> StepMemory:
-    """Of two steps a steady one before a warm-up, one with an optimizer step before one without, then the larger peak, then the later."""
+def larger(first: StepMemory | None, second: StepMemory, *, in_all_phases: bool = False) -> StepMemory:
+    """Of two steps a steady one before a warm-up, one with an optimizer step before one without, then the larger peak, then the later.
+
+    With `in_all_phases` it is the sum of the phases' peaks that counts: of two steps with about the same peak, one can be without gradients
+    in its forward pass (Lightning clears them before validation).
+    """
 
     def rank(step: StepMemory) -> tuple[bool, bool, bool, int]:
         # The resident size has the rest of the process in it, and decides only where allocated memory was not read.
         peak = step.peak_resident_bytes if step.peak_allocated_bytes is None else step.peak_allocated_bytes
+        if in_all_phases and step.peak_allocated_bytes is not None:
+            peak = sum(window.peak_allocated_bytes or 0 for window in step.phases.values())
         return not step.is_warm_up, Phase.OPTIMIZER_STEP in step.phases, step.peak_allocated_bytes is not None, peak or 0
 
     return second if first is None or rank(second) >= rank(first) else first

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcallback.holdings import tensors_in
+from memcallback.length_trace import MIN_SEQUENCE_LENGTH
+from memcallback.lightning_step import LightningLoop, configured_optimizers, lightning_loss
 
 Loss = Callable[[Any, Any], torch.Tensor | None]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -24,7 +26,13 @@ AUTOCAST = {
     "32-true": None,
     "64-true": None,
 }
+#: Lightning's names -> the type of tensors that a training step makes without naming one, where it is not PyTorch's default.
+_DEFAULT_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+
+
+class PredictionError(RuntimeError):
+    """A step's memory cannot be predicted; the text says what stopped it, where, and the way out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +80,26 @@ class TrainingStep:
         model: The model, on any device; it is never changed.
         batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors in it.
         loss: A function of the model and the batch that gives the loss, a scalar tensor; by default the sum of whatever
-            floating-point tensors `model(batch)` returns.
+            floating-point tensors `model(batch)` returns. Several of them, with as many optimizers, for a step of several
+            updates (a GAN).
         optimizer: An optimizer of this model, several of them, or a function from parameters to a new one; None for none.
         precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`, `bf16-true` or `64-true`. Only the
-            mixed ones change anything here: a model of another type already has that type.
+            mixed ones change anything here: a model of another type already has that type. With `16-mixed` a GradScaler scales the loss.
         batch_size: Samples in the batch, if they are not to be inferred from it.
+        sequence_length: How long the batch's sequences are: the size of every dimension but the first of the batch's tensors that
+            is to vary. With it a prediction tells of other lengths.
+        accumulate: Batches whose gradients are summed before an update, at least 1.
+        clip_grad_norm: The largest norm of all gradients together (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
+        clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None for no clipping.
 
     Attributes:
+        losses: The loss, or several: each is followed by its backward pass and the update of the optimizer at its place.
+        lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most loops do. Lightning clears
             them after it, so they live through it.
 
     Raises:
-        ValueError: For an unknown precision, or a batch size below 1.
+        ValueError: For an unknown precision, a batch size below 1, or a sequence length that is too short or that no tensor has.
         TypeError: If the model is not a module.
     """
 
@@ -92,10 +108,14 @@ class TrainingStep:
         model: torch.nn.Module,
         batch: object,
         *,
-        loss: Loss | None = None,
+        loss: Loss | Sequence[Loss] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None = None,
         precision: str | int = "32-true",
         batch_size: int | None = None,
+        sequence_length: int | None = None,
+        accumulate: int = 1,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
@@ -106,13 +126,66 @@ class TrainingStep:
             raise ValueError(f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}.")
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
+        if accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {accumulate}. It is how many batches there are for one update.")
         self.model = model
         self.batch = batch
-        self.loss: Loss = loss if loss is not None else _sum_of_outputs
+        self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss if loss is not None else _sum_of_outputs,)
+        if len(self.losses) > 1 and (not isinstance(optimizer, Sequence) or len(optimizer) != len(self.losses)):
+            raise ValueError(f"{len(self.losses)} losses need as many optimizers: give optimizer=[one for each loss].")
+        if len(self.losses) > 1 and accumulate > 1:
+            raise ValueError(
+                f"accumulate={accumulate} with {len(self.losses)} losses is not known: a step of several updates has one batch."
+            )
+        _check_optimizers(self.model, optimizer)
         self.precision = name
+        self.accumulate = accumulate
+        self.clip_grad_norm = clip_grad_norm
+        self.clip_grad_value = clip_grad_value
+        self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
         self._optimizer = optimizer
         self.batch_size = infer_batch_size(batch) if batch_size is None else BatchSize(batch_size=batch_size)
+        if sequence_length is not None:
+            _check_sequence_length(sequence_length, batch)
+        self.sequence_length = sequence_length
+
+    @property
+    def loss(self) -> Loss:
+        """The first loss."""
+        return self.losses[0]
+
+    @property
+    def uses_grad_scaler(self) -> bool:
+        """Whether a GradScaler scales the loss."""
+        return self.precision == "16-mixed"
+
+    @property
+    def given_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers of this very model that were given, rather than functions that make them."""
+        given = self._optimizer if isinstance(self._optimizer, Sequence) else (self._optimizer,)
+        return tuple(one for one in given if isinstance(one, torch.optim.Optimizer))
+
+    def check_predictable(self) -> int:
+        """See that the step's batch size is known and that its model is whole.
+
+        Returns:
+            Samples in the batch.
+
+        Raises:
+            PredictionError: If one of them is not so; the text names the way out.
+        """
+        if self.batch_size.batch_size is None:
+            raise PredictionError(
+                "The batch size cannot be inferred: no tensor in the batch has a first dimension. Give it: batch_size=32 to TrainingStep or "
+                "MemoryCallback."
+            )
+        if is_sharded(self.model):
+            raise PredictionError(
+                "The model is sharded over several devices, and what one of them holds in a step is not predicted yet. Predict the module as "
+                "it was before it was sharded: memcallback.predict(TrainingStep(...), device=...)."
+            )
+        return self.batch_size.batch_size
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -128,6 +201,10 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None = None,
         precision: str | int = "32-true",
         batch_size: int | None = None,
+        sequence_length: int | None = None,
+        accumulate: int = 1,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
     ) -> TrainingStep:
         """The step that a LightningModule's `training_step` describes.
 
@@ -137,29 +214,78 @@ class TrainingStep:
             optimizer: As for `TrainingStep`; by default what `module.configure_optimizers` makes.
             precision: As for `TrainingStep`.
             batch_size: As for `TrainingStep`.
+            sequence_length: As for `TrainingStep`.
+            accumulate: As for `TrainingStep`.
+            clip_grad_norm: As for `TrainingStep`.
+            clip_grad_value: As for `TrainingStep`.
         """
-        step = cls(module, batch, optimizer=optimizer, precision=precision, batch_size=batch_size)
+        step = cls(
+            module,
+            batch,
+            optimizer=optimizer,
+            precision=precision,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
+        )
+        loop = step.lightning = LightningLoop(_DEFAULT_DTYPES.get(step.precision))
         # Not through the step: that would be a cycle, and keep the batch alive until garbage is collected.
-        step.loss = lambda copy, fakes: _lightning_loss(copy, fakes, len(_optimizers_of(copy, optimizer, is_lightning=True)))
+        step.losses = (lambda copy, fakes: lightning_loss(loop, copy, fakes, len(_optimizers_of(copy, optimizer, is_lightning=True))),)
         step.zero_grad_before_forward = False
-        step._is_lightning = True
         return step
-
-    _is_lightning = False
 
     def optimizers_of(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, ...]:
         """The step's optimizers: the given ones, or new ones for a model, which may be a copy of the step's."""
-        return _optimizers_of(model, self._optimizer, is_lightning=self._is_lightning)
+        return _optimizers_of(model, self._optimizer, is_lightning=self.lightning is not None)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether a model's parameters are spread over several devices by FSDP or as DTensors."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return True
+    return any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
+
+
+def _check_optimizers(model: torch.nn.Module, optimizer: object) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for one in optimizer if isinstance(optimizer, Sequence) else (optimizer,):
+        if isinstance(one, torch.optim.Optimizer):
+            given = [parameter for group in one.param_groups for parameter in group["params"]]
+            if given and not any(id(parameter) in own for parameter in given):
+                raise ValueError(
+                    f"the optimizer {type(one).__name__} has {len(given)} parameters, and none is the model's. Give one that was made of "
+                    "model.parameters(), or a function that makes one."
+                )
+
+
+def _check_sequence_length(sequence_length: int, batch: object) -> None:
+    if sequence_length < MIN_SEQUENCE_LENGTH:
+        raise ValueError(
+            f"sequence_length must be at least {MIN_SEQUENCE_LENGTH}, got {sequence_length}: shorter sequences are traced to tell of others. "
+            "Give a batch of longer ones, or leave it out."
+        )
+    sizes = {size for tensor in tensors_in(batch) for size in tensor.shape[1:]}
+    if sequence_length not in sizes:
+        found = f"these have sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "there are none"
+        raise ValueError(
+            f"sequence_length {sequence_length} must be the size of a dimension after the first of a tensor in the batch, and {found}. Give "
+            "the length of the batch's sequences, or leave it out."
+        )
 
 
 def _optimizers_of(
-    model: Any, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None, *, is_lightning: bool
+    model: Any,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None,
+    *,
+    is_lightning: bool,
 ) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
-        return tuple(_configured(model.configure_optimizers())) if is_lightning else ()
+        return configured_optimizers(model) if is_lightning else ()
     if isinstance(optimizer, torch.optim.Optimizer):
         return (optimizer,)
-    if callable(optimizer):
+    if not isinstance(optimizer, Sequence):
         return (optimizer(model.parameters()),)
     return tuple(optimizer)
 
@@ -169,61 +295,3 @@ def _sum_of_outputs(model: torch.nn.Module, batch: object) -> torch.Tensor:
     if not outputs:
         raise ValueError("The model returned no floating-point tensor, so there is nothing to train. Give loss=lambda model, batch: ...")
     return torch.stack([output.sum() for output in outputs]).sum()
-
-
-class _StandIn:
-    """In place of an optimizer or a Trainer while a step is followed on shapes: whatever is asked of it does nothing.
-
-    A training step reads `global_step` and `current_epoch` as 0.
-    """
-
-    global_step = current_epoch = 0
-
-    def __getattr__(self, name: str) -> _StandIn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> _StandIn:
-        return self
-
-    def __getitem__(self, key: object) -> _StandIn:
-        return self
-
-    def __enter__(self) -> _StandIn:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
-def _lightning_loss(module: Any, batch: object, num_optimizers: int) -> torch.Tensor | None:
-    """Run the training step of a copy that has no Trainer; None under manual optimization, where there is no loss to return."""
-    nothing = _StandIn()
-    optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
-    module._trainer = nothing
-    module.optimizers = lambda *args, **kwargs: optimizers
-    for name in ("log", "log_dict", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer", "lr_schedulers"):
-        setattr(module, name, nothing)
-    # Lightning gives batch_idx to whatever takes a second argument, whatever its name.
-    takes_batch_idx = len(inspect.signature(module.training_step).parameters) > 1
-    output = module.training_step(batch, 0) if takes_batch_idx else module.training_step(batch)
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, torch.Tensor) and module.automatic_optimization:
-        raise ValueError(f"training_step returned {type(loss).__name__}, not a loss.")
-    return loss
-
-
-def _configured(configured: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in what `configure_optimizers` may return: one, several, a pair of lists, dicts, or None."""
-    if configured is None:
-        return []
-    if isinstance(configured, dict):
-        return [configured["optimizer"]]
-    if isinstance(configured, torch.optim.Optimizer):
-        return [configured]
-    if isinstance(configured, (tuple, list)):
-        if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
-            return list(configured[0])
-        return [one["optimizer"] if isinstance(one, dict) else one for one in configured]
-    return [configured]

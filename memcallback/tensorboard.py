@@ -3,8 +3,9 @@
 | tag | what, in GiB (2**30 bytes) unless the name says otherwise |
 |---|---|
 | `memory/<phase>/peak_allocated_gib` | measured: the largest allocated figure in the phase, of the largest step since the last point |
-| `memory/predicted/<phase>/peak_allocated_gib` | predicted, the upper edge of the band |
-| `memory/predicted/<phase>/low_gib` | predicted, its lower edge |
+| `memory/predicted/<phase>/peak_allocated_gib` | predicted; of a prediction with a band its upper edge |
+| `memory/predicted/<phase>/low_gib` | predicted, the lower edge of the band (textbook law) |
+| `memory/predicted/peak_reserved_gib` | predicted: the largest reserved figure of the step (traced step, which has no band) |
 | `memory/peak_reserved_gib` | measured: the largest reserved figure of that step (accelerators) |
 | `memory/peak_resident_gib` | measured: the largest resident size of the process in that step (CPU) |
 | `memory/non_pytorch_gib` | used on the device outside this process's allocator (accelerators) |
@@ -13,7 +14,7 @@
 | `memory/prediction_error_pct` | predicted over measured peak of the step, in percent, positive where predicted is larger; steady steps only |
 | `memory/num_alloc_retries` | how often the allocator has had to release its cache and try again, since the program began (accelerators) |
 
-`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point.
+`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes have four digits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcallback.events import Phase
-from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, StepMemory, error_pct
 from memcallback.units import GiB
 
@@ -39,14 +39,15 @@ LAYOUT_RUN = "memory_layout"
 _PEAK = "memory/{}/peak_allocated_gib"
 _PREDICTED = "memory/predicted/{}/peak_allocated_gib"
 _LOW = "memory/predicted/{}/low_gib"
+_PREDICTED_RESERVED = "memory/predicted/peak_reserved_gib"
 
 
-def scalars(step: StepMemory, prediction: Prediction | None, device: DeviceMemory) -> dict[str, float]:
+def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory) -> dict[str, float]:
     """One point for every tag whose figure is known, at most 15.
 
     Args:
         step: A measured step.
-        prediction: The prediction at that step's batch size.
+        predicted: The predicted step at that step's batch size.
         device: The whole device at about the same time.
 
     Returns:
@@ -55,10 +56,11 @@ def scalars(step: StepMemory, prediction: Prediction | None, device: DeviceMemor
     figures: dict[str, float | None] = {}
     for phase, memory in step.phases.items():
         figures[_PEAK.format(phase.value)] = _gib(memory.peak_allocated_bytes)
-    predicted = prediction.step if prediction else None
     for phase, memory in (predicted.phases if predicted else {}).items():
         figures[_PREDICTED.format(phase.value)] = _gib(memory.peak_allocated_bytes)
         figures[_LOW.format(phase.value)] = _gib(memory.low_bytes)
+    if predicted:
+        figures[_PREDICTED_RESERVED] = _gib(predicted.peak_reserved_bytes)
     last = step.windows[-1].end if step.windows else None
     figures["memory/peak_reserved_gib"] = _gib(step.peak_reserved_bytes)
     figures["memory/peak_resident_gib"] = _gib(step.peak_resident_bytes)
@@ -75,14 +77,17 @@ def scalars(step: StepMemory, prediction: Prediction | None, device: DeviceMemor
 
 
 def _gib(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / GiB
+    # To four digits: TensorBoard fits the axis to what it draws, and a few bytes more or less would be all that a curve shows.
+    return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
 
 
-def write_layout(log_dir: str | Path) -> None:
+def write_layout(log_dir: str | Path, *, has_band: bool) -> None:
     """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without configuration.
 
     Args:
         log_dir: The run's folder.
+        has_band: Whether the prediction has a lower edge (textbook law): then each phase's measured peak is drawn inside the band, else
+            beside the predicted one.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -90,20 +95,8 @@ def write_layout(log_dir: str | Path) -> None:
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard import FileWriter
 
-    bands = [
-        layout_pb2.Chart(
-            title=f"{phase.label}: peak in the predicted band (GiB)",
-            margin=layout_pb2.MarginChartContent(
-                series=[
-                    layout_pb2.MarginChartContent.Series(
-                        value=_PEAK.format(phase.value), lower=_LOW.format(phase.value), upper=_PREDICTED.format(phase.value)
-                    )
-                ]
-            ),
-        )
-        # TensorBoard shows the last of them first.
-        for phase in reversed(Phase)
-    ]
+    # TensorBoard shows the last of the charts with a band first.
+    of_phases = [_margin(phase) for phase in reversed(Phase)] if has_band else [_pair(phase) for phase in Phase]
     lines = [
         _multiline("Peak allocated by phase (GiB)", [_PEAK.format(phase.value) for phase in Phase]),
         _multiline("Allocated, reserved, capacity (GiB)", [*(_PEAK.format(phase.value) for phase in Phase), *_DEVICE_LINES]),
@@ -112,7 +105,9 @@ def write_layout(log_dir: str | Path) -> None:
     ]
     layout = layout_pb2.Layout(
         category=[
-            layout_pb2.Category(title="Memory: measured peaks in the predicted band", chart=bands),
+            layout_pb2.Category(
+                title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}", chart=of_phases
+            ),
             layout_pb2.Category(title="Memory: over the training", chart=lines),
         ]
     )
@@ -127,7 +122,20 @@ def write_layout(log_dir: str | Path) -> None:
     writer.close()
 
 
-_DEVICE_LINES = ["memory/peak_reserved_gib", "memory/peak_resident_gib", "memory/capacity_gib"]
+_DEVICE_LINES = ["memory/peak_reserved_gib", _PREDICTED_RESERVED, "memory/peak_resident_gib", "memory/capacity_gib"]
+
+
+def _margin(phase: Phase) -> Any:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    band = layout_pb2.MarginChartContent.Series(
+        value=_PEAK.format(phase.value), lower=_LOW.format(phase.value), upper=_PREDICTED.format(phase.value)
+    )
+    return layout_pb2.Chart(title=f"{phase.label}: peak in the predicted band (GiB)", margin=layout_pb2.MarginChartContent(series=[band]))
+
+
+def _pair(phase: Phase) -> Any:
+    return _multiline(f"{phase.label}: peak, measured and predicted (GiB)", [_PREDICTED.format(phase.value), _PEAK.format(phase.value)])
 
 
 def _multiline(title: str, tags: list[str]) -> Any:

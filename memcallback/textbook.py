@@ -1,4 +1,4 @@
-"""The closed-form prediction: what the layers' shapes and the optimizer's kind say, without running a kernel."""
+"""The closed-form prediction: what the layers' shapes and the optimizer's kind say. For a step that cannot be traced."""
 
 from __future__ import annotations
 
@@ -10,27 +10,21 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
 from memcallback.holdings import holdings, is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.optimizer_state import optimizer_state_bytes
-from memcallback.prediction import BytesLaw, Prediction
 from memcallback.shape_pass import LayerTable, shape_pass
-from memcallback.steps import TrainingStep
+from memcallback.steps import PredictionError, TrainingStep
+from memcallback.textbook_law import BytesLaw, TextbookPrediction
 from memcallback.units import MiB, parse_bytes
 from memcallback.warn import warn
 
 SOURCE = "textbook law"
 
 
-class PredictionError(RuntimeError):
-    """A step's memory cannot be predicted; the text says what stopped it, where, and the way out."""
-
-
-def predict(step: TrainingStep, *, device: str | int | None = None, device_name: str | None = None) -> Prediction:
+def predict(step: TrainingStep, *, device: str | int | None = None, device_name: str | None = None) -> TextbookPrediction:
     """Predict the memory of a steady training step, on a copy without data; nothing runs and nothing of the user's changes.
 
     Args:
@@ -39,23 +33,14 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         device_name: What to call it.
 
     Returns:
-        The prediction, an upper estimate with a lower edge (see `Prediction`), and what was assumed in its `caveats`.
+        The prediction, an upper estimate with a lower edge (see `TextbookPrediction`), and what was assumed in its `caveats`.
 
     Raises:
         PredictionError: If the step cannot be followed on shapes alone, or its batch size is unknown.
         ValueError: If `device` is not a size.
     """
     capacity = parse_bytes(device) if device is not None else None
-    batch_size = step.batch_size.batch_size
-    if batch_size is None:
-        raise PredictionError(
-            "The batch size cannot be inferred: no tensor in the batch has a first dimension. Give it: batch_size=32 to TrainingStep or MemoryCallback."
-        )
-    if is_sharded(step.model):
-        raise PredictionError(
-            "The model is sharded over several devices, and what one of them holds in a step is not predicted yet. Predict the module as it was "
-            "before it was sharded: memcallback.predict(TrainingStep(...))."
-        )
+    batch_size = step.check_predictable()
     caveats = ["Convolution workspaces, temporaries inside operators and the allocator's rounding are left out."]
     if step.batch_size.is_ambiguous:
         caveats.append(
@@ -72,7 +57,7 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         raise PredictionError(f"The step could not be followed on shapes alone, neither as a whole nor its model's forward. {caveats[-1]}")
     more = _shape_pass(step, batch_size + 1, caveats)
     held, transient = _held(step, caveats)
-    return Prediction(
+    return TextbookPrediction(
         source=SOURCE,
         device_name=device_name or "any device",
         capacity_bytes=capacity,
@@ -87,13 +72,6 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         gradients_live_in_forward=not step.zero_grad_before_forward,
         caveats=tuple(dict.fromkeys(caveats)),
     )
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether a model's parameters are spread over several devices by FSDP or as DTensors."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return True
-    return any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
 
 
 def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> BytesLaw:
@@ -231,24 +209,3 @@ def _workspace_bytes(table: LayerTable, device: torch.device) -> int:
         return 0
     major, _ = torch.cuda.get_device_capability(device)
     return 2 * (32 * MiB if major in (9, 10, 12) else 8_519_680)
-
-
-def suggest_batch_size(step: TrainingStep, *, device: str | int, headroom: float = DEFAULT_HEADROOM) -> BatchSizeAdvice:
-    """The largest batch size that the law predicts to fit.
-
-    Args:
-        step: The step.
-        device: The capacity of the device, as `24GiB` or in bytes.
-        headroom: The fraction of the capacity to keep free, at least 0 and below 1.
-
-    Returns:
-        The advice; `leaves_out` says what it does not know.
-
-    Raises:
-        PredictionError: As `predict`.
-        ValueError: If `device` is not a size, or `headroom` out of range.
-    """
-    prediction = predict(step, device=device)
-    advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
-    assert advice is not None
-    return advice

@@ -1,6 +1,7 @@
 """`MemoryCallback` in real Trainers on a CPU: every way in which a loop can run is recorded as it ran."""
 
 import gc
+import re
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ import pytest
 import torch
 import training
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from memcallback import MemoryCallback, MemoryWarning, Phase
+from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, Prediction, TextbookPrediction
 from memcallback.events import Category
 from memcallback.stats import Kind
 
@@ -131,17 +134,90 @@ def test_fast_dev_run_records_and_leaves_no_files(tmp_path, capsys):
     assert "warm-up" in capsys.readouterr().out
 
 
-def test_the_prediction_is_there_before_the_first_step_and_is_compared_with_a_steady_one(tmp_path):
+def assert_boundaries_agree(predicted, measured, phases=tuple(Phase)):
+    """To the byte but for what Lightning itself keeps of a step's loss, some bytes."""
+    assert list(predicted.phases) == list(measured.phases)
+    for window in measured.windows:
+        if window.phase not in phases:
+            continue
+        of_phase = [one for one in measured.windows if one.phase is window.phase]
+        theirs = [one for one in predicted.windows if one.phase is window.phase][of_phase.index(window)]
+        for moment in ("start", "end"):
+            ours, other = getattr(window, moment), getattr(theirs, moment)
+            assert ours.by_category == other.by_category, (window.label, moment)
+            assert abs(ours.allocated_bytes - other.allocated_bytes) <= 64, (window.label, moment)
+
+
+def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(tmp_path, capsys):
     callback = fit(tmp_path)
+    assert isinstance(callback.prediction, Prediction)
     assert callback.prediction.batch_size == 8
-    report = callback.report
-    assert report.measured.kind is Kind.MEASURED
-    assert not report.measured.is_warm_up
-    for phase in (F, B):
-        predicted, measured = callback.prediction.phases[phase], report.measured.phases[phase]
-        assert predicted.low_bytes <= measured.peak_allocated_bytes <= predicted.peak_allocated_bytes
-    predicted, measured = (step[F].end.by_category for step in (callback.prediction.phases, report.measured.phases))
-    assert predicted == measured
+    assert callback.report.measured.kind is Kind.MEASURED
+    assert not callback.report.measured.is_warm_up
+    assert_boundaries_agree(callback.prediction.step, callback.report.measured)
+    printed = capsys.readouterr().out
+    assert re.search(r"Traced the step in \d+\.\d s \(\d+ events\)\.", printed)
+    assert printed.index("Traced the step") < printed.index("Memory of one training step")
+    assert "traces after" not in printed
+
+
+def test_a_trace_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("memcallback.forecast.SLOW_S", -1)
+    fit(tmp_path)
+    told = re.findall(r"Tracing the step before it first runs: (\d) of 3 traces after \d+\.\d s\.", capsys.readouterr().out)
+    assert told == ["1", "2"]
+
+
+class Scheduled(training.Automatic):
+    """A scheduler puts a step of its own in place of the optimizer's."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+MODES = {
+    "accumulation": (training.Automatic, {"accumulate_grad_batches": 2}),
+    "accumulation by a scheduler": (training.Automatic, {"callbacks": [GradientAccumulationScheduler({0: 3})]}),
+    "clipping by norm": (training.Automatic, {"gradient_clip_val": 0.5}),
+    "clipping by value": (training.Automatic, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    "bf16-mixed": (training.Automatic, {"precision": "bf16-mixed"}),
+    "16-mixed, which a CPU runs as bf16-mixed": (training.Automatic, {"precision": "16-mixed"}),
+    "bf16-true": (training.Automatic, {"precision": "bf16-true"}),
+    "64-true": (training.Automatic, {"precision": "64-true"}),
+    "a scheduler": (Scheduled, {}),
+    "two backward passes by hand": (training.ManualTwoBackwards, {}),
+}
+
+
+def test_the_report_is_not_of_a_step_after_validation_which_has_no_gradients_in_its_forward_pass(tmp_path):
+    callback = MemoryCallback()
+    loop = training.trainer(tmp_path, [callback], max_epochs=3, val_check_interval=2)
+    loop.fit(training.Automatic(), training.loader(4), training.loader(2))
+    assert callback.recorder.steps[-2].phases[F].end.by_category[Category.GRADIENT] == 0
+    assert callback.report.measured.phases[F].end.by_category[Category.GRADIENT] > 0
+    assert not any("The prediction is off" in line for line in callback.report.lines())
+
+
+@pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_trace_is_made_of_the_trainers_own_settings(tmp_path, mode):
+    make, options = MODES[mode]
+    callback = MemoryCallback()
+    more = options.get("callbacks", [])
+    training.trainer(tmp_path, [*more, callback], **{name: value for name, value in options.items() if name != "callbacks"}).fit(
+        make(), training.loader(12)
+    )
+    assert isinstance(callback.prediction, Prediction)
+    assert_boundaries_agree(callback.prediction.step, callback.report.measured)
+
+
+def test_the_scaler_of_16_mixed_is_in_the_trace(tmp_path):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+    callback = fit(tmp_path, plugins=[plugin])
+    assert_boundaries_agree(callback.prediction.step, callback.report.measured)
 
 
 class Gan(training.Automatic):
@@ -174,14 +250,82 @@ class Gan(training.Automatic):
         return [torch.optim.Adam(self.network[name].parameters()) for name in ("generator", "critic")]
 
 
-@pytest.mark.parametrize("make", [Gan, training.ManualRaw, training.ManualTwoBackwards])
-def test_a_step_by_hand_is_predicted_too_and_says_what_was_assumed(tmp_path, make):
+@pytest.mark.parametrize("make", [Gan, training.ManualTwoOptimizers])
+def test_several_networks_updated_by_hand_are_predicted(tmp_path, make):
     callback = fit(tmp_path, make())
-    assert any("Manual optimization" in caveat for caveat in callback.prediction.caveats)
-    assert not any("forward was, so its loss is left out" in caveat for caveat in callback.prediction.caveats)
-    parameters = sum(p.numel() for p in make().parameters()) * 4
-    assert callback.prediction.held[Category.PARAMETER] == parameters
-    assert callback.prediction.outputs.per_sample_bytes > 0
+    # A trace has forward windows between backward pass and update as well.
+    assert_boundaries_agree(callback.prediction.step, callback.report.measured, (B, O))
+
+
+def test_a_bare_backward_by_hand_is_predicted_too(tmp_path):
+    callback = fit(tmp_path, training.ManualRaw())
+    assert isinstance(callback.prediction, Prediction)
+    predicted, measured = (step.phases[O].end.by_category for step in (callback.prediction.step, callback.report.measured))
+    assert predicted == measured
+
+
+class OneBatchSize(training.Automatic):
+    """Only the batch size of most batches can be traced."""
+
+    def training_step(self, batch, batch_idx):
+        features = batch[0].view(8, -1) if len(batch[0]) != 3 else batch[0]
+        return nn.functional.cross_entropy(self.network(features), batch[1])
+
+
+def test_a_prediction_that_knows_only_its_own_batch_size_is_shown_for_that_alone(tmp_path):
+    logged = []
+    logger = DummyLogger()
+    logger.log_metrics = lambda metrics, step: logged.append(metrics) if "memory/capacity_gib" in metrics else None
+    sizes = [8, 8, 3]
+    data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
+    callback = fit(tmp_path, OneBatchSize(), data=data, logger=logger)
+    assert any("Only batch size 8 is predicted" in caveat for caveat in callback.prediction.caveats)
+    assert not callback._is_broken
+    assert ["memory/predicted/forward/peak_allocated_gib" in metrics for metrics in logged] == [True, True, False]
+    assert callback.report.prediction.batch_size == 8
+
+
+def test_the_report_of_a_step_that_the_prediction_does_not_know_has_none_and_says_so(tmp_path):
+    sizes = [8, 3, 3]
+    data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
+    callback = fit(tmp_path, OneBatchSize(), data=data)
+    assert callback.report.prediction is None
+    assert any("Nothing is predicted for batch size 3: the step was traced at batch size 8 alone" in note for note in callback.report.notes)
+
+
+def test_a_batch_size_is_replayed_once(tmp_path, monkeypatch):
+    replayed = []
+    original = Prediction.at
+
+    def spy(prediction, batch_size):
+        replayed.append(batch_size)
+        return original(prediction, batch_size)
+
+    monkeypatch.setattr(Prediction, "at", spy)
+    monkeypatch.setattr(MemoryRecorder, "report", lambda *_, **__: None)
+    monkeypatch.setattr(MemoryCallback, "_report", lambda *_: None)
+    sizes = [8, 8, 5, 5, 8, 5, 8]
+    data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
+    fit(tmp_path, data=data)
+    assert replayed == [8, 5]
+
+
+class CallsNumPy(training.Automatic):
+    """Nothing of the kind can run on fakes."""
+
+    def training_step(self, batch, batch_idx):
+        assert len(torch.bincount(batch[1])) > 0  # a length that only values tell
+        return super().training_step(batch, batch_idx)
+
+
+def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
+    pattern = r"could not be traced on fake tensors: in the forward.*give a step without it.*The textbook law stands in"
+    with pytest.warns(MemoryWarning, match=pattern):
+        callback = fit(tmp_path, CallsNumPy())
+    assert isinstance(callback.prediction, TextbookPrediction)
+    for phase in (F, B):
+        predicted, measured = callback.prediction.phases[phase], callback.report.measured.phases[phase]
+        assert predicted.low_bytes <= measured.peak_allocated_bytes <= predicted.peak_allocated_bytes
 
 
 def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
@@ -227,8 +371,6 @@ def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_s
 
     class Spy:
         def __init__(self):
-            from lightning.pytorch.loggers.logger import DummyLogger
-
             self.logger = DummyLogger()
             self.logger.log_metrics = lambda metrics, step: logged.append((step, metrics)) if "memory/capacity_gib" in metrics else None
 
@@ -297,8 +439,6 @@ def test_a_fit_that_fails_before_training_reports_nothing_of_the_one_before(tmp_
 
 
 def test_an_error_of_ours_in_an_optimizers_hook_does_not_reach_the_training(tmp_path, monkeypatch):
-    from memcallback import MemoryRecorder
-
     def broken(*_, **__):
         raise KeyError("ours")
 
@@ -360,7 +500,7 @@ def test_the_report_of_an_accumulation_has_a_steady_window_with_its_update(tmp_p
     assert not measured.is_warm_up
     assert list(measured.phases) == [F, B, O]
     assert measured.held_bytes is not None
-    assert callback.report.advice.is_measured
+    assert callback.report.advice.basis.startswith("replayed from the traced step, which the measured step bears out")
 
 
 def test_a_warm_up_step_is_compared_with_nothing(tmp_path):
@@ -567,7 +707,6 @@ def test_an_ambiguous_batch_is_said_to_be_one(tmp_path):
 
 def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
-    from lightning.pytorch.loggers.logger import DummyLogger
 
     class Picky(DummyLogger):
         num_calls = 0
@@ -593,22 +732,21 @@ def test_a_folder_that_cannot_be_written_costs_the_curves_and_nothing_else(tmp_p
     assert "Memory of one training step" in capsys.readouterr().out
 
 
-def test_an_unknown_optimizer_is_predicted_without_its_state_and_says_so(tmp_path):
+def test_an_optimizer_that_nobody_has_heard_of_is_predicted_with_its_state(tmp_path):
     class Unheard(torch.optim.Optimizer):
         def __init__(self, params, lr):
             super().__init__(params, {"lr": lr})
 
         def step(self, closure=None):
-            loss = closure()
+            loss = closure() if closure else None
             for group in self.param_groups:
                 for p in group["params"]:
                     self.state[p].setdefault("memory", torch.zeros_like(p))
             return loss
 
-    with pytest.warns(MemoryWarning, match=r"The state of the optimizer Unheard is not known before its first step"):
-        callback = fit(tmp_path, training.Automatic(Unheard))
-    assert callback.prediction.held[Category.OPTIMIZER_STATE] == 0
+    callback = fit(tmp_path, training.Automatic(Unheard))
     assert callback.report.measured.phases[F].start.by_category[Category.OPTIMIZER_STATE] > 0
+    assert_boundaries_agree(callback.prediction.step, callback.report.measured)
 
 
 def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
@@ -620,25 +758,36 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
             del pl_module.elsewhere
 
     callback = MemoryCallback()
-    with pytest.warns(MemoryWarning, match=r"parameters are on 2 devices \(cpu, meta\); memory of cpu alone is recorded"):
+    with (
+        pytest.warns(MemoryWarning, match=r"parameters are on 2 devices \(cpu, meta\); memory of cpu alone is recorded"),
+        pytest.warns(MemoryWarning, match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. The textbook law stands in"),
+    ):
         training.trainer(tmp_path, [Elsewhere(), callback]).fit(training.Automatic(), training.loader())
     assert len(callback.recorder.steps) == 4
     parameters = sum(p.numel() for p in training.network().parameters()) * 4
     assert callback.prediction.held[Category.GRADIENT] == parameters
 
 
-def test_a_module_that_cannot_be_followed_on_shapes_is_recorded_all_the_same(tmp_path):
-    class Reads(training.Automatic):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return loss * (1 if loss.item() > 0 else 2)
-
+def test_a_module_that_cannot_be_followed_on_fakes_is_recorded_all_the_same(tmp_path):
+    class HasNoForward(CallsNumPy):
         def forward(self, batch):
             raise NotImplementedError
 
-    with pytest.warns(MemoryWarning, match=r"could not be predicted.*_local_scalar_dense.*MemoryCallback\(predict=False\)"):
-        callback = fit(tmp_path, Reads())
+    pattern = r"could not be predicted. The step could not be traced.*The textbook law cannot stand in: .*MemoryCallback\(predict=False\)"
+    with pytest.warns(MemoryWarning, match=pattern):
+        callback = fit(tmp_path, HasNoForward())
     assert callback.prediction is None
+    assert len(callback.recorder.steps) == 4
+
+
+def test_whatever_the_tracer_does_training_goes_on(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    monkeypatch.setattr("memcallback.tracing.trace", broken)
+    with pytest.warns(MemoryWarning, match=r"KeyError: 'ours'. The textbook law stands in"):
+        callback = fit(tmp_path)
+    assert isinstance(callback.prediction, TextbookPrediction)
     assert len(callback.recorder.steps) == 4
 
 

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hand_made import batch_trace
 
 import memcallback
+from memcallback.allocator_settings import AllocatorSettings
 from memcallback.cli import main
+from memcallback.devices import Device
+from memcallback.prediction import Prediction
 
 MODELS = """
 import torch
@@ -39,15 +44,50 @@ two_inputs = nn.Bilinear(3, 4, 5)
 seven = 7
 """
 
+STEPS = """
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from memcallback import TrainingStep
+
+def make_step():
+    return TrainingStep(nn.Linear(3, 4), torch.ones(5, 3))
+
+def fails():
+    raise RuntimeError("no such file\\nat all")
+
+class WithoutData(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, first, second):
+        return self.linear(first + second)
+
+    def training_step(self, batch, batch_idx):
+        return self.linear(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+class WithData(WithoutData):
+    def train_dataloader(self):
+        return [torch.ones(7, 3)]
+
+class WithExample(WithoutData):
+    example_input_array = (torch.ones(9, 3), torch.ones(9, 3))
+"""
+
 
 @pytest.fixture(autouse=True)
 def folder_with_models(tmp_path, monkeypatch):
     (tmp_path / "some_models.py").write_text(MODELS)
+    (tmp_path / "some_steps.py").write_text(STEPS)
     (tmp_path / "broken_models.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("some_models", "broken_models"):
+    for name in ("some_models", "some_steps", "broken_models"):
         sys.modules.pop(name, None)
 
 
@@ -72,7 +112,7 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["layers", "--help"]], ids=["--help", "layers --help"])
+@pytest.mark.parametrize("arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["export", "--help"]], ids=" ".join)
 def test_help_imports_neither_torch_nor_lightning_nor_rich(arguments):
     assert not imported_by(arguments) & {"torch", "lightning", "pytorch_lightning", "rich", "tensorboard"}
 
@@ -148,3 +188,143 @@ def test_python_m_memcallback_is_the_command_line():
     done = run_python("-m", "memcallback", "layers", "some_models:seven", "--input", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("memcallback: error: some_models:seven gives a int")
+
+
+class StandIn:
+    """In place of the tracer: whatever the step, a trace made by hand."""
+
+    def __init__(self):
+        self.steps, self.sequence_lengths = [], []
+
+    def predict(self, step, *, device, batch_size=None, sequence_length=None):
+        assert isinstance(device, Device)
+        self.steps.append(step)
+        self.sequence_lengths.append(sequence_length)
+        return Prediction.of(batch_trace(), device, batch_size=batch_size or step.batch_size.batch_size, settings=AllocatorSettings())
+
+
+@pytest.fixture
+def tracing(monkeypatch):
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "memcallback.tracing", stand_in)
+    return stand_in
+
+
+def test_predict_prints_phases_what_stands_at_the_peak_and_what_fits(tracing, capsys, request):
+    assert main(["predict", "some_steps:make_step", "--batch-size", "16", "--device", "rtx3090"]) == 0
+    out, err = capsys.readouterr()
+    golden = Path(__file__).parent / "golden" / "predict.txt"
+    if request.config.getoption("--overwrite-golden"):
+        golden.write_text(out, encoding="utf-8")
+    assert out == golden.read_text(encoding="utf-8")
+    assert err == ""
+
+
+def test_predict_prints_json_whose_keys_carry_their_units(tracing, capsys):
+    assert main(["predict", "some_steps:make_step", "--device", "24GiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["batch_size"] == 5
+    assert data["capacity_bytes"] == 24 << 30
+    assert data["peak_allocated_bytes"] == sum(data["at_peak_by_category_bytes"].values()) == sum(data["at_peak_by_module_bytes"].values())
+    assert [window["phase"] for window in data["steps"][-1]["windows"]] == ["forward", "backward", "optimizer_step"]
+    assert data["caveats"][0].startswith("Only the size of the card is known, 24.00 GiB")
+    check_units(data)
+
+
+def test_predict_asks_for_a_sequence_length(tracing, capsys):
+    assert main(["predict", "some_steps:make_step", "--device", "24GiB", "--sequence-length", "128"]) == 0
+    assert tracing.sequence_lengths == [128]
+
+
+def check_units(data, inside=""):
+    """A number is named for its unit, itself or by the mapping that it is in."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            check_units(value, inside if inside.endswith("_bytes") else key)
+    elif isinstance(data, list):
+        for value in data:
+            check_units(value, inside)
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        assert inside.endswith(("_bytes", "batch_size")) or inside.startswith("num_"), inside
+
+
+@pytest.mark.parametrize(
+    ("target", "batch_size"),
+    [("make_step", 5), ("WithData", 7), ("WithExample", 9)],
+    ids=["a function", "a LightningModule with its data", "a LightningModule with an example"],
+)
+def test_the_step_may_be_given_in_three_ways(target, batch_size, tracing, capsys):
+    assert main(["predict", f"some_steps:{target}", "--device", "A100-SXM4-80GB"]) == 0
+    out, err = capsys.readouterr()
+    assert f"batch size {batch_size}" in out
+    assert ("its forward is predicted" in err) == (target == "WithExample")
+    (step,) = tracing.steps
+    assert step.loss(step.model, step.batch).shape == ()
+    assert step.batch_size.batch_size == batch_size
+    assert len(step.optimizers_of(step.model)) == (target != "make_step")
+
+
+def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, capsys):
+    assert main(["export", "some_steps:make_step", "-o", "step.pickle"]) == 0
+    assert "Wrote step.pickle. Open it at https://pytorch.org/memory_viz" in capsys.readouterr().out
+    assert set(pickle.loads((tmp_path / "step.pickle").read_bytes())) >= {"segments", "device_traces"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["some_steps:make_step", "--device", "rtx9090"], "--device 'rtx9090' is no card that is known. Near it are NVIDIA GeForce RTX"),
+        (["some_steps:make_step", "--device", "T4", "--batch-size", "0"], "--batch-size '0' is no number of samples. Write a whole number"),
+        (
+            ["some_steps:make_step", "--device", "T4", "--sequence-length", "x"],
+            "--sequence-length 'x' is no length of a sequence. Write a whole",
+        ),
+        (["some_steps:fails", "--device", "T4"], "some_steps:fails failed: RuntimeError: no such file at all. It is called without"),
+        (["some_models:seven", "--device", "T4"], "some_models:seven gives a int, neither a TrainingStep nor a LightningModule. Name a"),
+        (["some_models:make_model", "--device", "T4"], "gives a Sequential, neither a TrainingStep nor a LightningModule"),
+        (["some_steps:WithoutData", "--device", "T4"], "has neither a train_dataloader that gives a batch (MisconfigurationException"),
+        (["no_such_steps:make", "--device", "T4"], "No module named 'no_such_steps'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_an_error_of_predict_is_one_line_too(arguments, message, tracing, capfd):
+    assert main(["predict", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("memcallback: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
+    def fail(step, *, device, batch_size=None, sequence_length=None):
+        raise ValueError("the step was traced at batch size 5 alone,\nwhich says nothing of 6")
+
+    monkeypatch.setattr(tracing, "predict", fail)
+    assert main(["predict", "some_steps:make_step", "--device", "T4"]) == 2
+    assert capfd.readouterr().err == (
+        "memcallback: error: some_steps:make_step cannot be predicted: ValueError: the step was traced at batch size 5 alone, "
+        "which says nothing of 6\n"
+    )
+
+
+def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
+    assert main(["predict", "some_steps:make_step", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Memory of one training step (batch size 5) on CPU\n")
+    assert "reserved peak" not in out
+    assert main(["predict", "some_steps:make_step", "--device", "cpu", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["capacity_bytes"], data["peak_reserved_bytes"], data["fits"], data["limit_batch_size"]) == (None, None, True, None)
+    check_units(data)
+
+
+def test_a_snapshot_for_a_cpu_is_refused(tracing, tmp_path, capfd):
+    assert main(["export", "some_steps:make_step", "--device", "cpu", "-o", "step.pickle"]) == 2
+    assert "error: --device 'cpu' cannot be exported: a CPU has no caching allocator" in capfd.readouterr().err
+    assert not (tmp_path / "step.pickle").exists()
+
+
+def test_an_output_that_cannot_be_written_is_said_so(tracing, capfd):
+    assert main(["export", "some_steps:make_step", "-o", "no/such/folder.pickle"]) == 2
+    assert "--output 'no/such/folder.pickle' cannot be written: No such file or directory. Name a file" in capfd.readouterr().err

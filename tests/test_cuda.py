@@ -155,7 +155,8 @@ def test_an_update_that_the_grad_scaler_skips_is_seen(tmp_path, monkeypatch):
         return None if next(found) else optimizer.step(*args, **kwargs)
 
     monkeypatch.setattr(torch.amp.GradScaler, "_maybe_opt_step", step_or_skip)
-    callback = fit(tmp_path, precision="16-mixed")
+    # A trace would ask the scaler too.
+    callback = fit(tmp_path, precision="16-mixed", callback=MemoryCallback(predict=False))
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1, 0, 1, 1]
     assert all(O in step.phases for step in callback.recorder.steps)
 
@@ -293,7 +294,6 @@ def test_the_suggestion_comes_from_the_largest_step_even_if_its_holdings_were_no
     assert callback.recorder.steps[6].held_bytes is None
     assert callback.report.measured.held_bytes is not None
     advice = callback.report.advice
-    assert advice.is_measured
     assert advice.current_batch_size == 64
     assert advice.line.at(64) >= callback.recorder.steps[6].peak_reserved_bytes
 
@@ -399,7 +399,53 @@ def test_a_model_on_two_devices_is_recorded_on_the_one_that_trains(tmp_path):
             super().on_train_start(trainer, pl_module)
 
     callback = Elsewhere()
-    with pytest.warns(mc.MemoryWarning, match=r"parameters are on 2 devices \(cuda:0, cuda:1\); memory of cuda:0 alone"):
+    with (
+        pytest.warns(mc.MemoryWarning, match=r"parameters are on 2 devices \(cuda:0, cuda:1\); memory of cuda:0 alone"),
+        pytest.warns(mc.MemoryWarning, match=r"and a trace has one. The textbook law stands in"),
+    ):
         fit(tmp_path, callback=callback, devices=1)
     parameters = sum(p.numel() for p in Convolutions().parameters()) * 4
     assert callback.recorder.steps[2].windows[0].start.by_category[Category.PARAMETER] == parameters
+
+
+class Transformer(training.Automatic):
+    """Layer norms, attention, dropout and matrix products."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=True)
+        self.network = nn.Sequential(
+            nn.Embedding(500, 128), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(128, 500)
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.network(batch).flatten(0, 1), batch.flatten())
+        self.log("loss", loss)
+        return loss
+
+
+def tokens(num_batches=6):
+    return torch.utils.data.DataLoader([torch.randint(0, 500, (16, 64))] * num_batches, batch_size=None)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(("make", "data"), [(Convolutions, images), (Transformer, tokens)])
+def test_what_is_predicted_before_the_first_step_is_measured_in_a_steady_one(tmp_path, make, data, precision):
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    logged = []
+    logger = DummyLogger()
+    logger.log_metrics = lambda metrics, step: logged.append(metrics) if "memory/capacity_gib" in metrics else None
+    callback = fit(tmp_path, make(), data=data(), precision=precision, logger=logger, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    assert isinstance(callback.prediction, mc.Prediction)
+    assert callback.prediction.device_name == torch.cuda.get_device_name()
+    assert callback.prediction.capacity_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert abs(logged[-1]["memory/prediction_error_pct"]) <= 0.1
+    assert abs(logged[-1]["memory/predicted/peak_reserved_gib"] / logged[-1]["memory/peak_reserved_gib"] - 1) <= 0.02
+    assert not any("The prediction is off" in line for line in callback.report.lines())
+    assert callback.report.advice.line.prediction.batch_size == 16
+
+
+def test_predict_without_a_device_is_for_the_one_that_is_here():
+    step = mc.TrainingStep(nn.Linear(64, 64), torch.ones(8, 64), optimizer=torch.optim.SGD)
+    assert mc.predict(step).device_name == torch.cuda.get_device_name()

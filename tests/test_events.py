@@ -7,23 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart
+from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 
 SMALL_STEP = (
     Alloc(1, 4096, category=Category.PARAMETER),
+    StepStart(),
     PhaseStart(Phase.FORWARD),
     Alloc(2, 1234, 7, Category.ACTIVATION, "aten::relu", "encoder.0"),
     PhaseEnd(Phase.FORWARD),
     Free(2),
+    StepEnd(),
 )
 
 
 @st.composite
 def traces(draw):
     """Any valid trace: sizes and names at random, frees of what is alive, phases one after the other."""
-    events, alive, phase = [], [], None
+    events, alive, phase, in_step = [], [], None, False
     for number in range(draw(st.integers(0, 30))):
-        kind = draw(st.sampled_from(("alloc", "alloc", "free", "phase")))
+        kind = draw(st.sampled_from(("alloc", "alloc", "free", "phase", "step")))
         if kind == "alloc":
             names = st.sampled_from(("", "aten::mm", "encoder.layers.0", 'quoted " name', "日本"))
             category = draw(st.none() | st.sampled_from(Category))
@@ -34,7 +36,10 @@ def traces(draw):
         elif kind == "phase":
             events.append(PhaseEnd(phase) if phase else PhaseStart(phase := draw(st.sampled_from(Phase))))
             phase = None if isinstance(events[-1], PhaseEnd) else phase
-    return AllocationTrace((*events, PhaseEnd(phase)) if phase else tuple(events))
+        elif kind == "step" and phase is None:
+            events.append(StepEnd() if in_step else StepStart())
+            in_step = not in_step
+    return AllocationTrace((*events, *([PhaseEnd(phase)] if phase else []), *([StepEnd()] if in_step else [])))
 
 
 @given(traces())
@@ -51,7 +56,7 @@ def test_names_are_written_once():
 
 def test_json_says_what_it_is():
     document = json.loads(AllocationTrace(SMALL_STEP).to_json())
-    assert (document["format"], document["version"]) == ("memcallback.AllocationTrace", 1)
+    assert (document["format"], document["version"]) == ("memcallback.AllocationTrace", 2)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,19 @@ def test_json_says_what_it_is():
             (PhaseStart(Phase.FORWARD), PhaseStart(Phase.BACKWARD)),
             "event 1 starts phase 'backward' inside 'forward'; phases do not overlap: end the other first",
         ),
+        (
+            (StepStart(), StepStart()),
+            "event 1 starts or ends a step inside another; steps do not overlap and hold whole phases: put the mark between phases",
+        ),
+        (
+            (StepEnd(),),
+            "event 0 starts or ends a step that has not started; steps do not overlap and hold whole phases: put the mark between phases",
+        ),
+        (
+            (StepStart(), PhaseStart(Phase.FORWARD), StepEnd()),
+            "event 2 starts or ends a step inside phase 'forward'; steps do not overlap and hold whole phases: put the mark between phases",
+        ),
+        ((StepStart(),), "a step has a start and no end; every step has both: append StepEnd()"),
     ],
 )
 def test_events_that_contradict_each_other_are_refused(events, message):
@@ -88,11 +106,14 @@ def test_a_negative_size_is_refused():
     [
         ("[]", "this JSON is no trace"),
         ("{}", "this JSON is no trace"),
-        ('{"format":"memcallback.AllocationTrace","version":99}', "version 99; this memcallback reads version 1"),
-        ('{"format":"memcallback.AllocationTrace","version":1}', "the trace is damaged"),
-        ('{"format":"memcallback.AllocationTrace","version":1,"names":[],"events":[["x"]]}', "an event 'x'; known are a, f, start and end"),
-        ('{"format":"memcallback.AllocationTrace","version":1,"names":[],"events":[["a",1,2,0,null,0,0]]}', "the trace is damaged"),
-        ('{"format":"memcallback.AllocationTrace","version":1,"names":[],"events":[["f",1]]}', "was never allocated"),
+        ('{"format":"memcallback.AllocationTrace","version":99}', "version 99; this memcallback reads version 2"),
+        ('{"format":"memcallback.AllocationTrace","version":2}', "the trace is damaged"),
+        (
+            '{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["x"]]}',
+            "an event 'x'; known are a, f, start, end, step and step end",
+        ),
+        ('{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["a",1,2,0,null,0,0]]}', "the trace is damaged"),
+        ('{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["f",1]]}', "was never allocated"),
         ("{", "the text is no JSON .*; give a text that AllocationTrace.to_json wrote"),
     ],
 )

@@ -159,6 +159,20 @@ def test_only_tensors_with_the_batch_size_first_are_resized(mode):
     assert batch["x"].shape == (4, 3)
 
 
+def test_dimensions_as_long_as_the_sequences_are_resized_where_asked(mode):
+    batch = {
+        "ids": torch.zeros(4, 6),
+        "mask": torch.zeros(4, 1, 6, 6),
+        "places": torch.zeros(6),
+        "square": torch.zeros(6, 4),
+        "x": torch.zeros(()),
+    }
+    resized = resize_batch(fake_copy(batch, mode), 4, 9, lengths=(6, 8))
+    assert [tuple(tensor.shape) for tensor in resized.values()] == [(9, 8), (9, 1, 8, 8), (6,), (6, 4), ()]
+    turned = resize_batch(fake_copy(torch.zeros(4, 3, 6).transpose(1, 2), mode), 4, 4, lengths=(6, 8))
+    assert (turned.shape, turned.stride()) == ((4, 8, 3), (24, 1, 8))
+
+
 @pytest.mark.parametrize(
     ("tensor", "strides"),
     [

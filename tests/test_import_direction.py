@@ -12,10 +12,34 @@ import memcallback
 PACKAGE = Path(memcallback.__file__).parent
 
 #: From top to bottom; a module may import from those before it.
-ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator"]
-PLAIN = ["units", "events", "stats", *ALLOCATOR, "warn", "tables", "layer_table", "prediction", "advise", "report"]
-TORCH = ["holdings", "nvml", "cpu_meter", "meters", "steps", "recorder", "fakes", "shape_pass", "optimizer_state", "textbook"]
-ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "cli", "__main__"]
+ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
+CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
+DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
+PLAIN = [
+    *DATA,
+    "batch_trace",
+    "length_trace",
+    "repetition",
+    "replay",
+    "predicted",
+    "prediction",
+    "prediction_text",
+    "snapshot",
+    "textbook_law",
+    "differences",
+    "advise",
+    "report",
+]
+CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
+KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions"]
+KERNELS = ["cuda_kernels_plan", "cuda_kernels_reduce", *(f"cuda_kernels_{name}" for name in KERNEL_RULES), "cuda_kernels"]
+COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_norms", "cuda_rnn", "cuda_composites", "cuda_autocast"]
+CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
+ON_FAKES = ["trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
+TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
+MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
+TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 

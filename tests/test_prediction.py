@@ -1,73 +1,134 @@
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, traced_step
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcallback.advise import suggest
-from memcallback.events import Category, Phase
-from memcallback.prediction import BytesLaw, Prediction
-from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory
-from memcallback.units import GiB, MiB
+from memcallback.advise import TracedPeak, suggest
+from memcallback.allocator import CachingAllocator
+from memcallback.allocator_settings import AllocatorSettings
+from memcallback.batch_trace import BatchTrace, TracedStep, UnknownBatchSize
+from memcallback.devices import HostSpec, find_device
+from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase
+from memcallback.prediction import Prediction
+from memcallback.prediction_text import verdict
+from memcallback.stats import Kind
+from memcallback.units import GiB, MiB, round_up
+
+SMALL_BYTES = 512 * MiB + 64 * MiB
 
 
-def prediction(**changes):
-    figures = {
-        "source": "textbook law",
-        "device_name": "any device",
-        "batch_size": 10,
-        "held": {Category.PARAMETER: 1000, Category.BUFFER: 10, Category.GRADIENT: 1000, Category.OPTIMIZER_STATE: 2000},
-        "input": BytesLaw(fixed_bytes=0, per_sample_bytes=5),
-        "outputs": BytesLaw(fixed_bytes=100, per_sample_bytes=300),
-        "kept": BytesLaw(fixed_bytes=100, per_sample_bytes=320),
-        "saved": BytesLaw(fixed_bytes=0, per_sample_bytes=200),
-        "optimizer_transient_bytes": 500,
+def held(batch_size):
+    """What a steady step of the trace made by hand holds outside its phases, in blocks of 512 bytes."""
+    return 4 * WEIGHT_BYTES + 512 + round_up(batch_size * 1000, 512)
+
+
+def test_each_phase_has_what_stands_at_its_ends_and_its_peak():
+    phases = prediction(16).phases
+    forward, backward, update = (phases[phase] for phase in Phase)
+    outputs = 16 * SAMPLE_BYTES + 512
+    assert (forward.start.allocated_bytes, forward.end.allocated_bytes) == (held(16), held(16) + outputs)
+    assert backward.start.allocated_bytes == held(16) - WEIGHT_BYTES + outputs
+    assert backward.peak_allocated_bytes == held(16) + outputs + 16 * SAMPLE_BYTES
+    assert update.peak_allocated_bytes == held(16) + WEIGHT_BYTES
+    assert update.end.allocated_bytes == held(16)
+
+
+def test_a_boundary_has_all_the_figures_of_an_allocator_and_what_is_held_as_it_was_asked_for():
+    start = prediction(16).phases[Phase.FORWARD].start
+    assert start.requested_bytes == 4 * WEIGHT_BYTES + 400 + 16_000
+    assert start.active_bytes == start.allocated_bytes
+    assert start.reserved_bytes == 58 * MiB
+    assert start.inactive_split_bytes > 0
+    assert start.by_category == {
+        Category.PARAMETER: WEIGHT_BYTES + 400,
+        Category.BUFFER: 0,
+        Category.GRADIENT: WEIGHT_BYTES,
+        Category.OPTIMIZER_STATE: 2 * WEIGHT_BYTES,
+        Category.INPUT: 16_000,
     }
-    return Prediction(**(figures | changes))
 
 
-def test_memory_is_model_memory_plus_batch_size_times_memory_per_sample():
-    law = prediction()
-    at_zero = law.model_bytes + 2 * 100
-    assert law.model_bytes == 4010
-    assert law.per_sample_bytes == 5 + 320 + 300
-    for batch_size in (1, 10, 4096):
-        assert law.at(batch_size).peak_allocated_bytes == at_zero + batch_size * law.per_sample_bytes
+def test_the_step_is_the_last_one_and_the_warm_up_the_first():
+    predicted = prediction(16, num_steps=3)
+    assert len(predicted.steps) == 3
+    assert (predicted.warm_up, predicted.step) == (predicted.steps[0], predicted.steps[-1])
+    assert [step.is_warm_up for step in predicted.steps] == [True, False, False]
+    assert predicted.warm_up.phases[Phase.FORWARD].start.by_category[Category.GRADIENT] == 0
+    assert predicted.step.kind is Kind.PREDICTED
+    assert predicted.step.source == "traced step"
+    assert predicted.step.device_name == "NVIDIA A100-SXM4-80GB"
+    assert all(window.low_bytes is None for window in predicted.step.windows)
 
 
-def test_memory_is_not_proportional_to_the_batch_size():
-    law = prediction()
-    assert law.at(20).peak_allocated_bytes < 2 * law.at(10).peak_allocated_bytes
+def test_what_stands_at_the_peak_adds_up_to_it():
+    predicted = prediction(16)
+    for split in (predicted.by_category, predicted.by_module, predicted.by_operator):
+        assert sum(split.values()) == predicted.peak_allocated_bytes
+    assert predicted.peak_phase is Phase.BACKWARD
+    assert predicted.by_category[Category.ACTIVATION] == 16 * SAMPLE_BYTES + 512
+    assert list(predicted.by_module) == ["net.linear", ""]
+    assert [standing.alloc.operator for standing in predicted.at_peak[:2]] == ["aten::addmm", "aten::mean_backward"]
+    assert predicted.at_peak[0].alloc.size_bytes == 16 * SAMPLE_BYTES
 
 
-def test_each_phase_has_its_start_end_peak_and_lower_edge():
-    phases = prediction().phases
-    held, batch, outputs, kept, saved = 3010, 50, 3100, 3300, 2000
-    forward = phases[Phase.FORWARD]
-    assert (forward.start.allocated_bytes, forward.end.allocated_bytes) == (held + batch, held + batch + kept)
-    assert (forward.low_bytes, forward.peak_allocated_bytes) == (held + batch + saved, held + batch + kept)
-    backward = phases[Phase.BACKWARD]
-    assert backward.peak_allocated_bytes == held + 1000 + batch + kept + outputs
-    assert backward.low_bytes == held + batch + saved
-    assert backward.end.allocated_bytes == held + 1000 + batch
-    update = phases[Phase.OPTIMIZER_STEP]
-    assert (update.low_bytes, update.peak_allocated_bytes) == (held + 1000 + batch, held + 1000 + batch + 500)
+def test_another_batch_size_is_as_exact_as_a_trace_of_it():
+    traced = Prediction.of(BatchTrace.single(traced_step(40)), find_device("A100"), settings=AllocatorSettings())
+    assert prediction(16).at(40).steps == traced.steps
+    with pytest.raises(UnknownBatchSize, match="says nothing of batch size 41"):
+        traced.at(41)
 
 
-def test_gradients_that_live_through_the_forward_pass_add_to_it_alone():
-    early, late = prediction().phases, prediction(gradients_live_in_forward=True).phases
-    assert late[Phase.FORWARD].peak_allocated_bytes - early[Phase.FORWARD].peak_allocated_bytes == 1000
-    assert late[Phase.BACKWARD] == early[Phase.BACKWARD]
+def test_the_limits_are_the_largest_sizes_that_fit():
+    predicted = prediction(16, device=SMALL_BYTES)
+    assert predicted.at(predicted.limit).fits
+    assert not predicted.at(predicted.limit + 1).fits
+    assert predicted.at(predicted.limit_without_retry).fits_without_retry
+    assert not predicted.at(predicted.limit_without_retry + 1).fits_without_retry
+    assert 1 <= predicted.limit_without_retry <= predicted.limit
 
 
-def test_the_categories_at_the_peak_sum_up_to_the_peak():
-    for law in (prediction(), prediction(workspace_bytes=64), prediction(batch_size=1, optimizer_transient_bytes=10**9)):
-        assert sum(law.by_category.values()) == law.peak_allocated_bytes
+def test_where_it_does_not_fit_the_peaks_are_those_without_an_end_and_the_place_is_named():
+    predicted = prediction(64, device=SMALL_BYTES)
+    assert not predicted.fits
+    assert not predicted.fits_without_retry
+    assert predicted.peak_allocated_bytes == prediction(64).peak_allocated_bytes
+    assert predicted.step.num_alloc_retries is None
+    assert predicted.out_of_memory.startswith("step 1, forward, aten::addmm in module 'net.linear': Tried to allocate 64.00 MiB of a")
+    assert prediction(64).step.num_alloc_retries == 0
 
 
-def test_it_fits_where_the_peak_is_within_the_capacity():
-    peak = prediction().peak_allocated_bytes
-    assert prediction().fits is None
-    assert prediction(capacity_bytes=peak).fits is True
-    assert prediction(capacity_bytes=peak - 1).fits is False
+def test_where_not_one_sample_fits_the_limit_is_none_of_them():
+    assert prediction(1, device=512 * MiB + MiB).limit == 0
+
+
+def test_without_other_batch_sizes_or_growth_there_is_no_limit():
+    single = Prediction.of(BatchTrace.single(traced_step(2)), find_device("A100"))
+    assert single.limit is None
+    flat = BatchTrace.fit(*(TracedStep(traced_step(2).trace, size) for size in (2, 3)))
+    assert Prediction.of(flat, find_device("A100")).limit_without_retry is None
+
+
+def test_what_was_assumed_is_listed():
+    settings = AllocatorSettings.parse("garbage_collection_threshold:0.8")
+    trace = batch_trace(caveats=("A value was guessed.",))
+    caveats = Prediction.of(trace, find_device("24GiB"), settings=settings).caveats
+    assert caveats[0] == "A value was guessed."
+    assert caveats[1].startswith("Only the size of the card is known")
+    assert caveats[2].startswith("512.00 MiB of the card are taken to be outside the allocator")
+    assert caveats[3] == "The allocator's setting garbage_collection_threshold is not simulated."
+
+
+def test_the_allocator_is_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert Prediction.of(batch_trace(), find_device("A100")).settings.expandable_segments
+
+
+def test_a_trace_without_a_step_is_refused():
+    trace = BatchTrace.single(TracedStep(AllocationTrace((Alloc(0, 1),)), 1))
+    with pytest.raises(ValueError, match="the trace has no step, so there is none to predict: put StepStart"):
+        Prediction.of(trace, find_device("A100"))
 
 
 def test_a_batch_size_below_one_is_refused():
@@ -75,140 +136,111 @@ def test_a_batch_size_below_one_is_refused():
         prediction().at(0)
 
 
-def measured_step(*, batch_size=10, reserved=None, allocated=None, held=1 * GiB):
-    allocated = reserved if allocated is None else allocated
-    stats = MemoryStats(allocated_bytes=allocated, reserved_bytes=reserved, by_category={Category.PARAMETER: held, Category.INPUT: 1})
-    window = PhaseMemory(
-        phase=Phase.BACKWARD, covers=(Phase.BACKWARD,), start=stats, end=stats, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved
-    )
-    return StepMemory(kind=Kind.MEASURED, source="a test", device_name="a card", windows=(window,), batch_size=batch_size)
+@settings(max_examples=30, deadline=None)
+@given(batch_size=st.integers(1, 300))
+def test_a_prediction_is_the_replay_of_its_trace(batch_size):
+    predicted = prediction(batch_size)
+    allocator, blocks = CachingAllocator(AllocatorSettings()), {}
+    for event in traced_step(batch_size).trace.events:
+        if isinstance(event, Alloc) and event.size_bytes:
+            blocks[event.id] = allocator.allocate(event.size_bytes, event.stream)
+        elif isinstance(event, Free) and event.id in blocks:
+            allocator.free(blocks.pop(event.id))
+    assert max(step.peak_allocated_bytes for step in predicted.steps) == allocator.allocated.peak
+    assert max(step.peak_reserved_bytes for step in predicted.steps) == allocator.reserved.peak
 
 
-def test_a_measured_step_gives_the_largest_batch_within_capacity_less_headroom():
-    advice = suggest(measured=measured_step(reserved=11 * GiB), predicted=None, capacity_bytes=100 * GiB, outside_bytes=0)
+def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_budget():
+    predicted = prediction(16, device=SMALL_BYTES)
+    advice = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0)
+    assert advice.line.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
+    assert advice.line.at(advice.batch_size + 1) > advice.budget_bytes
+    assert "replayed from the traced step" in advice.sentence()
+    assert any("its context is taken to be 512.00 MiB" in text for text in advice.leaves_out)
+    smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
+    assert smaller.batch_size < advice.batch_size
+
+
+def test_what_was_measured_more_is_added_to_every_batch_size():
+    predicted = prediction(16)
+    measured = prediction(20).step
+    shifted = suggest(measured=measured, predicted=predicted, capacity_bytes=predicted.capacity_bytes, outside_bytes=0)
+    assert "which the measured step bears out" in shifted.sentence()
+    assert shifted.current_batch_size == 20
+    larger = prediction(20, extra=(Alloc(9000, 40 * MiB, 0, Category.WORKSPACE), Free(9000)), num_steps=1).step
+    shifted = suggest(measured=larger, predicted=prediction(16, num_steps=1), capacity_bytes=predicted.capacity_bytes, outside_bytes=0)
+    assert "raised by the 20.00 MiB that were measured more" in shifted.sentence()
+
+
+def test_a_trace_of_one_batch_size_leaves_the_advice_to_the_measured_step():
+    single = Prediction.of(BatchTrace.single(traced_step(2)), find_device("A100"))
+    assert suggest(measured=None, predicted=single, capacity_bytes=80 * MiB) is None
+    advice = suggest(measured=prediction(2).step, predicted=single, capacity_bytes=10_000 * MiB)
     assert advice.is_measured
-    assert "reserved memory measured on this device" in advice.basis
-    assert advice.line.growth_bytes == GiB
-    assert advice.batch_size == 94
-    assert advice.multiple == 9.4
-    assert "Largest batch size: 94 (9.40 times the current 10)" in advice.sentence()
 
 
-def test_what_others_use_is_taken_off_the_capacity_and_said_to_be_left_out_if_unknown():
-    step = measured_step(reserved=11 * GiB)
-    known = suggest(measured=step, predicted=None, capacity_bytes=100 * GiB, outside_bytes=10 * GiB)
-    unknown = suggest(measured=step, predicted=None, capacity_bytes=100 * GiB)
-    assert known.batch_size == 84
-    assert not any("outside this process's allocator" in text for text in known.leaves_out)
-    assert any("outside this process's allocator" in text for text in unknown.leaves_out)
+def host_prediction(batch_size=16, capacity_bytes=None, trace=None):
+    return Prediction.of(trace or batch_trace(), HostSpec(capacity_bytes=capacity_bytes), batch_size=batch_size)
 
 
-def test_without_a_measured_step_the_law_decides_and_says_so():
-    one = BytesLaw(fixed_bytes=0, per_sample_bytes=MiB)
-    law = prediction(batch_size=1, outputs=one, kept=one, input=BytesLaw(fixed_bytes=0, per_sample_bytes=0))
-    advice = suggest(measured=None, predicted=law, capacity_bytes=21 * MiB, outside_bytes=0, headroom=0)
-    assert not advice.is_measured
-    assert "predicted by the textbook law" in advice.basis
-    assert advice.batch_size == 10
-    assert any("reserved but unallocated" in text for text in advice.leaves_out)
+def test_on_a_cpu_allocated_is_what_was_asked_for_and_nothing_is_reserved():
+    predicted = host_prediction(16)
+    forward = predicted.phases[Phase.FORWARD]
+    assert forward.start.allocated_bytes == forward.start.requested_bytes == 4 * WEIGHT_BYTES + 400 + 16_000
+    assert forward.end.allocated_bytes == forward.start.allocated_bytes + 16 * SAMPLE_BYTES + 4
+    assert predicted.peak_allocated_bytes == 4 * WEIGHT_BYTES + 404 + 16_000 + 32 * SAMPLE_BYTES
+    assert sum(standing.block_bytes for standing in predicted.at_peak) == predicted.peak_allocated_bytes
+    assert (predicted.peak_reserved_bytes, forward.peak_reserved_bytes, forward.start.reserved_bytes) == (None, None, None)
+    assert (forward.num_alloc_retries, forward.num_ooms) == (None, None)
 
 
-def test_where_not_one_sample_fits_the_advice_says_so():
-    advice = suggest(measured=measured_step(reserved=11 * GiB), predicted=None, capacity_bytes=GiB, outside_bytes=0)
-    assert advice.batch_size == 0
-    assert "No batch size is sure to fit: one sample may need" in advice.sentence()
-
-
-def test_without_capacity_batch_size_or_figures_there_is_no_advice():
-    step = measured_step(reserved=GiB)
-    assert suggest(measured=step, predicted=None, capacity_bytes=None) is None
-    assert suggest(measured=measured_step(reserved=GiB, batch_size=None), predicted=None, capacity_bytes=GiB) is None
-    assert suggest(measured=None, predicted=None, capacity_bytes=GiB) is None
-
-
-@pytest.mark.parametrize("headroom", [-0.1, 1.0, 5])
-def test_a_headroom_out_of_range_is_refused(headroom):
-    with pytest.raises(ValueError, match=r"headroom must be at least 0 and below 1, got .*0.05 keeps 5 %"):
-        suggest(measured=None, predicted=prediction(), capacity_bytes=GiB, headroom=headroom)
-
-
-@given(
-    reserved=st.integers(MiB, 200 * GiB),
-    held=st.integers(0, 100 * GiB),
-    batch_size=st.integers(1, 4096),
-    capacity=st.integers(MiB, 200 * GiB),
-    outside=st.integers(0, 10 * GiB),
-    headroom=st.floats(0, 0.9),
-)
-def test_a_suggestion_never_exceeds_its_budget_and_one_more_sample_would(reserved, held, batch_size, capacity, outside, headroom):
-    step = measured_step(reserved=reserved, held=held, batch_size=batch_size)
-    advice = suggest(measured=step, predicted=None, capacity_bytes=capacity, outside_bytes=outside, headroom=headroom)
-    assert advice.line.at(batch_size) >= reserved
-    if advice.batch_size > 0:
-        assert advice.line.at(advice.batch_size) <= advice.budget_bytes
-    if advice.line.growth_bytes > 0:
-        assert advice.line.at(advice.batch_size + 1) > advice.budget_bytes
-
-
-def with_phases(forward, backward, update, *, batch_size=100):
-    """A step given for each phase what is held at its start and end, and its peak, in MiB."""
-    windows = []
-    for phase, (start, end, peak) in zip(Phase, (forward, backward, update), strict=True):
-        at_start, at_end = (MemoryStats(allocated_bytes=held * MiB, by_category={Category.PARAMETER: held * MiB}) for held in (start, end))
-        windows.append(PhaseMemory(phase=phase, covers=(phase,), start=at_start, end=at_end, peak_allocated_bytes=peak * MiB))
-    return StepMemory(kind=Kind.MEASURED, source="a test", device_name="a card", windows=tuple(windows), batch_size=batch_size)
-
-
-def test_gradients_that_are_not_there_with_the_activations_do_not_hide_their_growth():
-    # 100 MiB of parameters, 100 of gradients that come while 90 of activations go: the peak is barely above what is held.
-    step = with_phases((100, 100, 190), (100, 200, 205), (200, 200, 200))
-    advice = suggest(measured=step, predicted=None, capacity_bytes=1000 * MiB, outside_bytes=0, headroom=0)
-    assert advice.batch_size <= 100 * (1000 - 100) / 90
-    assert advice.line.at(1000) >= (100 + 900) * MiB
-
-
-def test_what_a_step_of_no_samples_needs_by_the_prediction_is_not_taken_for_the_samples():
-    # Gradients stay, and autocast's copies of the weights, 50 MiB, stand in the forward pass whatever the batch.
-    step = with_phases((100, 100, 230), (100, 100, 200), (100, 100, 100), batch_size=80)
-    law = prediction(
-        batch_size=80,
-        held={Category.PARAMETER: 50 * MiB, Category.GRADIENT: 50 * MiB},
-        input=BytesLaw(fixed_bytes=0, per_sample_bytes=0),
-        outputs=BytesLaw(fixed_bytes=0, per_sample_bytes=MiB),
-        kept=BytesLaw(fixed_bytes=50 * MiB, per_sample_bytes=MiB),
-        saved=BytesLaw(fixed_bytes=50 * MiB, per_sample_bytes=MiB),
-        optimizer_transient_bytes=0,
+def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
+    assert host_prediction().fits
+    assert host_prediction().limit is None
+    assert host_prediction().limit_without_retry is None
+    needed = host_prediction(40).peak_allocated_bytes
+    predicted = host_prediction(16, needed)
+    assert predicted.limit == predicted.limit_without_retry == 40
+    assert host_prediction(16, needed - 1).limit == 39
+    assert host_prediction(40, needed - 1).out_of_memory.startswith(
+        "step 2, backward, aten::mm in module 'net.linear': Tried to allocate 4.00 MiB"
     )
-    advice = suggest(measured=step, predicted=law, capacity_bytes=200 * MiB, outside_bytes=0, headroom=0)
-    # 80 samples take 80 MiB above the 150 of none: 50 of them may stay, and not 61 as from 100.
-    assert advice.batch_size == 50
-    alone = suggest(measured=step, predicted=None, capacity_bytes=200 * MiB, outside_bytes=0, headroom=0)
-    assert any("try it before relying on it" in text for text in alone.leaves_out)
 
 
-def test_a_smaller_batch_saves_in_proportion_what_the_peak_has_above_the_optimizer_step():
-    step = with_phases((50, 50, 200), (50, 100, 200), (100, 100, 120), batch_size=80)
-    shrink = suggest(measured=step, predicted=None, capacity_bytes=160 * MiB, outside_bytes=0, headroom=0)
-    assert shrink.batch_size == 40
-    assert shrink.line.at(0) == 120 * MiB
-    assert suggest(measured=step, predicted=None, capacity_bytes=110 * MiB, outside_bytes=0, headroom=0).batch_size == 0
-
-
-@given(
-    lines=st.lists(st.tuples(st.integers(100, 400), st.integers(0, 50)), min_size=1, max_size=5),
-    update=st.integers(200, 400),
-    batch_size=st.integers(1, 50),
-    other=st.integers(1, 200),
-)
-def test_the_line_lies_above_every_step_whose_moments_are_straight_lines(lines, update, batch_size, other):
-    """A true step: at each moment, something fixed (at least 100 held, at most what the update needs) and something per sample."""
-    moments = [(min(fixed, update), slope) for fixed, slope in lines]
-
-    def truth(size):
-        return max(update, *(fixed + size * slope for fixed, slope in moments)) * MiB
-
-    step = with_phases(
-        (100, 100, truth(batch_size) // MiB), (100, 200, truth(batch_size) // MiB), (200, 200, update), batch_size=batch_size
+def test_the_words_about_a_cpu():
+    assert verdict(host_prediction(capacity_bytes=2 * GiB)) == (
+        "Fits in the 2.00 GiB.",
+        f"Largest batch size: {host_prediction(capacity_bytes=2 * GiB).limit}, with nothing kept free (a larger batch is taken to need no less).",
     )
-    line = suggest(measured=step, predicted=None, capacity_bytes=GiB, outside_bytes=0, headroom=0).line
-    assert line.at(other) + batch_size >= truth(other)
+    assert verdict(host_prediction(capacity_bytes=3 * MiB))[0].startswith(
+        "Does not fit in the 3.00 MiB: out of memory in step 1, an allocation"
+    )
+    single = host_prediction(2, GiB, trace=BatchTrace.single(traced_step(2)))
+    assert verdict(single)[1] == "The largest batch size is not known: only this batch size was traced."
+    assert verdict(host_prediction()) == ("How much memory there is on the CPU was not given: nothing is said of what fits.",)
+    assert len(host_prediction().caveats) == 1
+
+
+def test_what_was_measured_beyond_the_band_grows_with_the_batch():
+    predicted = prediction(16)
+    for share, is_per_sample in ((0.01, False), (0.2, True)):
+        more = int(share * predicted.peak_reserved_bytes)
+        windows = tuple(replace(window, peak_reserved_bytes=predicted.peak_reserved_bytes + more) for window in predicted.step.windows)
+        measured = replace(predicted.step, windows=windows)
+        line = suggest(measured=measured, predicted=predicted, capacity_bytes=predicted.capacity_bytes, outside_bytes=0).line
+        assert line.at(16) - TracedPeak(prediction=predicted).at(16) == more
+        assert line.at(32) - TracedPeak(prediction=predicted).at(32) == (2 * more if is_per_sample else more)
+        assert line.at(8) - TracedPeak(prediction=predicted).at(8) == more
+
+
+def test_memory_to_plan_for_need_not_be_the_devices_own():
+    predicted = prediction(16, device=SMALL_BYTES)
+    more = suggest(measured=None, predicted=predicted, capacity_bytes=4 * SMALL_BYTES, outside_bytes=0, headroom=0)
+    assert more.line.at(more.batch_size) > SMALL_BYTES
+
+
+def test_on_a_cpu_the_allocated_peak_has_to_fit():
+    predicted = host_prediction(16)
+    advice = suggest(measured=None, predicted=predicted, capacity_bytes=GiB, headroom=0)
+    assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.batch_size + 1).peak_allocated_bytes
+    assert "what operators take for themselves while they run" in advice.leaves_out

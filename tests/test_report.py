@@ -1,14 +1,17 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_prediction import prediction
+from hand_made import prediction as traced
+from test_advise import prediction
 
 from memcallback.advise import suggest
+from memcallback.differences import differences
 from memcallback.events import Category, Phase
-from memcallback.prediction import BytesLaw
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
 from memcallback.tables import Table
+from memcallback.textbook_law import BytesLaw
 from memcallback.units import GiB, MiB
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -112,3 +115,123 @@ def test_cells_that_look_like_markup_come_out_as_they_are():
     table = Table(title="[red]", columns=("a", "b"), rows=(("[bold]x|y", "1"),))
     assert "[bold]x|y" in table.to_text()
     assert "[bold]x\\|y" in table.to_markdown()
+
+
+def as_measured(step, **changes):
+    """A predicted step as one that was measured, with figures of its backward pass changed."""
+    window = step.phases[Phase.BACKWARD]
+    windows = tuple(replace(one, **changes) if one == window else one for one in step.windows)
+    return replace(step, kind=Kind.MEASURED, source="CUDA caching allocator", windows=windows)
+
+
+def traced_report(step=None, **changes):
+    predicted = traced(16)
+    device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=58 * MiB, other_processes_bytes=0)
+    step = as_measured(predicted.step) if step is None else step
+    return Report(**({"measured": step, "prediction": predicted, "device": device, "advice": None} | changes))
+
+
+def test_the_report_of_a_traced_prediction_reads_as_it_did(request):
+    backward = traced(16).phases[Phase.BACKWARD]
+    made = traced_report(as_measured(traced(16).step, peak_allocated_bytes=backward.peak_allocated_bytes + 4 * MiB))
+    golden = GOLDEN / "report_traced.txt"
+    if request.config.getoption("--overwrite-golden"):
+        golden.write_text(made.to_text(), encoding="utf-8")
+    assert made.to_text() == golden.read_text(encoding="utf-8")
+
+
+def test_a_traced_prediction_has_no_low_edge_and_a_reserved_peak():
+    made = traced_report()
+    assert made.table().columns == ("", "predicted", "measured", "error")
+    assert next(cells for cells in made.table().rows if "peak reserved" in cells[0])[1:3] == ("58.00 MiB", "58.00 MiB")
+    assert not any("The prediction is off" in line for line in made.lines())
+
+
+def test_a_difference_is_reported_beyond_the_band_alone():
+    predicted = traced(16)
+    peak = predicted.phases[Phase.BACKWARD].peak_allocated_bytes
+    within = as_measured(predicted.step, peak_allocated_bytes=peak + MiB)
+    beyond = as_measured(predicted.step, peak_allocated_bytes=peak + 2 * MiB)
+    assert differences(predicted.step, within) == ()
+    (difference,) = differences(predicted.step, beyond)
+    assert difference.sentence() == (
+        "The prediction is off: peak allocated in backward, predicted 48.02 MiB, measured 50.02 MiB (-4.0 %); 2.00 MiB of the difference are "
+        "temporary memory and workspaces."
+    )
+
+
+def test_a_difference_at_a_boundary_names_the_category_that_carries_it():
+    predicted = traced(16)
+    end = predicted.phases[Phase.BACKWARD].end
+    more = replace(end, allocated_bytes=end.allocated_bytes + 5 * MiB, by_category=end.by_category | {Category.GRADIENT: 9 * MiB})
+    made = traced_report(as_measured(predicted.step, end=more))
+    (line,) = [line for line in made.lines() if "The prediction is off" in line]
+    assert line.startswith("The prediction is off: allocated at the end of backward, predicted 16.02 MiB, measured 21.02 MiB")
+    assert line.endswith("; 5.00 MiB of the difference are gradients.")
+
+
+def test_a_difference_of_a_peak_names_what_differs_at_the_phases_boundary_if_something_does():
+    predicted = traced(16)
+    window = predicted.phases[Phase.BACKWARD]
+    more = replace(
+        window.start,
+        allocated_bytes=window.start.allocated_bytes + 5 * MiB,
+        by_category=window.start.by_category | {Category.INPUT: 6 * MiB},
+    )
+    found = differences(predicted.step, as_measured(predicted.step, start=more, peak_allocated_bytes=window.peak_allocated_bytes + 5 * MiB))
+    assert [difference.carrier[0] for difference in found] == ["input", "input"]
+
+
+def test_a_difference_of_the_reserved_peak_says_whether_more_is_allocated():
+    predicted = traced(16).step
+    more = {"peak_reserved_bytes": predicted.peak_reserved_bytes + 20 * MiB}
+    (difference,) = differences(predicted, as_measured(predicted, **more))
+    assert difference.carrier == ("reserved but unallocated memory", 20 * MiB)
+    more["peak_allocated_bytes"] = predicted.peak_allocated_bytes + 18 * MiB
+    of_peak, of_reserved = differences(predicted, as_measured(predicted, **more))
+    assert of_reserved.carrier == ("allocated memory", 18 * MiB)
+    assert of_peak.carrier[1] == 18 * MiB
+
+
+def test_on_a_cpu_the_boundaries_are_compared_and_peaks_are_not():
+    predicted = traced(16, device="cpu").step
+    peak = predicted.phases[Phase.BACKWARD].peak_allocated_bytes
+    assert differences(predicted, as_measured(predicted, peak_allocated_bytes=peak + 5 * MiB)) == ()
+    end = predicted.phases[Phase.BACKWARD].end
+    (difference,) = differences(predicted, as_measured(predicted, end=replace(end, allocated_bytes=end.allocated_bytes + 5 * MiB)))
+    assert difference.carrier == ("activations and other", 5 * MiB)
+
+
+def test_reserved_memory_may_differ_by_two_percent():
+    predicted = traced(16)
+    for reserved, number in ((58 * MiB, 0), (59 * MiB, 0), (62 * MiB, 1)):
+        windows = tuple(replace(window, peak_reserved_bytes=reserved) for window in predicted.step.windows)
+        assert len(differences(predicted.step, replace(predicted.step, windows=windows))) == number
+
+
+def test_a_warm_up_step_or_another_batch_size_is_not_compared():
+    predicted = traced(16)
+    assert not any("is off" in line for line in traced_report(as_measured(predicted.warm_up)).lines())
+    assert not any("is off" in line for line in traced_report(traced(20).step).lines())
+
+
+def test_scalars_of_a_traced_prediction_are_at_most_15_and_have_its_reserved_peak():
+    from memcallback.tensorboard import scalars
+
+    predicted = traced(16)
+    device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=58 * MiB)
+    points = scalars(as_measured(predicted.step), predicted.step, device)
+    assert points["memory/predicted/peak_reserved_gib"] == round(58 * MiB / GiB, 5)
+    assert not any("low" in tag for tag in points)
+    assert len(points) == 13
+    assert len(scalars(measured(), report().prediction.step, device)) <= 15
+
+
+def test_the_pictures_of_a_traced_prediction_are_drawn():
+    from memcallback.figures import batch_size_curve, step_by_category
+
+    predicted = traced(16)
+    advice = suggest(measured=None, predicted=predicted, capacity_bytes=predicted.capacity_bytes)
+    for picture in (batch_size_curve(advice, predicted), step_by_category(as_measured(predicted.step), predicted)):
+        assert picture.ndim == 3
+        assert picture.std() > 0

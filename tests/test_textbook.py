@@ -5,10 +5,10 @@ import torch
 import zoo
 from torch import nn
 
-import memcallback as mc
 from memcallback import MemoryRecorder, Phase, PredictionError, TrainingStep
 from memcallback.events import Category
 from memcallback.stats import error_pct
+from memcallback.textbook import predict
 from memcallback.units import GiB
 
 
@@ -23,7 +23,7 @@ def chain():
 
 
 def test_memory_per_sample_is_every_layers_output_twice_and_the_input_once(chain):
-    prediction = mc.predict(step_of(chain, torch.ones(16, 50)))
+    prediction = predict(step_of(chain, torch.ones(16, 50)))
     assert prediction.batch_size == 16
     outputs = (70 + 30 + 10) * 4
     assert prediction.outputs.per_sample_bytes == outputs
@@ -34,8 +34,8 @@ def test_memory_per_sample_is_every_layers_output_twice_and_the_input_once(chain
 
 
 def test_the_law_at_another_batch_size_is_the_prediction_made_there(chain):
-    from_16 = mc.predict(step_of(chain, torch.ones(16, 50))).at(100)
-    at_100 = mc.predict(step_of(chain, torch.ones(100, 50)))
+    from_16 = predict(step_of(chain, torch.ones(16, 50))).at(100)
+    at_100 = predict(step_of(chain, torch.ones(100, 50)))
     assert from_16 == at_100
 
 
@@ -48,7 +48,7 @@ def test_the_law_at_another_batch_size_is_the_prediction_made_there(chain):
     ],
 )
 def test_the_optimizers_multiples_of_the_parameter_memory(chain, make, multiple):
-    prediction = mc.predict(step_of(chain, torch.ones(16, 50), optimizer=make))
+    prediction = predict(step_of(chain, torch.ones(16, 50), optimizer=make))
     parameters = sum(p.numel() for p in chain.parameters()) * 4
     counters = 6 * 4 if multiple == 4 else 0
     assert prediction.model_bytes == multiple * parameters + counters
@@ -56,14 +56,14 @@ def test_the_optimizers_multiples_of_the_parameter_memory(chain, make, multiple)
 
 def test_frozen_parameters_have_neither_gradient_nor_state(chain):
     chain[0].requires_grad_(False)
-    prediction = mc.predict(step_of(chain, torch.ones(16, 50), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))
+    prediction = predict(step_of(chain, torch.ones(16, 50), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))
     trained = sum(p.numel() for p in chain.parameters() if p.requires_grad) * 4
     assert prediction.held[Category.GRADIENT] == prediction.held[Category.OPTIMIZER_STATE] == trained
 
 
 def test_mixed_precision_halves_the_outputs_and_adds_half_copies_of_the_weights(chain):
-    full = mc.predict(step_of(chain, torch.ones(16, 50)))
-    mixed = mc.predict(step_of(chain, torch.ones(16, 50), precision="bf16-mixed"))
+    full = predict(step_of(chain, torch.ones(16, 50)))
+    mixed = predict(step_of(chain, torch.ones(16, 50), precision="bf16-mixed"))
     assert 2 * mixed.outputs.per_sample_bytes == full.outputs.per_sample_bytes
     weights = sum(p.numel() for p in chain.parameters())
     # The first layer's weight is not needed for a gradient, and no bias is.
@@ -76,14 +76,14 @@ def test_an_optimizer_with_state_is_counted_by_its_own_state(chain):
     chain(torch.ones(16, 50)).sum().backward()
     optimizer.step()
     parameters = sum(p.numel() for p in chain.parameters()) * 4
-    assert mc.predict(step_of(chain, torch.ones(16, 50), optimizer=optimizer)).held[Category.OPTIMIZER_STATE] == 3 * parameters + 6 * 4
+    assert predict(step_of(chain, torch.ones(16, 50), optimizer=optimizer)).held[Category.OPTIMIZER_STATE] == 3 * parameters + 6 * 4
 
 
 def test_predicting_changes_nothing(chain):
     optimizer = torch.optim.Adam(chain.parameters())
     before = {name: value.clone() for name, value in chain.state_dict().items()}
     state = torch.get_rng_state()
-    mc.predict(step_of(nn.Sequential(chain, nn.Dropout()), torch.ones(16, 50), optimizer=optimizer))
+    predict(step_of(nn.Sequential(chain, nn.Dropout()), torch.ones(16, 50), optimizer=optimizer))
     assert all(torch.equal(value, chain.state_dict()[name]) for name, value in before.items())
     assert all(parameter.grad is None for parameter in chain.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -93,7 +93,7 @@ def test_predicting_changes_nothing(chain):
 def test_a_model_far_too_large_for_this_machine_is_predicted():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(65536, 65536, bias=False) for _ in range(16)))
-    prediction = mc.predict(step_of(model, torch.empty(8, 65536, device="meta"), optimizer=torch.optim.Adam), device="80GiB")
+    prediction = predict(step_of(model, torch.empty(8, 65536, device="meta"), optimizer=torch.optim.Adam), device="80GiB")
     assert prediction.held[Category.PARAMETER] == 16 * 65536**2 * 4 == 256 * GiB
     assert prediction.fits is False
     assert sum(prediction.by_category.values()) == prediction.peak_allocated_bytes
@@ -135,7 +135,7 @@ def test_what_is_held_is_exact_and_the_peaks_lie_in_the_band(case):
     torch.manual_seed(0)
     model, batch = make(), make_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    predicted = mc.predict(step_of(model, batch, loss=lambda m, b: m(b).square().mean(), optimizer=optimizer))
+    predicted = predict(step_of(model, batch, loss=lambda m, b: m(b).square().mean(), optimizer=optimizer))
     measured = measured_step(model, batch, lambda m, b: m(b).square().mean(), optimizer)
     for boundary in ("start", "end"):
         ours, theirs = (getattr(phases[Phase.BACKWARD], boundary).by_category for phases in (predicted.phases, measured.phases))
@@ -149,7 +149,7 @@ def test_what_is_held_is_exact_and_the_peaks_lie_in_the_band(case):
 
 def test_a_step_without_batch_size_is_refused_with_the_way_out():
     with pytest.raises(PredictionError, match=r"batch size cannot be inferred.*batch_size=32 to TrainingStep or MemoryCallback"):
-        mc.predict(step_of(nn.Linear(3, 3), {"scale": torch.tensor(1.0)}))
+        predict(step_of(nn.Linear(3, 3), {"scale": torch.tensor(1.0)}))
 
 
 def test_a_model_that_reads_values_is_refused_by_operator():
@@ -158,7 +158,7 @@ def test_a_model_that_reads_values_is_refused_by_operator():
             return x * x.sum().item()
 
     with pytest.raises(PredictionError, match=r"could not be followed on shapes alone.*_local_scalar_dense"):
-        mc.predict(step_of(Reads(), torch.ones(4, 3)))
+        predict(step_of(Reads(), torch.ones(4, 3)))
 
 
 def test_a_loss_that_reads_values_leaves_the_model_to_be_followed(chain):
@@ -166,7 +166,7 @@ def test_a_loss_that_reads_values_leaves_the_model_to_be_followed(chain):
         output = model(batch).sum()
         return output * output.item()
 
-    prediction = mc.predict(step_of(chain, torch.ones(16, 50), loss=loss))
+    prediction = predict(step_of(chain, torch.ones(16, 50), loss=loss))
     assert any("the model's forward was, so its loss is left out" in caveat for caveat in prediction.caveats)
     assert prediction.outputs.per_sample_bytes == (70 + 30 + 10) * 4
 
@@ -180,30 +180,21 @@ def test_a_batch_that_cannot_be_resized_is_taken_to_be_proportional():
         def forward(self, x):
             return self.layer(x.view(16, 10))
 
-    prediction = mc.predict(step_of(FixedTo16(), torch.ones(16, 10)))
+    prediction = predict(step_of(FixedTo16(), torch.ones(16, 10)))
     assert any("could not be followed at batch size 17" in caveat for caveat in prediction.caveats)
     assert prediction.outputs.at(16) >= 16 * 10 * 4
 
 
 def test_a_compiled_model_is_followed_as_it_would_run_without_compilation(chain):
-    prediction = mc.predict(step_of(torch.compile(chain, backend="eager"), torch.ones(16, 50)))
+    prediction = predict(step_of(torch.compile(chain, backend="eager"), torch.ones(16, 50)))
     assert any("compiled module" in caveat for caveat in prediction.caveats)
     assert prediction.outputs.per_sample_bytes == (70 + 30 + 10) * 4
-
-
-def test_a_suggestion_before_training_stays_within_the_capacity(chain):
-    step = step_of(chain, torch.ones(16, 50), optimizer=torch.optim.Adam)
-    advice = mc.suggest_batch_size(step, device="1GiB", headroom=0.1)
-    prediction = mc.predict(step)
-    assert not advice.is_measured
-    assert prediction.at(advice.batch_size).peak_allocated_bytes <= 0.9 * GiB
-    assert prediction.at(advice.batch_size + 1).peak_allocated_bytes > 0.9 * GiB
 
 
 def test_vgg16_takes_its_parameters_four_times_and_its_outputs_twice():
     with torch.device("meta"):
         model = zoo.vgg16()
-    prediction = mc.predict(step_of(model, torch.empty(2, 3, 224, 224, device="meta"), optimizer=torch.optim.Adam))
+    prediction = predict(step_of(model, torch.empty(2, 3, 224, 224, device="meta"), optimizer=torch.optim.Adam))
     parameters = 138_357_544 * 4
     assert prediction.held[Category.PARAMETER] == parameters
     assert prediction.model_bytes >= 4 * parameters

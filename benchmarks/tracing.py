@@ -1,0 +1,458 @@
+"""What a trace costs and how near it comes: ours, a bare fake run and torch's MemTracker on the same steps, side by side.
+
+    python benchmarks/tracing.py
+
+Needs no GPU. In each round every way takes two training steps (forward, backward, foreach optimizer) in a process of its own,
+twice: the first time fills PyTorch's caches of fake operators, the second finds them full. Each makes its own copies of the
+model on fake tensors, which is in its time. Quotients are of the processor's times in one round, and given with the least and
+the largest: one thread works at a time, so this is how long it takes where nothing else runs.
+
+The peaks are set against those that the accuracy proof measured (`benchmarks/results/accuracy`). MemTracker is told of the
+model, the optimizer and the batch before the first step.
+
+Then a Llama-like model of 7 billion parameters, made on the meta device, is predicted in a process of its own, which begins
+with importing PyTorch and is measured as a whole.
+
+The result goes to `benchmarks/results/tracing/<machine>-<date>/` as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import re
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+BEGAN = time.perf_counter()
+
+import torch  # noqa: E402  (its import is part of what the large model takes)
+from accuracy import in_a_process_of_its_own, read_json, training_step  # noqa: E402
+from accuracy_configs import CONFIGS, Config, Parts  # noqa: E402
+from machine import processor, today  # noqa: E402
+from models.transformers import Llama  # noqa: E402
+from models.workloads import next_token, token_sequences  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
+
+from memcallback import TrainingStep, __version__, format_bytes  # noqa: E402
+from memcallback.devices import DeviceSpec, find_device  # noqa: E402
+from memcallback.fakes import fake_copy  # noqa: E402
+from memcallback.tracer import trace  # noqa: E402
+from memcallback.tracing import predict  # noqa: E402
+
+DEVICE = "NVIDIA H200"
+MEASURED = Path(__file__).parent / "results" / "accuracy" / "nvidia-h200-virtual.json.gz"
+NUM_STEPS = 2
+BARE, OURS, THEIRS = "bare fake run", "memcallback", "MemTracker"
+GPT2_8 = "gpt2-adamw-32-true, batch 8 x 512"
+#: What is asked of the figures.
+MOST_OVER_BARE = 1.5
+LEAST_BELOW_THEIRS = 5.0
+MOST_SECONDS, MOST_RESIDENT_BYTES = 30.0, 2 << 30
+NOT_REPORTED = (
+    "Fake tensors of a CUDA device under MemTracker: a machine without a GPU cannot make them. It sees the steps as a CPU runs them.",
+    "Reserved memory and workspaces by MemTracker: it has neither.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is traced.
+
+    Attributes:
+        name: Its name.
+        config: A configuration of the accuracy proof.
+        truth_bytes: The largest allocated figure of its training on the device; None if it was not measured.
+    """
+
+    name: str
+    config: Config
+    truth_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Figures of several rounds."""
+
+    median: float
+    least: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Their median, the least and the largest of them."""
+        return cls(median=statistics.median(values), least=min(values), largest=max(values))
+
+    def text(self) -> str:
+        """In words."""
+        return f"{self.median:.2f} ({self.least:.2f} to {self.largest:.2f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case, with empty or with full caches.
+
+    Attributes:
+        case: Its name.
+        caches: `empty` or `full`.
+        wall_seconds: For each way, the time of both steps.
+        cpu_seconds: The processor's.
+        over_bare: Our time over that of a bare fake run.
+        theirs_over_ours: MemTracker's time over ours.
+    """
+
+    case: str
+    caches: str
+    wall_seconds: dict[str, Spread]
+    cpu_seconds: dict[str, Spread]
+    over_bare: Spread
+    theirs_over_ours: Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The largest figure of one case.
+
+    Attributes:
+        case: Its name.
+        truth_bytes: Measured, allocated; None if it was not.
+        ours_bytes: Predicted.
+        theirs_bytes: MemTracker's.
+    """
+
+    case: str
+    truth_bytes: int | None
+    ours_bytes: int
+    theirs_bytes: int
+
+    def error_pct(self, found_bytes: int) -> float | None:
+        """How far a figure is from the truth."""
+        return None if self.truth_bytes is None else 100 * (found_bytes / self.truth_bytes - 1)
+
+    @property
+    def is_ours_closer(self) -> bool:
+        """Whether ours is as near to the truth as theirs, or nearer; also if there is none."""
+        truth = self.truth_bytes
+        return truth is None or abs(self.ours_bytes - truth) <= abs(self.theirs_bytes - truth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large:
+    """The prediction of the large model, and the process that made it.
+
+    Attributes:
+        num_parameters: Of the model.
+        import_seconds: Importing PyTorch and the package.
+        predict_seconds: All traces and their replay.
+        process_seconds: The whole: importing, making the model, predicting.
+        resident_bytes: The largest resident size of the process.
+        peak_allocated_bytes: What was predicted.
+        num_events: Of the trace.
+    """
+
+    num_parameters: int
+    import_seconds: float
+    predict_seconds: float
+    process_seconds: float
+    resident_bytes: int
+    peak_allocated_bytes: int
+    num_events: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """What is asked, and what was found."""
+
+    asked: str
+    found: str
+    is_met: bool
+
+
+def cases() -> list[Case]:
+    """The configurations, and GPT-2 with the batch that the issue names."""
+    measured = read_json(MEASURED)["configs"]
+    names = ("gpt2-adamw-32-true", "gpt2-adamw-bf16-mixed", "resnet50-momentum-32-true", "llama-adamw-bf16-true")
+    configs = {config.name: config for config in CONFIGS if config.name in names}
+    found = [Case(name=name, config=configs[name], truth_bytes=_largest(measured[name]["windows"])) for name in names]
+    workload = configs[names[0]].workload
+    larger = replace(configs[names[0]], workload=replace(workload, batch=token_sequences(8, 512, vocabulary=50257)))
+    return [Case(name=GPT2_8, config=larger, truth_bytes=None), *found]
+
+
+def _largest(windows: list[list[list[dict[str, Any]]]]) -> int:
+    """The peak of the first and of the steady update."""
+    return max(int(phase["peak_allocated_bytes"]) for window in (windows[0], windows[-1]) for step in window for phase in step)
+
+
+# The three ways.
+
+
+def fake_run(config: Config, parts: Parts, tracker: MemTracker | None) -> int:
+    """Two steps on fake tensors; the peak that a tracker saw, 0 without one."""
+    mode = FakeTensorMode()
+    model, batch = fake_copy((parts.model, parts.batch), mode)
+    (make_optimizer,), (loss_function,) = parts.optimizers, parts.losses
+    with mode:
+        optimizer = make_optimizer(model)
+        for group in optimizer.param_groups:
+            group["foreach"] = True
+        if tracker:
+            tracker.track_external(model, optimizer, *batch.values())
+        with tracker or contextlib.nullcontext():
+            for _ in range(NUM_STEPS):
+                optimizer.zero_grad(set_to_none=True)
+                with torch.autocast("cpu", config.autocast_dtype) if config.autocast_dtype else contextlib.nullcontext():
+                    loss = loss_function(model, batch)
+                loss.backward()
+                optimizer.step()
+                del loss
+                if tracker:
+                    tracker.reset_mod_stats()
+    return 0 if tracker is None else sum(int(by_kind["Total"]) for by_kind in tracker.get_tracker_snapshot("peak").values())
+
+
+def our_trace(config: Config, parts: Parts) -> None:
+    """Two steps by our tracer, for the card."""
+    spec = find_device(DEVICE)
+    assert isinstance(spec, DeviceSpec)
+    trace(training_step(config, parts), spec, num_windows=NUM_STEPS)
+
+
+WAYS: dict[str, Callable[[Config, Parts], object]] = {
+    BARE: lambda config, parts: fake_run(config, parts, None),
+    OURS: our_trace,
+    THEIRS: lambda config, parts: fake_run(config, parts, MemTracker()),
+}
+
+
+def seconds(config: Config, way: str) -> list[tuple[float, float]]:
+    """The time of a way in this process, on the wall and of the processor: with empty caches, and with full ones."""
+    warnings.simplefilter("ignore")
+    parts = config.make(initialise=False)
+    times = []
+    for _ in range(2):
+        gc.collect()
+        wall, cpu = time.perf_counter(), time.process_time()
+        WAYS[way](config, parts)
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times
+
+
+def peaks(case: Case) -> dict[str, Any]:
+    """The peaks by the prediction and by MemTracker, in this process."""
+    warnings.simplefilter("ignore")
+    parts = case.config.make(initialise=False)
+    prediction = predict(training_step(case.config, parts), device=DEVICE)
+    ours = max(step.peak_allocated_bytes or 0 for step in prediction.steps)
+    theirs = fake_run(case.config, parts, MemTracker())
+    return asdict(Peaks(case=case.name, truth_bytes=case.truth_bytes, ours_bytes=ours, theirs_bytes=theirs))
+
+
+def measure(case: Case, num_rounds: int) -> list[Row]:
+    """All ways in turn, each round beginning with another one."""
+    times: dict[str, list[list[tuple[float, float]]]] = {way: [] for way in WAYS}
+    ways = list(WAYS)
+    for number in range(num_rounds):
+        first = number % len(ways)
+        for way in ways[first:] + ways[:first]:
+            times[way].append(in_a_process_of_its_own(partial(seconds, case.config, way)))
+        print(f"{case.name}: round {number + 1} of {num_rounds}", file=sys.stderr)
+    rows = []
+    for index, caches in enumerate(("empty", "full")):
+        wall, cpu = ({way: [of_round[index][clock] for of_round in times[way]] for way in ways} for clock in (0, 1))
+        rows.append(
+            Row(
+                case=case.name,
+                caches=caches,
+                wall_seconds={way: Spread.of(values) for way, values in wall.items()},
+                cpu_seconds={way: Spread.of(values) for way, values in cpu.items()},
+                over_bare=Spread.of([ours / bare for ours, bare in zip(cpu[OURS], cpu[BARE], strict=True)]),
+                theirs_over_ours=Spread.of([theirs / ours for theirs, ours in zip(cpu[THEIRS], cpu[OURS], strict=True)]),
+            )
+        )
+    return rows
+
+
+# The large model.
+
+
+def predict_large() -> Large:
+    """Predict the model of 7 billion parameters, in this process."""
+    imported = time.perf_counter()
+    warnings.simplefilter("ignore")
+    length = 2048
+    with torch.device("meta"):
+        model = Llama(width=4096, depth=32, num_heads=32, num_kv_heads=32, hidden=11008, vocabulary=32000, length=length).to(torch.bfloat16)
+        batch = {"tokens": torch.empty((1, length + 1), dtype=torch.int64)}
+    step = TrainingStep(model, batch, loss=next_token, optimizer=torch.optim.AdamW, precision="bf16-true")
+    made = time.perf_counter()
+    prediction = predict(step, device=DEVICE)
+    peak_allocated_bytes = prediction.peak_allocated_bytes
+    predicted = time.perf_counter()
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return Large(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        import_seconds=imported - BEGAN,
+        predict_seconds=predicted - made,
+        process_seconds=predicted - BEGAN,
+        resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes,
+        peak_allocated_bytes=peak_allocated_bytes,
+        num_events=len(prediction.trace.traced.trace.events),
+    )
+
+
+def large() -> Large:
+    """The same in a process of its own."""
+    answer = subprocess.run([sys.executable, __file__, "--only-large"], check=True, capture_output=True, text=True)
+    return Large(**json.loads(answer.stdout))
+
+
+# What comes out.
+
+
+def judged(rows: Sequence[Row], found: Sequence[Peaks], seven_billion: Large) -> list[Criterion]:
+    """What the issue asks, against the figures. Medians are judged, with full caches unless it says otherwise."""
+    full = [row for row in rows if row.caches == "full"]
+    gpt2 = next(row for row in full if row.case == GPT2_8)
+    slowest = min(full, key=lambda row: row.theirs_over_ours.median)
+    farther = [row.case for row in found if not row.is_ours_closer]
+    return [
+        Criterion(
+            asked=f"GPT-2 small, 8 x 512, AdamW: at least {LEAST_BELOW_THEIRS:g} times as fast as MemTracker",
+            found=f"{gpt2.theirs_over_ours.text()} times; of all cases the least is {slowest.theirs_over_ours.text()}, {slowest.case}",
+            is_met=gpt2.theirs_over_ours.median >= LEAST_BELOW_THEIRS,
+        ),
+        Criterion(
+            asked="MemTracker's peak is no closer than ours to the truth",
+            found=f"closer in {', '.join(farther)}" if farther else "in none of the cases",
+            is_met=not farther,
+        ),
+        Criterion(
+            asked=f"GPT-2 small, 8 x 512, AdamW: at most {MOST_OVER_BARE:g} times a bare fake run",
+            found=f"{gpt2.over_bare.text()} times",
+            is_met=gpt2.over_bare.median <= MOST_OVER_BARE,
+        ),
+        Criterion(
+            asked=f"7 billion parameters: under {MOST_SECONDS:g} s",
+            found=f"{seven_billion.predict_seconds:.1f} s, with importing and making the model {seven_billion.process_seconds:.1f} s",
+            is_met=seven_billion.process_seconds < MOST_SECONDS,
+        ),
+        Criterion(
+            asked=f"7 billion parameters: under {format_bytes(MOST_RESIDENT_BYTES)} of resident memory",
+            found=format_bytes(seven_billion.resident_bytes),
+            is_met=seven_billion.resident_bytes < MOST_RESIDENT_BYTES,
+        ),
+    ]
+
+
+def environment() -> dict[str, str]:
+    """What the figures hold for."""
+    return {
+        "processor": processor(),
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "memcallback": __version__,
+        "date": today(),
+        "command": shlex.join(["python", "benchmarks/tracing.py", *sys.argv[1:]]),
+    }
+
+
+def to_markdown(
+    about: dict[str, str], num_rounds: int, criteria: Sequence[Criterion], rows: Sequence[Row], found: Sequence[Peaks], seven_billion: Large
+) -> str:
+    """The page beside the JSON file."""
+    lines = ["# What a trace costs, and how near it comes", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines += ["| asked | found | met |", "|:---|:---|:---|"]
+    lines += [f"| {one.asked} | {one.found} | {'yes' if one.is_met else '**no**'} |" for one in criteria]
+    lines += ["", f"## Time of {NUM_STEPS} steps", ""]
+    lines += [
+        f"Median of {num_rounds} rounds, seconds of the processor; quotients with the least and the largest of the rounds. Caches are PyTorch's own of fake operators.",
+        "",
+    ]
+    lines += [
+        f"| case | caches | {BARE} | {OURS} | {THEIRS} | {OURS} / {BARE} | {THEIRS} / {OURS} |",
+        "|:---|:---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        times = " | ".join(f"{row.cpu_seconds[way].median:.2f}" for way in WAYS)
+        lines.append(f"| {row.case} | {row.caches} | {times} | {row.over_bare.text()} | {row.theirs_over_ours.text()} |")
+    lines += ["", "## Peaks", "", f"| case | measured | {OURS} | error, % | {THEIRS} | error, % |", "|:---|---:|---:|---:|---:|---:|"]
+    for peak in found:
+        truth = "" if peak.truth_bytes is None else format_bytes(peak.truth_bytes)
+        figures = " | ".join(f"{format_bytes(size)} | {_signed(peak.error_pct(size))}" for size in (peak.ours_bytes, peak.theirs_bytes))
+        lines.append(f"| {peak.case} | {truth} | {figures} |")
+    lines += ["", "## Llama-like, 7 billion parameters, meta device, batch 1 x 2048, bf16, AdamW", ""]
+    lines += [
+        f"{seven_billion.num_parameters:,} parameters, {seven_billion.num_events:,} events, predicted for {DEVICE}: peak allocated "
+        f"{format_bytes(seven_billion.peak_allocated_bytes)}. Importing {seven_billion.import_seconds:.1f} s, predicting "
+        f"{seven_billion.predict_seconds:.1f} s, the whole process {seven_billion.process_seconds:.1f} s, its largest resident size "
+        f"{format_bytes(seven_billion.resident_bytes)}.",
+        "",
+        "Not reported:",
+        "",
+        *(f"- {text}" for text in NOT_REPORTED),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _signed(error_pct: float | None) -> str:
+    return "" if error_pct is None else f"{error_pct:+.2f}"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Measure what a trace costs.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-large", action="store_true", help="predict the large model in this process and print the figures as JSON")
+    parser.add_argument("--out", type=Path, help="the folder for tracing.json and tracing.md")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure and write the results; 1 if something is not met."""
+    options = arguments()
+    if options.only_large:
+        print(json.dumps(asdict(predict_large())))
+        return 0
+    warnings.simplefilter("ignore")
+    chosen = cases()
+    rows = [row for case in chosen for row in measure(case, options.rounds)]
+    found = [Peaks(**in_a_process_of_its_own(partial(peaks, case))) for case in chosen]
+    seven_billion = large()
+    criteria = judged(rows, found, seven_billion)
+    about = environment()
+    machine = re.sub(r"\W+", "-", f"cpu torch {torch.__version__}")
+    out = options.out or Path(__file__).parent / "results" / "tracing" / f"{machine}-{about['date']}"
+    out.mkdir(parents=True, exist_ok=True)
+    results = {
+        "environment": about,
+        "rounds": options.rounds,
+        "criteria": [asdict(one) for one in criteria],
+        "rows": [asdict(row) for row in rows],
+        "peaks": [asdict(one) for one in found],
+        "large": asdict(seven_billion),
+        "not_reported": NOT_REPORTED,
+    }
+    (out / "tracing.json").write_text(json.dumps(results, indent=2) + "\n")
+    text = to_markdown(about, options.rounds, criteria, rows, found, seven_billion)
+    (out / "tracing.md").write_text(text)
+    print(text)
+    return 0 if all(one.is_met for one in criteria) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

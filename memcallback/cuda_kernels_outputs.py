@@ -1,0 +1,158 @@
+"""Where an operator's outputs on CUDA are not those of a CPU's fake kernel: other dtypes, shapes, strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memcallback.cuda_kernels_plan import is_low, round_up
+
+#: From arguments in the order of the schema and the result to a better result; None where it is right.
+Correction = Callable[[Sequence[Any], Any], Any]
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else tensor.new_empty(tensor.shape)
+
+
+def _layer_norm(args: Sequence[Any], result: Any) -> Any:
+    """Statistics in the accumulation type, output contiguous (layer_norm_cuda, layer_norm_kernel.cu)."""
+    y, *stats = result
+    if not is_low(y.dtype) and y.is_contiguous():
+        return None
+    return (_contiguous(y), *(s.new_empty(s.shape, dtype=torch.float32) if is_low(s.dtype) else s for s in stats))
+
+
+def _layer_norm_backward(args: Sequence[Any], result: Any) -> Any:
+    """Gradient of the input contiguous (layer_norm_backward_cuda)."""
+    if result[0] is None or result[0].is_contiguous():
+        return None
+    return (_contiguous(result[0]), *result[1:])
+
+
+def _batch_norm(args: Sequence[Any], result: Any) -> Any:
+    """Saved statistics in the accumulation type, and there in evaluation too (batch_norm_cuda, Normalization.cu)."""
+    y, mean, invstd, *rest = result
+    channels = y.shape[1]
+    dtype = torch.float32 if is_low(y.dtype) else y.dtype
+    if mean.dtype == dtype and mean.shape == (channels,):
+        return None
+    return (y, mean.new_empty(channels, dtype=dtype), invstd.new_empty(channels, dtype=dtype), *rest)
+
+
+def _batch_norm_backward(args: Sequence[Any], result: Any) -> Any:
+    """No gradient where none is asked for; that of the input contiguous in evaluation (batch_norm_backward_cuda, Normalization.cu)."""
+    first, *rest = (g if wanted else None for g, wanted in zip(result, args[9], strict=True))
+    if not args[7] and first is not None:
+        first = _contiguous(first)
+    return first, *rest
+
+
+def _embedding_bag(args: Sequence[Any], result: Any) -> Any:
+    """Bag sizes as long as the offsets; no largest indices but for the mode max (_embedding_bag_cuda, EmbeddingBag.cu)."""
+    output, offset2bag, bag_size, largest = result
+    offsets, mode = args[2], args[4]
+    if mode == 2:
+        return None
+    return output, offset2bag.new_empty(args[1].shape), bag_size.new_empty(offsets.shape), largest.new_empty(0)
+
+
+def _efficient_attention(args: Sequence[Any], result: Any) -> Any:
+    """Seed and offset of the generator are on the host (attention.cu): here empty, since every fake stands for a CUDA tensor."""
+    output, logsumexp, seed, offset, *rest = result
+    return (output, logsumexp, seed.new_empty(0), offset.new_empty(0), *rest)
+
+
+def _efficient_attention_backward(args: Sequence[Any], result: Any) -> Any:
+    """The gradient of the bias: rows of a multiple of 16 in its storage (attention_backward.cu), which a fake mode's cache forgets."""
+    *grads, bias = result
+    if bias is None or bias.shape[-1] % 16 == 0:
+        return None
+    whole = bias.new_empty((*bias.shape[:-1], round_up(bias.shape[-1], 16)))
+    return (*grads, whole[..., : bias.shape[-1]])
+
+
+def _contiguous_first(args: Sequence[Any], result: Any) -> Any:
+    """The first output contiguous whatever the input."""
+    if isinstance(result, torch.Tensor):
+        return None if result.is_contiguous() else _contiguous(result)
+    return None if result[0] is None or result[0].is_contiguous() else (_contiguous(result[0]), *result[1:])
+
+
+def _whole_storage(args: Sequence[Any], result: Any) -> Any:
+    """A loss that stays in the storage in which every element's loss was (Loss.cu, Loss.cpp)."""
+    if result.ndim or args[0].numel() <= 1:
+        return None
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return result.new_empty(shape).as_strided((), ())
+
+
+def _not_asked_for(args: Sequence[Any], result: Any) -> Any:
+    """`log_sigmoid` keeps no buffer on CUDA (Activation.cpp)."""
+    return result[0], result[1].new_empty(0)
+
+
+def _as_grad(args: Sequence[Any], result: Any) -> Any:
+    """The layout of the first argument, that of grad (TensorIterator, which orders by its first operand)."""
+    grad = args[0]
+    if grad.shape != result.shape or grad.stride() == result.stride() or 0 in grad.stride():
+        return None
+    return torch.empty_like(grad, dtype=result.dtype)
+
+
+def _power(args: Sequence[Any], result: Any) -> Any:
+    """A number to the power of a tensor is contiguous (Pow.cpp)."""
+    return None if isinstance(args[0], torch.Tensor) or 0 in args[1].stride() else _contiguous_first(args, result)
+
+
+def _dropout(args: Sequence[Any], result: Any) -> Any:
+    """A copy of the input where nothing is dropped (native_dropout_cuda, Dropout.cu)."""
+    x, p, train = args
+    return None if train is not False and p else (torch.empty_like(x), result[1])
+
+
+def _weight_norm(args: Sequence[Any], result: Any) -> Any:
+    """Norms in float32 for half types (WeightNorm.cu)."""
+    w, norms = result
+    return (w, norms.new_empty(norms.shape, dtype=torch.float32)) if is_low(norms.dtype) else None
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "_batch_norm_with_update": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "native_group_norm_backward": _contiguous_first,
+    "_scaled_dot_product_efficient_attention": _efficient_attention,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
+    "_efficient_attention_forward": _efficient_attention,
+    "binary_cross_entropy": _whole_storage,
+    "soft_margin_loss": _whole_storage,
+    "mse_loss": _whole_storage,
+    "smooth_l1_loss": _whole_storage,
+    # `zeros_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT in Loss.cpp.
+    "mse_loss_backward": _contiguous_first,
+    "smooth_l1_loss_backward": _contiguous_first,
+    "huber_loss_backward": _contiguous_first,
+    "log_sigmoid_forward": _not_asked_for,
+    "elu_backward": _as_grad,
+    "hardsigmoid_backward": _as_grad,
+    "hardswish_backward": _as_grad,
+    "hardtanh_backward": _as_grad,
+    "softplus_backward": _as_grad,
+    "xlogy": _as_grad,
+    "pixel_shuffle": _contiguous_first,
+    "pixel_unshuffle": _contiguous_first,
+    "reflection_pad2d": _contiguous_first,
+    "replication_pad2d": _contiguous_first,
+    "_weight_norm_interface": _weight_norm,
+    "pow": _power,
+    "native_dropout": _dropout,
+    "_embedding_bag": _embedding_bag,
+    "_embedding_bag_forward_only": _embedding_bag,
+}

@@ -1,0 +1,86 @@
+"""What a CUDA operator takes from the allocator while it runs, as data: its outputs, its temporaries, its workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from memcallback.events import Category
+
+
+@dataclass(frozen=True)
+class Take:
+    """An operator takes memory for itself.
+
+    Attributes:
+        size_bytes: How much, at least 0.
+        category: `Category.TEMPORARY`, or `Category.WORKSPACE` for what a library asks for (cuDNN).
+    """
+
+    size_bytes: int
+    category: Category = Category.TEMPORARY
+
+
+@dataclass(frozen=True)
+class Give:
+    """An operator gives back what it took.
+
+    Attributes:
+        index: Which of its `Take`s, from 0.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Make:
+    """An operator allocates one of its outputs.
+
+    Attributes:
+        index: Which of the tensors that it returns, from 0, in the order in which it returns them.
+        size_bytes: Its storage, where that does not follow from its shape alone: of rows that are padded; else None.
+    """
+
+    index: int
+    size_bytes: int | None = None
+
+
+#: What an operator does, in order. Outputs that it does not name are made at its end, what it does not give back is given
+#: back then, in the order in which it was taken.
+Kernel = tuple[Take | Give | Make, ...]
+
+
+def completed(kernel: Kernel, num_outputs: int) -> tuple[Kernel, Kernel]:
+    """A kernel with what it does not name: the other outputs are made at its end, then the rest is given back.
+
+    Args:
+        kernel: What the operator does.
+        num_outputs: How many tensors it returns.
+
+    Returns:
+        All up to the last output, and what is given back after it.
+    """
+    made = {step.index for step in kernel if isinstance(step, Make)}
+    given = {step.index for step in kernel if isinstance(step, Give)}
+    num_taken = sum(isinstance(step, Take) for step in kernel)
+    rest = tuple(Make(index) for index in range(num_outputs) if index not in made)
+    return (*kernel, *rest), tuple(Give(index) for index in range(num_taken) if index not in given)
+
+
+@dataclass(frozen=True)
+class KernelRule:
+    """What an operator does, as a function of whole numbers that may depend on the batch size.
+
+    An operator's temporaries are no straight line over the batch size: a convolution's workspace is the answer of a heuristic, a
+    reduction takes another way above some size. Two traces tell each number as a + b * batch size, and the rule is asked again for
+    every batch size.
+
+    Attributes:
+        function: Called with the constants and the numbers as one argument each.
+        constants: What does not depend on the batch size.
+        numbers: What may: sizes and strides of tensors, numbers among the arguments.
+    """
+
+    function: Callable[..., Kernel]
+    constants: tuple[Hashable, ...]
+    numbers: tuple[int, ...]

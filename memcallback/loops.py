@@ -1,0 +1,231 @@
+"""The training loop of a `TrainingStep`, in the order in which the real one runs, on copies and with marks around its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from memcallback.events import Phase
+from memcallback.lightning_step import LightningLoop
+from memcallback.steps import TrainingStep
+
+
+class Marks(Protocol):
+    """Is told where steps and phases begin and end."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """A step is inside the context."""
+
+    def phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """A phase is inside the context."""
+
+    def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """An update was made."""
+
+
+@dataclass
+class Copies:
+    """What the loop runs on, none of it the user's.
+
+    Attributes:
+        model: The model.
+        optimizers: Its optimizers.
+        new_batch: Makes the next batch, as it comes to the device.
+        marks: Is told what goes on.
+        device_type: `cuda` or `cpu`: where autocast is.
+        scaler: Made at the first use of a half-precision loss scale, and kept.
+    """
+
+    model: Any
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    new_batch: Callable[[], Any]
+    marks: Marks
+    device_type: str
+    scaler: torch.amp.GradScaler | None = field(default=None)
+
+
+def run_window(step: TrainingStep, copies: Copies) -> None:
+    """Run the steps up to and including one optimizer update.
+
+    Args:
+        step: What a step is.
+        copies: What to run on.
+    """
+    if step.uses_grad_scaler and copies.scaler is None:
+        copies.scaler = torch.amp.GradScaler("cpu")
+    if step.lightning is not None and not copies.model.automatic_optimization:
+        _manual_step(step, copies, step.lightning)
+    elif len(copies.optimizers) == 1 and isinstance(copies.optimizers[0], torch.optim.LBFGS):
+        if step.accumulate > 1:
+            raise ValueError(
+                f"accumulate={step.accumulate} with LBFGS is not known: it runs the forward pass itself. Leave accumulate out."
+            )
+        _closure_step(step, copies)
+    elif len(step.losses) > 1:
+        _alternating_step(step, copies)
+    else:
+        for micro_step in range(step.accumulate):
+            _automatic_step(step, copies, is_first=micro_step == 0, is_last=micro_step == step.accumulate - 1)
+
+
+def _automatic_step(step: TrainingStep, copies: Copies, *, is_first: bool, is_last: bool) -> None:
+    """Forward, backward, and at the end of an accumulation window the update of all optimizers."""
+    with copies.marks.step():
+        batch = copies.new_batch()
+        if is_first and step.zero_grad_before_forward:
+            _zero_grad(copies)
+        loss = _forward(step, copies, batch, step.losses[0])
+        if is_first and not step.zero_grad_before_forward:
+            _zero_grad(copies)
+        _backward(copies, loss)
+        if is_last and copies.optimizers:
+            _update(step, copies, copies.optimizers)
+        del loss, batch
+
+
+def _alternating_step(step: TrainingStep, copies: Copies) -> None:
+    """Several losses, each with an optimizer of its own, one after the other (a GAN)."""
+    with copies.marks.step():
+        batch = copies.new_batch()
+        for loss_function, optimizer in zip(step.losses, copies.optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            loss = _forward(step, copies, batch, loss_function)
+            _backward(copies, loss)
+            _update(step, copies, (optimizer,))
+            del loss
+        del batch
+
+
+def _closure_step(step: TrainingStep, copies: Copies) -> None:
+    """An optimizer that runs the forward and backward passes itself, as often as it likes."""
+    with copies.marks.step():
+        _update_with_closure(step, copies, copies.new_batch())
+
+
+def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None:
+    (optimizer,) = copies.optimizers
+    update = _Interrupted(copies.marks)
+
+    def closure() -> Any:
+        with update.interrupted():
+            if step.zero_grad_before_forward:
+                _zero_grad(copies)
+            loss = _forward(step, copies, batch, step.losses[0])
+            if not step.zero_grad_before_forward:
+                _zero_grad(copies)
+            _backward(copies, loss)
+        return loss
+
+    with update:
+        optimizer.step(closure)
+        copies.marks.label_states((optimizer,))
+
+
+class _Interrupted:
+    """An optimizer phase with other phases inside: it is over before they begin, and begins anew after them."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._phase: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        self._end()
+        yield
+        self._start()
+
+    def _start(self) -> None:
+        self._phase = self._marks.phase(Phase.OPTIMIZER_STEP)
+        self._phase.__enter__()
+
+    def _end(self) -> None:
+        assert self._phase is not None
+        self._phase.__exit__(None, None, None)
+
+
+def _manual_step(step: TrainingStep, copies: Copies, lightning: LightningLoop) -> None:
+    """A LightningModule that calls `manual_backward` and its optimizers itself; forward is what lies between."""
+    marks, module = copies.marks, copies.model
+    forward = _Interrupted(_only_forward(marks))
+
+    def manual_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with forward.interrupted(), marks.phase(Phase.BACKWARD):
+            (copies.scaler.scale(loss) if copies.scaler else loss).backward(*args, **kwargs)
+
+    def update(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            closure()
+        with forward.interrupted():
+            _update(step, copies, (optimizer,))
+
+    with marks.step():
+        batch = copies.new_batch()
+        with lightning.manual(module, copies.optimizers, manual_backward, update), forward, _autocast(step, copies):
+            lightning.training_step(module, batch)
+        del batch
+
+
+def _only_forward(marks: Marks) -> Marks:
+    """Marks whose phase is always the forward pass."""
+
+    class _Forward:
+        def phase(self, phase: Phase) -> AbstractContextManager[None]:
+            return marks.phase(Phase.FORWARD)
+
+    return _Forward()  # type: ignore[return-value]
+
+
+def _forward(step: TrainingStep, copies: Copies, batch: Any, loss_function: Callable[[Any, Any], torch.Tensor | None]) -> Any:
+    with copies.marks.phase(Phase.FORWARD):
+        with _autocast(step, copies):
+            loss = loss_function(copies.model, batch)
+        if loss is None:
+            raise ValueError("the loss is None. Return the loss of a batch, a scalar tensor.")
+        return loss / step.accumulate if step.accumulate > 1 else loss
+
+
+def _backward(copies: Copies, loss: torch.Tensor) -> None:
+    with copies.marks.phase(Phase.BACKWARD):
+        (copies.scaler.scale(loss) if copies.scaler else loss).backward()
+
+
+def _update(step: TrainingStep, copies: Copies, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    with copies.marks.phase(Phase.OPTIMIZER_STEP):
+        scaler = copies.scaler
+        for optimizer in optimizers:
+            if scaler and (step.clip_grad_norm is not None or step.clip_grad_value is not None or step.lightning is not None):
+                scaler.unscale_(optimizer)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if step.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, step.clip_grad_norm)
+            if step.clip_grad_value is not None:
+                nn.utils.clip_grad_value_(parameters, step.clip_grad_value)
+            if scaler:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if scaler:
+            scaler.update()
+        copies.marks.label_states(optimizers)
+
+
+def _zero_grad(copies: Copies) -> None:
+    for optimizer in copies.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    if not copies.optimizers:
+        copies.model.zero_grad(set_to_none=True)
+
+
+def _autocast(step: TrainingStep, copies: Copies) -> AbstractContextManager[Any]:
+    return nullcontext() if step.autocast_dtype is None else torch.autocast(copies.device_type, dtype=step.autocast_dtype)

@@ -1,0 +1,73 @@
+"""Copies of optimizers for parameters that are fakes: the same class, groups and state, none of the hooks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+#: What ties an optimizer to its run: hooks, and the `step` that a scheduler or a profiler puts in place of the class's own.
+_TIES = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks")
+
+
+def optimizer_parts(optimizer: Any) -> tuple[type, dict[str, Any]]:
+    """An optimizer's class and attributes, to be copied together with its model.
+
+    Args:
+        optimizer: A torch optimizer, or Lightning's wrapper of one.
+    """
+    optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return type(optimizer), {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _TIES and "hook" not in name and name != "_zero_grad_profile_name"
+    }
+
+
+def optimizer_from(parts: tuple[type, dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer made of the copied parts of another one.
+
+    Args:
+        parts: What `optimizer_parts` gave, copied.
+    """
+    kind, attributes = parts
+    optimizer: torch.optim.Optimizer = object.__new__(kind)
+    vars(optimizer).update(attributes)
+    torch.optim.Optimizer.__setstate__(optimizer, {})
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer)[name] = OrderedDict()
+    return optimizer
+
+
+def run_to_the_end(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let each update of LBFGS have all its iterations: whether it may end early depends on values.
+
+    Args:
+        optimizers: Copies.
+    """
+    for group in (group for optimizer in optimizers if isinstance(optimizer, torch.optim.LBFGS) for group in optimizer.param_groups):
+        group["tolerance_grad"] = group["tolerance_change"] = -1.0
+
+
+def fill_history(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Give LBFGS the full history that it has after some more updates.
+
+    Args:
+        optimizers: Copies, after an update.
+
+    Returns:
+        Whether there was any to fill.
+    """
+    is_filled = False
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            continue
+        for state in optimizer.state.values():
+            for name in ("old_dirs", "old_stps", "ro"):
+                history = state.get(name) or []
+                while 0 < len(history) < optimizer.param_groups[0]["history_size"]:
+                    history.append(torch.empty_like(history[0]))
+                    is_filled = True
+    return is_filled

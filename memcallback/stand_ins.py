@@ -1,0 +1,152 @@
+"""What stands for values that fake tensors do not have: a number that is read, a shape that depends on values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memcallback.ledger import Entry
+
+_aten = torch.ops.aten
+#: Operators whose result is read as true: a check of values that are not there is taken to pass.
+_HOLD = frozenset({_aten.all.default, _aten.all.dim, _aten.isfinite.default})
+_COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
+    getattr(getattr(_aten, name), overload): getattr(operator, name)
+    for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    for overload in ("Scalar", "Tensor")
+}
+#: LBFGS remembers a direction if its curvature is above this (torch/optim/lbfgs.py), as it is in training.
+_LBFGS_CURVATURE = 1e-10
+_COMBINATIONS: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.clone.default, _aten._to_copy.default), operator.truth),
+    **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), operator.not_),
+    **dict.fromkeys((_aten.logical_and.default, _aten.bitwise_and.Tensor), operator.and_),
+    **dict.fromkeys((_aten.logical_or.default, _aten.bitwise_or.Tensor), operator.or_),
+}
+
+
+def stand_in_value(func: Any, args: Sequence[object], entry: Entry | None) -> bool | int | float | complex:
+    """A value read from a tensor: 0, or 1 for a count on the host; for a truth value what is known to hold if that is so.
+
+    Args:
+        func: The operator that reads, `aten::_local_scalar_dense` or `aten::equal`.
+        args: Its arguments; the first is the tensor.
+        entry: What the ledger has of the tensor.
+    """
+    tensor = args[0]
+    assert isinstance(tensor, torch.Tensor)
+    if func is _aten.equal.default:
+        return True
+    return _number(tensor, entry)
+
+
+def is_known_to_hold(func: Any, args: Sequence[object], find: Callable[[torch.Tensor], Entry | None]) -> bool | None:
+    """What an operator's result is as a truth value, where all values are what stands for them; None if it is none.
+
+    That something holds for all values is taken to be so: most often it is asked in order to fail if it is not.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        find: Finds what the ledger has of a tensor.
+    """
+    if func in _HOLD:
+        return True
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if func is _aten.gt.Scalar and args[1] == _LBFGS_CURVATURE:
+        return True
+    if func in _COMPARISONS:
+        left, right = (_number(arg, find(arg)) if isinstance(arg, torch.Tensor) else arg for arg in args[:2])
+        return bool(_COMPARISONS[func](left, right))
+    if func in _COMBINATIONS and all(tensor.dtype is torch.bool for tensor in tensors):
+        entries = [find(tensor) for tensor in tensors]
+        return bool(_COMBINATIONS[func](*(entry is not None and entry.is_truth for entry in entries)))
+    return None
+
+
+def _number(tensor: torch.Tensor, entry: Entry | None) -> bool | int | float | complex:
+    value = 1 if entry is not None and entry.is_host else 0
+    if tensor.is_complex():
+        return 0j
+    if tensor.dtype is torch.bool:
+        return entry is not None and entry.is_truth
+    return float(value) if tensor.is_floating_point() else value
+
+
+def stand_in_shape(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    """The largest result that an operator can have whose result's shape depends on values.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the operator returns.
+
+    Raises:
+        NotImplementedError: For an operator with no such bound.
+    """
+    rule = _SHAPES.get(func)
+    if rule is None:
+        raise NotImplementedError(
+            f"{func} makes a tensor whose shape depends on values, for which no largest size is known. Compute it outside of the step, "
+            "or give the operator the size (repeat_interleave takes output_size, bincount minlength)."
+        )
+    return rule(*args, **kwargs)
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """A mask picks at most all that it covers."""
+    whole: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            whole += [tensor.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            whole.append(index)
+    return _aten.index.Tensor(tensor, whole)  # type: ignore[no-any-return]
+
+
+def _unique2(
+    tensor: torch.Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[torch.Tensor, ...]:
+    flat = tensor.new_empty(tensor.numel())
+    inverse = tensor.new_empty(tensor.shape if return_inverse or return_counts else 0, dtype=torch.int64)
+    counts = tensor.new_empty(tensor.numel() if return_counts else 0, dtype=torch.int64)
+    return flat, inverse, counts
+
+
+def _unique_dim(
+    tensor: torch.Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[torch.Tensor, ...]:
+    counts = tensor.new_empty(tensor.shape[dim], dtype=torch.int64)
+    return torch.empty_like(tensor), counts, torch.empty_like(counts)
+
+
+def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    if not minlength:
+        raise NotImplementedError(
+            "aten.bincount makes as many numbers as the largest value says, which is not known. Give it minlength, which stands for it."
+        )
+    return tensor.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
+
+
+_SHAPES: dict[Any, Any] = {
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten.index.Tensor: _index,
+    _aten._unique2.default: _unique2,
+    _aten.unique_dim.default: _unique_dim,
+    _aten.bincount.default: _bincount,
+}

@@ -1,0 +1,364 @@
+"""`TraceMode`: fake tensors that stand for tensors of a CUDA device or a CPU, and write down what each operator allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
+from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
+from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES, corrected_outputs, kernel, uses_cublas, uses_cublaslt
+from memcallback.cuda_outputs import output_bytes
+from memcallback.devices import DeviceSpec
+from memcallback.events import Category, Phase
+from memcallback.kernels import Give, Kernel, Take, completed
+from memcallback.ledger import Entry, Ledger
+from memcallback.stand_ins import is_known_to_hold, stand_in_shape, stand_in_value
+
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_READ = _aten._local_scalar_dense.default
+#: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
+_READS_REAL = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _READ})
+CUDA = torch.device("cuda", 0)
+
+
+class TraceMode(FakeTensorMode):
+    """A fake tensor mode in which every tensor is one of a CUDA device or of the host, or all are of a CPU.
+
+    To C++ all of them lie on the CPU, since a PyTorch without CUDA knows no other device; Python code that asks is told `cuda:0` by
+    those that stand for a tensor of the device (`CudaFunctions` in cuda_semantics).
+
+    Attributes:
+        ledger: What is written down.
+        spec: The card; None to train on a CPU, where all memory is written down.
+        assumed: What stood in for values that fakes do not have, one sentence each.
+        is_recording: Whether operators are written down.
+        operator: The one that ran last.
+        target: Where new storages of the call that is running are: "device", "host", or None where that follows from its tensors.
+        call: The arguments of the call of a torch function that is running, None where there is none.
+        tells_cuda: Whether Python code that asks a tensor for its device is user code.
+    """
+
+    def __init__(self, ledger: Ledger, spec: DeviceSpec | None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.ledger = ledger
+        self.spec = spec
+        self.assumed: dict[str, None] = {}
+        self.is_recording = False
+        self.operator = ""
+        self.target: str | None = None
+        self.call: tuple[object, ...] | None = None
+        self.tells_cuda = False
+        self.modules: Callable[[int], str] | None = None
+        self._is_inside = False
+        self._is_in_backward = False
+        self._handles: set[tuple[str, bool]] = set()
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._alone = (0, 0)
+        self._references: list[tuple[int, int]] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks whether compilation is to be kept out of each dispatch, which takes longer than most of them: `_eager` does that."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run an operator on shapes, and write down what it allocates if it is not a part of another."""
+        if func is _DEVICE:
+            return args[0].fake_device  # type: ignore[attr-defined]
+        kwargs = kwargs or {}
+        if self._is_inside or not self.is_recording:
+            return self.dispatch(func, types, args, kwargs)
+        told, self._is_inside, self.tells_cuda = self.tells_cuda, True, False
+        try:
+            with torch._C.DisableTorchFunction():
+                if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values()))):
+                    args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
+                return self._write_down(func, types, args, kwargs)
+        finally:
+            self._is_inside, self.tells_cuda = False, told
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Nothing is written down inside."""
+        was, self.is_recording = self.is_recording, False
+        try:
+            yield
+        finally:
+            self.is_recording = was
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A backward pass runs inside, which CUDA has a thread of its own for."""
+        was, self._is_in_backward = self._is_in_backward, True
+        try:
+            yield
+        finally:
+            self._is_in_backward = was
+
+    def is_on_device(self, tensor: object) -> bool:
+        """Whether a tensor stands for one of the device; what the ledger does not know does."""
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self:
+            return False
+        with torch._C.DisableTorchFunction():
+            entry = self.ledger.find(tensor)
+        return entry is None or not entry.is_host
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a real tensor that the step's code has from elsewhere: an operator in place would change the user's."""
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return tensor
+        if id(tensor) not in self._fakes:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            self.ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
+            # The real one is kept, so that its id is not given out again.
+            self._fakes[id(tensor)] = tensor, fake
+        return self._fakes[id(tensor)][1]
+
+    def _write_down(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        self.operator = _name(func)
+        node = torch._C._current_autograd_node() if self.ledger.phase is not Phase.OPTIMIZER_STEP else None
+        number = -1
+        if node is not None:
+            number = node._sequence_nr()
+            if self.modules is not None:
+                self.ledger.module = self.modules(number)
+        reused = self._reused(func, args, node, number) if node is not None and not torch.is_grad_enabled() else None
+        try:
+            if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
+                raise DataDependentOutputException(func)
+            outputs = self.dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            entry = self.ledger.find(args[0])  # type: ignore[arg-type]
+            value = stand_in_value(func, args, entry)
+            if self.ledger.phase is not Phase.OPTIMIZER_STEP:  # counts of steps, and the scaler's search for infinities
+                self.assumed[f"{_name(func)} reads a value: {value!r} stood for it"] = None
+            return value
+        except DynamicOutputShapeException:
+            outputs = stand_in_shape(func, args, kwargs)
+            self.assumed[f"{_name(func)} has a shape that depends on values: the largest possible stood for it"] = None
+        if reused is not None:
+            called = _IN_PLACE.get(func, func)
+            # Indices that were right in the forward pass are not checked again.
+            arguments = (*args, True) if called is _aten._index_put_impl_.default else args
+            self._run_kernel(called, arguments, kwargs, [reused], {}, _name(func), number)
+            self.ledger.move(reused, outputs)  # type: ignore[arg-type]
+            return outputs
+        if self.spec is None:
+            for tensor in _tensors(outputs):
+                if self.ledger.find(tensor) is None:
+                    self.ledger.add(tensor, None, _name(func)).node = number
+        else:
+            outputs = self._on_cuda(self.spec, func, args, kwargs, outputs, number)
+        if (holds := is_known_to_hold(func, args, self.ledger.find)) is not None:
+            for tensor in _tensors(outputs):
+                if (entry := self.ledger.find(tensor)) is not None:
+                    entry.is_truth = holds
+        return outputs
+
+    def _on_cuda(
+        self, spec: DeviceSpec, func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: Any, number: int
+    ) -> object:
+        """Write down what a CUDA operator does, and give its outputs the layout that they have there."""
+        sizes: list[int] | None = None
+        if func in CONVOLUTIONS:
+            outputs = _laid_out(outputs, convolution_outputs(func, args, kwargs, spec))
+        elif (corrected := corrected_outputs(func, args, kwargs, outputs)) is not None:
+            outputs = corrected
+        else:
+            sizes = output_bytes(func, tuple(args), dict(kwargs), outputs)
+        tensors = _tensors(outputs)
+        name = _name(func)
+        unknown = [index for index, tensor in enumerate(tensors) if self.ledger.find(tensor) is None]
+        new: dict[int, int] = {}
+        is_host = self._is_host(args, kwargs) if unknown else False
+        for index in unknown:
+            size_bytes = tensors[index].untyped_storage().nbytes() if sizes is None else sizes[index]
+            if is_host or (sizes is not None and not size_bytes):
+                self.ledger.add(tensors[index], None, name, is_host=True)
+            else:
+                new[tensors[index].untyped_storage()._cdata] = size_bytes
+        if not is_host:
+            places = list(outputs) if func is _aten.convolution_backward.default else tensors
+            self._run_kernel(func, args, kwargs, places, new, name, number)
+        if func is _aten.resize_.default:
+            entry = self.ledger.find(tensors[0])
+            if entry is not None and not entry.is_host and entry.size_bytes != tensors[0].untyped_storage().nbytes():
+                self.ledger.resize(tensors[0])
+        return outputs
+
+    def _run_kernel(
+        self,
+        func: Any,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        places: Sequence[torch.Tensor | None],
+        new: dict[int, int],
+        name: str,
+        node: int,
+    ) -> None:
+        """Write down what a CUDA operator does: its outputs, its temporaries and its handles' workspaces.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            places: What it returns, in order.
+            new: The storages that it makes and their sizes.
+            name: Its name.
+            node: The autograd node that runs.
+        """
+        ledger, spec = self.ledger, self.spec
+        if spec is None:
+            return
+        rule = kernel_rule(func, args, kwargs, places, spec)
+        taken_by: Callable[..., Kernel | None] = convolution_kernel if func in CONVOLUTIONS else kernel
+        before, after = completed((taken_by(func, args, kwargs, places, spec) if rule else None) or (), len(places))
+        taken, made = list[Entry](), list[Entry | None]([None] * len(places))
+        ledger.begin_call()
+        for step in (*before, None, *after):
+            if step is None:
+                handles = self._open_handles(spec, func, args, kwargs, name)
+            elif isinstance(step, Take):
+                taken.append(ledger.take_temporary(step.size_bytes, step.category, name))
+            elif isinstance(step, Give):
+                ledger.give(taken[step.index])
+            else:
+                tensor = places[step.index]
+                size_bytes = None if tensor is None else new.pop(tensor.untyped_storage()._cdata, None)
+                if tensor is not None and size_bytes is not None:
+                    entry = made[step.index] = ledger.add(tensor, None, name, size_bytes=size_bytes)
+                    entry.node = node
+        if rule is not None:
+            ledger.end_call(rule, made, handles, name)
+
+    def _open_handles(self, spec: DeviceSpec, func: Any, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> list[Entry]:
+        """The first matrix product of a thread opens handles, whose workspaces stay; backward runs in a thread of its own."""
+        needed = []
+        if uses_cublas(func, args):
+            needed.append(("cuBLAS", spec.cublas_workspace_bytes))
+            if uses_cublaslt(func, args, kwargs):
+                needed.append(("cuBLASLt", CUBLASLT_WORKSPACE_BYTES))
+        opened = []
+        for library, workspace_bytes in needed:
+            handle = (library, self._is_in_backward)
+            if handle not in self._handles:
+                self._handles.add(handle)
+                opened.append(self.ledger.take(workspace_bytes, Category.WORKSPACE, name))
+        return opened
+
+    def _is_host(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+        """Whether what an operator makes is memory of the host."""
+        if self.target is not None:
+            return self.target == "host"
+        entries = [self.ledger.find(tensor) if isinstance(tensor, FakeTensor) else None for tensor in _tensors((*args, *kwargs.values()))]
+        if entries:
+            return not any(entry is not None and not entry.is_host for entry in entries) and not self._call_is_on_device()
+        # A tensor from nothing: from Python on the host unless its call says otherwise, from inside autograd on the device.
+        return self.call is not None and not self._call_is_on_device()
+
+    def _call_is_on_device(self) -> bool:
+        return self.call is not None and any(self.is_on_device(tensor) for tensor in _tensors(self.call))
+
+    def calibrate(self) -> None:
+        """See on a gradient that is certainly nobody else's how many references to it there are at this point of the code."""
+        assert not self.is_recording
+        self._references = []
+        with self, torch.enable_grad():
+            self.is_recording = True
+            x = torch.empty(2, requires_grad=True, device="cpu")
+            (x.sin() + x.cos()).sum().backward()
+            self.is_recording = False
+        self._alone, self._references = min(self._references), None
+        self.ledger = Ledger()
+
+    def _reused(self, func: Any, args: Sequence[object], node: Any, number: int) -> FakeTensor | None:
+        """The argument in whose place autograd puts the result of an operator; None for a result of its own.
+
+        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it never does. It adds a
+        gradient to one that nobody else holds (`InputBuffer` in torch/csrc/autograd/input_buffer.cpp), and builds up gradients in
+        zeros of its own (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
+        """
+        is_sum = func is _aten.add.Tensor and len(args) == 2
+        if not is_sum and func not in _IN_PLACE and not (func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"):
+            return None
+        first = args[0]
+        entry = self.ledger.find(first) if isinstance(first, FakeTensor) else None
+        if not isinstance(first, FakeTensor) or entry is None:
+            return None
+        if is_sum:
+            other = args[1]
+            alike = isinstance(other, FakeTensor) and other.shape == first.shape and other.dtype == first.dtype
+            return first if alike and entry.node != number and self._is_alone(first) else None
+        return first if entry.node == number else None
+
+    def _is_alone(self, tensor: FakeTensor) -> bool:
+        counts = (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+        if self._references is not None:
+            self._references.append(counts)
+        return counts[0] <= self._alone[0] and counts[1] <= self._alone[1] and _is_dense(tensor)
+
+
+#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in their place.
+_IN_PLACE = {
+    _aten.index_put.default: _aten._index_put_impl_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+}
+#: The same for the gradient of one loss, `sigmoid(x).sub_(target).mul_(gradient)`.
+_LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
+
+
+def _laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype] | None] | None) -> Any:
+    """What an operator returns, with the layouts that it has on CUDA."""
+    if layouts is None:
+        return outputs
+    if isinstance(outputs, torch.Tensor):
+        return _with_layout(outputs, layouts[0])
+    return tuple(_with_layout(output, layout) for output, layout in zip(outputs, layouts, strict=True))
+
+
+def _with_layout(output: torch.Tensor | None, layout: tuple[Sequence[int], Sequence[int], torch.dtype] | None) -> torch.Tensor | None:
+    if output is None or layout is None or (output.stride() == tuple(layout[1]) and output.dtype == layout[2]):
+        return output
+    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cpu")
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    """The tensors in what an operator takes or returns: themselves, and in sequences of them."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    found: list[torch.Tensor] = []
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (tuple, list)):
+                found.extend(_tensors(value))
+    return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its part of the storage, each once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name)

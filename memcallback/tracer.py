@@ -1,0 +1,242 @@
+"""From a `TrainingStep` to the list of what its training asks of a CUDA device's allocator, without a device."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memcallback.batch_trace import TracedStep
+from memcallback.cuda_rnn import flatten_rnn_weights
+from memcallback.cuda_semantics import cuda_semantics
+from memcallback.devices import DeviceSpec
+from memcallback.events import Category, Phase
+from memcallback.fake_answers import fakes_as_real
+from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.holdings import tensors_in
+from memcallback.ledger import Ledger
+from memcallback.loops import Copies, run_window
+from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
+from memcallback.steps import PredictionError, TrainingStep
+from memcallback.trace_mode import CUDA, TraceMode
+
+#: How many optimizer updates are traced: the first, which makes gradients and optimizer state, and a steady one.
+NUM_WINDOWS = 2
+_FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
+#: What stands in for functions of torch is put there and taken away again in order.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def trace(
+    step: TrainingStep,
+    device: DeviceSpec | None,
+    *,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    num_windows: int = NUM_WINDOWS,
+) -> TracedStep:
+    """Trace the model's way to the device and the first updates of a training on it.
+
+    Runs on a copy of fake tensors: nothing of the user's is changed, and nothing is computed.
+
+    Args:
+        step: The step.
+        device: The card; None for a CPU.
+        batch_size: Samples in the batch; None for as many as it has.
+        sequence_length: How long its sequences are; None for as long as they are. Others need a step that says how long that is.
+        num_windows: How many optimizer updates; gradient accumulation has several steps for each.
+
+    Returns:
+        The trace.
+
+    Raises:
+        PredictionError: If the step fails on fake tensors; the text names the phase, the operator, the module and the way out.
+    """
+    given = step.batch_size.batch_size
+    lengths = (step.sequence_length, sequence_length) if step.sequence_length and sequence_length else None
+    mode = TraceMode(Ledger(), device)
+    with _ONE_AT_A_TIME, untouched_globals(), fakes_as_real(mode.assumed):
+        mode.calibrate()
+        parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
+        model, batch, parts = fake_copy((step.model, step.batch, parts), mode)
+        for module in model.modules() if device else ():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.device):
+                    vars(module)[name] = CUDA
+        tracer = _Tracer(mode, model)
+
+        def new_batch() -> Any:
+            with mode.unrecorded():
+                fresh = resize_batch(batch, given or 0, batch_size or given or 0, lengths=lengths)
+            tracer.add_batch(fresh)
+            return fresh
+
+        with cuda_semantics(mode, device) if device else mode, torch.enable_grad():
+            if device:
+                flatten_rnn_weights(model)
+            tracer.add_model()
+            mode.is_recording = True
+            try:
+                if parts:
+                    optimizers = tuple(map(optimizer_from, parts))
+                    tracer.add_states(optimizers)
+                else:
+                    optimizers = step.optimizers_of(model)
+                run_to_the_end(optimizers)
+                device_type = "cuda" if device else "cpu"
+                copies = Copies(model=model, optimizers=optimizers, new_batch=new_batch, marks=tracer, device_type=device_type)
+                with tracer.modules_named():
+                    for window in range(num_windows):
+                        run_window(step, copies)
+                        if window == 0 and fill_history(optimizers):
+                            tracer.label_states(optimizers)
+                            mode.assumed[_FULL_HISTORY] = None
+            except Exception as error:  # user code on fakes can fail in any way
+                raise PredictionError(tracer.describe(error)) from error
+            finally:
+                mode.is_recording = False
+        mode.ledger.close()
+    assert batch_size or given
+    return TracedStep(
+        trace=mode.ledger.trace(), batch_size=batch_size or given or 0, calls=tuple(mode.ledger.calls), caveats=tuple(mode.assumed)
+    )
+
+
+def _in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers with their module's name as `nn.Module._apply` comes to them: children first, then a module's own."""
+    for child_name, child in module.named_children():
+        yield from _in_order_of_moving(child, f"{name}.{child_name}" if name else child_name)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        yield name, tensor
+
+
+class _Tracer:
+    """Says when steps and phases begin and end, and which module runs."""
+
+    def __init__(self, mode: TraceMode, model: nn.Module) -> None:
+        self._mode = mode
+        self._ledger = mode.ledger
+        self._model = model
+        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+        self._stack: list[str] = [""]
+        self._last_phase: Phase | None = None
+        self._failed_in: str | None = None
+        self._error_before = sys.exc_info()[1]
+        # Where in the sequence of autograd nodes the running module changed, and to which.
+        self._changed_at: list[int] = [0]
+        self._changed_to: list[str] = [""]
+        mode.modules = self._module_of
+
+    def describe(self, error: Exception) -> str:
+        """Where the step failed and at what, in words."""
+        where = [f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"]
+        if self._failed_in:
+            where.append(f"in module {self._failed_in!r}")
+        if self._mode.operator and not self._mode.operator.startswith("profiler::"):
+            where.append(f"after or at operator {self._mode.operator}")
+        first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        return (
+            f"The step could not be traced on fake tensors: {', '.join(where)}: {type(error).__name__}: {first_line}. Fakes have shapes and no "
+            "values: take what reads values, calls other libraries or changes data in place of PyTorch out of the step, or give a step "
+            "without it: memcallback.TrainingStep(model, batch, loss=...)."
+        )
+
+    def add_model(self) -> None:
+        """Write down the model's way to the device."""
+        with torch._C.DisableTorchFunction():
+            for name, tensor in _in_order_of_moving(self._model):
+                if self._ledger.find(tensor) is None:
+                    category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                    self._ledger.add(tensor, category, "Module.to").module = name
+
+    def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Write down the state that optimizers came with; a count of steps is on the host unless a kernel reads it."""
+        with torch._C.DisableTorchFunction():
+            for optimizer in optimizers:
+                on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+                for owner, state in optimizer.state.items():
+                    for tensor in tensors_in(state):
+                        is_host = tensor.dim() == 0 and not on_device
+                        entry = self._ledger.add(tensor, Category.OPTIMIZER_STATE, "Optimizer", is_host=is_host)
+                        entry.module = self._owners.get(id(owner), "")
+
+    def add_batch(self, batch: Any) -> None:
+        """Write down a batch that came to the device."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_in(batch):
+                if self._ledger.find(tensor) is None:
+                    self._ledger.add(tensor, Category.INPUT, "Tensor.to")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step."""
+        self._ledger.start_step()
+        yield
+        self._ledger.end_step()
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """One phase."""
+        self._last_phase = phase
+        self._ledger.start_phase(phase)
+        try:
+            yield
+        finally:
+            self._ledger.module = ""
+            with torch._C.DisableTorchFunction():
+                owned = ((self._owners[id(p)], p.grad) for p in self._model.parameters() if p.grad is not None)
+                self._ledger.label(owned, Category.GRADIENT)
+            self._ledger.end_phase()
+
+    def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Say which tensors are the optimizers' state."""
+        with torch._C.DisableTorchFunction():
+            for optimizer in optimizers:
+                for owner, state in optimizer.state.items():
+                    name = self._owners.get(id(owner), "")
+                    self._ledger.label(((name, tensor) for tensor in tensors_in(state)), Category.OPTIMIZER_STATE)
+
+    @contextmanager
+    def modules_named(self) -> Iterator[None]:
+        """Follow which module runs."""
+        handles = []
+        for name, module in self._model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
+            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> None:
+        self._stack.append(name)
+        self._failed_in = None
+        self._change()
+
+    def _leave(self) -> None:
+        left = self._stack.pop()
+        if sys.exc_info()[1] is not self._error_before:  # the module failed
+            self._failed_in = self._failed_in or left
+        self._change()
+
+    def _change(self) -> None:
+        self._ledger.module = self._stack[-1]
+        number = torch._C._autograd._get_sequence_nr()
+        if number == self._changed_at[-1]:
+            self._changed_to[-1] = self._stack[-1]
+        else:
+            self._changed_at.append(number)
+            self._changed_to.append(self._stack[-1])
+
+    def _module_of(self, number: int) -> str:
+        """The module in whose forward pass an autograd node was made."""
+        if len(self._stack) > 1:  # a forward pass inside the backward pass: checkpointing
+            return self._stack[-1]
+        return self._changed_to[bisect.bisect_right(self._changed_at, number) - 1]

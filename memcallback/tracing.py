@@ -1,0 +1,208 @@
+"""`predict`: from a `TrainingStep` to a `Prediction`, by tracing it and putting the trace to an allocator; `suggest_batch_size`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
+from memcallback.allocator_settings import AllocatorSettings
+from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
+from memcallback.cuda_convolution import workspaces_are_known
+from memcallback.cudnn_library import is_driver_installed
+from memcallback.device_here import device_here
+from memcallback.devices import Device, DeviceSpec, find_device
+from memcallback.holdings import tensors_in
+from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
+from memcallback.prediction import Prediction
+from memcallback.steps import PredictionError, TrainingStep
+from memcallback.tracer import trace
+
+_UNKNOWN_WORKSPACES = (
+    "Convolution workspaces are estimates: cuDNN's own answers need it installed (pip install nvidia-cudnn-cu12) and benchmark mode off."
+)
+_NO_DRIVER = (
+    "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some of its engines (seen with depthwise "
+    "convolutions in half precision)."
+)
+#: One for the figures, two to know those of every batch size.
+_NUM_TRACES = 3
+#: With other sequence lengths: two batch sizes at two more, and one at a fourth.
+_NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
+_COMPILED = "A compiled module was traced as it would run without compilation."
+
+
+def predict(
+    step: TrainingStep,
+    *,
+    device: str | int | Device | None = None,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    settings: AllocatorSettings | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Prediction:
+    """Predict what training shows in a CUDA device's allocator, or alive on a CPU, to the byte, without a device.
+
+    The step is traced on a copy of fake tensors, three times for a prediction that knows every batch size, eight times for one that knows
+    other sequence lengths too. Nothing runs and nothing
+    of the user's changes.
+
+    Args:
+        step: The step.
+        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; or `cpu`. By default the CUDA
+            device of this machine.
+        batch_size: Samples in the batch; by default as many as it has.
+        sequence_length: How long the batch's sequences are; by default as long as the step says.
+        settings: Those of a card's allocator; by default those of this process's environment (PYTORCH_CUDA_ALLOC_CONF).
+        progress: Called after each trace but the last, with the number of traces done and of all.
+
+    Returns:
+        The prediction, and what was assumed in its `caveats`.
+
+    Raises:
+        PredictionError: If the step cannot be traced, or its batch size is unknown.
+        ValueError: If `device` is neither a card nor a size nor `cpu`, or none was given and there is none here; or if `batch_size` is
+            below 1, or `sequence_length` one that the step says nothing of.
+    """
+    spec = device_here() if device is None else find_device(device)
+    given = step.check_predictable()
+    wanted = given if batch_size is None else batch_size
+    if wanted < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+    length = step.sequence_length if sequence_length is None else sequence_length
+    if length is None:
+        traces = _Traces(step, spec, _NUM_TRACES, progress)
+        return Prediction.of(_batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings)
+    if step.sequence_length is None:
+        raise ValueError(
+            f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
+            "TrainingStep."
+        )
+    if length < MIN_SEQUENCE_LENGTH:
+        raise ValueError(f"sequence_length must be at least {MIN_SEQUENCE_LENGTH}, got {length}.")
+    traces = _Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
+    return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
+
+
+def suggest_batch_size(
+    step: TrainingStep, *, device: str | int | Device | None = None, headroom: float = DEFAULT_HEADROOM
+) -> BatchSizeAdvice:
+    """The largest batch size that is predicted to fit.
+
+    Args:
+        step: The step.
+        device: As for `predict`.
+        headroom: The fraction of the capacity to keep free, at least 0 and below 1.
+
+    Returns:
+        The advice; `leaves_out` says what it does not know.
+
+    Raises:
+        PredictionError: As `predict`; also if the step was traced at its own batch size alone.
+        ValueError: As `predict`, or if `headroom` is out of range.
+    """
+    prediction = predict(step, device=device)
+    advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
+    if advice is None:
+        raise PredictionError(f"No batch size can be suggested: only {prediction.batch_size} is predicted. {' '.join(prediction.caveats)}")
+    return advice
+
+
+class _Traces:
+    """Traces a step at several batch sizes and sequence lengths, and tells how far it is."""
+
+    def __init__(self, step: TrainingStep, spec: Device, num_traces: int, progress: Callable[[int, int], None] | None) -> None:
+        self._step = step
+        self._card = spec if isinstance(spec, DeviceSpec) else None
+        self._num_traces = num_traces
+        self._num_done = 0
+        self._progress = progress
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the batch size is the first dimension of a tensor in the batch."""
+        given = self._step.batch_size.batch_size
+        return any(tensor.dim() > 0 and tensor.shape[0] == given for tensor in tensors_in(self._step.batch))
+
+    def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
+        """The step there."""
+        with _quietly():
+            traced = trace(self._step, self._card, batch_size=batch_size, sequence_length=sequence_length)
+        self._num_done += 1
+        if self._progress is not None and self._num_done < self._num_traces:
+            self._progress(self._num_done, self._num_traces)
+        return TracedStep(traced.trace, traced.batch_size, traced.calls, (*_caveats(self._step, traced), *traced.caveats))
+
+
+def _batch_trace(traces: _Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
+    """The step's trace at any batch size; at the one asked for alone, if it does something else at others."""
+    first = traces.at(batch_size, sequence_length)
+    if not traces.has_samples:
+        caveat = f"Only batch size {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
+        return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
+    try:
+        second, check = (traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size)))
+        return BatchTrace.fit(first, second, check)
+    except (BatchDependentPath, PredictionError) as error:
+        reason = str(error).rstrip(".")
+    caveat = f"Only batch size {batch_size} is predicted, each other one needs a trace of its own: {reason}."
+    return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
+
+
+def _far(batch_size: int) -> int:
+    """Far enough away that a size that only looks like a straight line from near does not pass."""
+    return 2 * batch_size + 3
+
+
+def _length_trace(traces: _Traces, batch_size: int, sequence_length: int) -> LengthTrace:
+    """The step's trace at any sequence length; at the one asked for alone, if it does something else at others."""
+    own = _batch_trace(traces, batch_size, sequence_length)
+    is_any = own.is_any_batch_size_known
+
+    def traced(length: int) -> BatchTrace:
+        first = traces.at(batch_size, length)
+        return BatchTrace.fit(first, traces.at(batch_size + 1, length)) if is_any else BatchTrace.single(first)
+
+    _, second, third, last = lengths_to_trace(sequence_length)
+    try:
+        known = {sequence_length: own, second: traced(second), third: traced(third)}
+        return LengthTrace.fit(known, (last, traces.at(_far(batch_size) if is_any else batch_size, last)))
+    except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
+        reason = str(error).rstrip(".")
+    caveat = f"Only sequence length {sequence_length} is predicted, each other one needs traces of its own: {reason}."
+    return LengthTrace.single(replace(own, caveats=(*own.caveats, caveat)), sequence_length)
+
+
+def _caveats(step: TrainingStep, traced: TracedStep) -> Iterator[str]:
+    if step.batch_size.is_ambiguous:
+        yield (
+            f"The tensors of the batch differ in their first dimension; {step.batch_size.batch_size}, the most frequent, was taken for the "
+            "batch size."
+        )
+    if any(type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None for module in step.model.modules()):
+        yield _COMPILED
+    if any("convolution" in call.operator for call in traced.calls):
+        if not workspaces_are_known():
+            yield _UNKNOWN_WORKSPACES
+        elif not is_driver_installed():
+            yield _NO_DRIVER
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Nothing of a trace is heard: warnings (`self.log` without a Trainer), operators that fail on fakes, events in a user's profile."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    torch._C._autograd._enable_record_function(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+        logger.disabled = was_disabled

@@ -1,0 +1,54 @@
+"""Record what convolutions take from CUDA's caching allocator, and the workspaces that cuDNN answers without a device.
+
+    PYTHONPATH=.:tests python tests/recorded/record_convolutions.py            # into tests/recorded/convolutions/
+
+Needs a CUDA device, real or virtual, of tests/convolution_cases.py's CARDS. The files are read by tests/test_cuda_convolution.py;
+README.md beside this script tells the format.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from convolution_cases import CARDS, CASES, key, once, truth
+
+from memcallback import convolution_workspace, cudnn
+from memcallback.cuda_convolution import convolution_kernel
+
+OUT = Path(__file__).parent / "convolutions"
+
+
+def main() -> None:
+    """Record this device."""
+    name = torch.cuda.get_device_name()
+    ask, workspaces = cudnn.workspace_bytes, {}
+
+    def asked(convolution: cudnn.Convolution, input_shape: Any, device: Any) -> int | None:
+        answer = ask(convolution, input_shape, device)
+        workspaces[key(convolution, input_shape)] = answer
+        return answer
+
+    convolution_workspace.cudnn.workspace_bytes = asked
+    cases = {}
+    for case in CASES:
+        try:
+            steps, strides = truth(case)
+        except RuntimeError:
+            continue  # PyTorch finds no engine
+        cases[str(case)] = [once(steps), strides]
+        op, args = case.call("meta")
+        convolution_kernel(op, args, {}, None, CARDS[name])
+    meta = {"device": name, "torch": torch.__version__, "cudnn": cudnn.version()}
+    text = json.dumps({"meta": meta, "cases": cases, "workspaces": workspaces}, separators=(",", ":"))
+    OUT.mkdir(exist_ok=True)
+    path = OUT / f"{name.replace(' ', '-')}.json.gz"
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{path}: {len(cases)} of {len(CASES)} cases, {len(workspaces)} workspaces")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""`predict` and `suggest_batch_size`: a step in, a prediction out, for a device that need not be there."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+from memcallback import PredictionError, TrainingStep
+from memcallback.batch_trace import UnknownBatchSize
+from memcallback.device_here import device_here
+from memcallback.devices import find_device
+from memcallback.units import GiB, MiB
+
+
+def make_step(model=None, batch=None, **options):
+    model = model or nn.Sequential(nn.Linear(50, 70), nn.ReLU(), nn.Linear(70, 10))
+    return TrainingStep(model, torch.ones(16, 50) if batch is None else batch, **({"optimizer": torch.optim.Adam} | options))
+
+
+def test_a_step_is_predicted_for_a_card_and_for_a_cpu():
+    card, host = mc.predict(make_step(), device="A100-SXM4-80GB"), mc.predict(make_step(), device="cpu")
+    assert isinstance(card, mc.Prediction)
+    assert card.device_name == "NVIDIA A100-SXM4-80GB"
+    assert card.peak_reserved_bytes >= card.peak_allocated_bytes > 0
+    assert host.peak_reserved_bytes is None
+    assert 0 < host.peak_allocated_bytes < card.peak_allocated_bytes
+    assert card.at(1000).peak_allocated_bytes > card.peak_allocated_bytes
+
+
+def test_another_batch_size_than_the_batchs_own_may_be_asked_for():
+    at_once = mc.predict(make_step(), device="24GiB", batch_size=40)
+    assert at_once.batch_size == 40
+    assert at_once.step == mc.predict(make_step(), device="24GiB").at(40).step
+
+
+def test_who_waits_is_told_after_each_trace_but_the_last():
+    told = []
+    mc.predict(make_step(), device="24GiB", progress=lambda *numbers: told.append(numbers))
+    assert told == [(1, 3), (2, 3)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_a_device_here_one_has_to_be_named():
+    with pytest.raises(ValueError, match=r"device is missing.*device='NVIDIA A100-SXM4-80GB'.*device='24GiB', or device='cpu'"):
+        mc.predict(make_step())
+
+
+def properties(**changes):
+    figures = {
+        "name": "NVIDIA H100 PCIe",
+        "major": 9,
+        "minor": 0,
+        "total_memory": 79 * GiB,
+        "multi_processor_count": 114,
+        "shared_memory_per_block": 49_152,
+        "shared_memory_per_block_optin": 232_448,
+        "max_threads_per_multi_processor": 2048,
+        "L2_cache_size": 50 * MiB,
+    }
+    return SimpleNamespace(**(figures | changes))
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A CUDA device of this machine, as PyTorch describes it."""
+
+    def put(**changes):
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(**changes))
+
+    return put
+
+
+def test_a_card_of_the_catalogue_has_its_figures_and_the_real_capacity(card):
+    card()
+    here, catalogue = device_here(), find_device("NVIDIA H100 PCIe")
+    assert here.capacity_bytes == 79 * GiB
+    assert here.clock_khz == catalogue.clock_khz
+    assert here.caveats == ()
+
+
+def test_a_card_that_the_catalogue_does_not_know_is_like_the_next_older_one_and_says_so(card):
+    card(name="NVIDIA X", major=9, minor=1, multi_processor_count=99)
+    here = device_here()
+    assert (here.name, here.compute_capability, here.num_multiprocessors) == ("NVIDIA X", (9, 1), 99)
+    assert here.clock_khz == find_device("H200").clock_khz
+    assert here.caveats[0].startswith("NVIDIA X is not in the catalogue")
+    card(name="Old", major=6, minor=1)
+    assert device_here().compute_capability == (6, 1)
+
+
+def test_a_device_that_is_neither_cuda_nor_cpu_is_refused():
+    with pytest.raises(PredictionError, match="a device of type mps"):
+        device_here(torch.device("mps"))
+
+
+def test_rocm_is_not_cuda(card, monkeypatch):
+    card()
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(PredictionError, match=r"a device of type cuda \(ROCm\)"):
+        device_here()
+
+
+def test_a_suggestion_before_training_stays_within_the_capacity():
+    advice = mc.suggest_batch_size(make_step(), device="1GiB", headroom=0.1)
+    prediction = mc.predict(make_step(), device="1GiB")
+    assert not advice.is_measured
+    for size, fits in ((advice.batch_size, True), (advice.batch_size + 1, False)):
+        needed = max(step.peak_reserved_bytes for step in prediction.at(size).steps)
+        assert (needed <= advice.budget_bytes) == fits
+
+
+class Branches(nn.Module):
+    """Does something else at every batch size but one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(50, 10)
+
+    def forward(self, x):
+        return self.linear(x) if len(x) == 16 else self.linear(x).relu().sigmoid()
+
+
+def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_said():
+    with pytest.raises(
+        PredictionError, match=r"No batch size can be suggested: only 16 is predicted. Only batch size 16 is predicted, each"
+    ):
+        mc.suggest_batch_size(make_step(Branches()), device="1GiB")
+
+
+def test_a_step_without_batch_size_is_refused_with_the_way_out():
+    with pytest.raises(PredictionError, match=r"batch size cannot be inferred.*batch_size=32 to TrainingStep or MemoryCallback"):
+        mc.predict(make_step(batch={"scale": torch.tensor(1.0)}), device="24GiB")
+
+
+def test_a_sharded_model_is_refused_with_the_way_out():
+    class FullyShardedDataParallel(nn.Sequential):
+        pass
+
+    with pytest.raises(PredictionError, match=r"sharded over several devices.*as it was before it was sharded"):
+        mc.predict(make_step(FullyShardedDataParallel(nn.Linear(50, 10))), device="24GiB")
+
+
+def test_a_trace_leaves_nothing_in_a_users_profile():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        mc.predict(make_step(), device="24GiB")
+        torch.ones(3).sum()
+    assert "aten::sum" in {event.key for event in profile.key_averages()}
+    assert not any("Optimizer" in event.key or "addmm" in event.key for event in profile.key_averages())
+
+
+def test_tensors_that_a_lightning_step_makes_have_the_precisions_own_type():
+    from lightning.pytorch import LightningModule
+
+    class Makes(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(50, 10, dtype=torch.float64)
+
+        def training_step(self, batch):
+            seen.append(torch.zeros(1).dtype)
+            return self.linear(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters())
+
+    seen = []
+    mc.predict(TrainingStep.from_lightning(Makes(), torch.ones(4, 50, dtype=torch.float64), precision="64-true"), device="cpu")
+    assert set(seen) == {torch.float64}
+    assert torch.get_default_dtype() is torch.float32
+
+
+class Queue(nn.Module):
+    """Keeps what it saw last: the larger the batch, the less of what it saw before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("kept", torch.zeros(100, 8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.kept = torch.cat([self.kept[len(x) :].clone(), y.detach()])
+        return y
+
+
+def test_a_step_with_less_of_something_in_a_larger_batch_has_a_limit_all_the_same():
+    step = TrainingStep(Queue(), torch.randn(4, 8), optimizer=torch.optim.SGD)
+    predicted = mc.predict(step, device="24GiB")
+    assert predicted.limit == predicted.trace.largest_known == 100
+    with pytest.raises(UnknownBatchSize, match="shrinks with the batch"):
+        predicted.at(101)
+
+
+def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
+    step = TrainingStep(nn.Linear(8, 8), torch.randn(16, 8), batch_size=7, optimizer=torch.optim.SGD)
+    predicted = mc.predict(step, device="24GiB")
+    assert any("no tensor of the batch has that first dimension" in caveat for caveat in predicted.caveats)
+    with pytest.raises(UnknownBatchSize):
+        predicted.at(1600)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="the optimizer AdamW has 2 parameters, and none is the model's"):
+        TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), optimizer=torch.optim.AdamW(nn.Linear(8, 8).parameters()))
+
+
+def test_accumulation_that_would_not_be_followed_is_refused():
+    model = nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(model.parameters()) for _ in range(2)]
+    loss = lambda model, batch: model(batch).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="accumulate=2 with 2 losses"):
+        TrainingStep(model, torch.randn(2, 8), loss=[loss, loss], optimizer=optimizers, accumulate=2)
+    with pytest.raises(PredictionError, match="accumulate=2 with LBFGS"):
+        mc.predict(TrainingStep(model, torch.randn(2, 8), loss=loss, optimizer=torch.optim.LBFGS, accumulate=2), device="24GiB")
+
+
+def test_a_count_whose_length_only_values_tell_is_not_guessed():
+    loss = lambda model, batch: model(batch).sum() + torch.bincount(batch.flatten().long()).sum()  # noqa: E731
+    with pytest.raises(PredictionError, match=r"bincount .* Give it minlength"):
+        mc.predict(TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), loss=loss), device="24GiB")
+
+
+def test_an_optimizer_that_cannot_be_made_is_a_prediction_error():
+    with pytest.raises(PredictionError, match="ZeroDivisionError"):
+        mc.predict(TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), optimizer=lambda parameters: 1 / 0), device="24GiB")
