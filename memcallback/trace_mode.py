@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
@@ -18,6 +19,7 @@ from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
 from memcallback.kernels import Give, Kernel, Take, completed
 from memcallback.ledger import Entry, Ledger
+from memcallback.output_memo import OutputMemo
 from memcallback.stand_ins import is_known_to_hold, stand_in_shape, stand_in_value
 
 _aten = torch.ops.aten
@@ -26,6 +28,7 @@ _READ = _aten._local_scalar_dense.default
 #: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
 _READS_REAL = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _READ})
 CUDA = torch.device("cuda", 0)
+_MEMO = OutputMemo()
 
 
 class TraceMode(FakeTensorMode):
@@ -40,6 +43,7 @@ class TraceMode(FakeTensorMode):
         assumed: What stood in for values that fakes do not have, one sentence each.
         is_recording: Whether operators are written down.
         operator: The one that ran last.
+        num_flops: Floating-point operations of what was written down, by PyTorch's own formulas (torch.utils.flop_counter).
         target: Where new storages of the call that is running are: "device", "host", or None where that follows from its tensors.
         call: The arguments of the call of a torch function that is running, None where there is none.
         tells_cuda: Whether Python code that asks a tensor for its device is user code.
@@ -52,6 +56,7 @@ class TraceMode(FakeTensorMode):
         self.assumed: dict[str, None] = {}
         self.is_recording = False
         self.operator = ""
+        self.num_flops = 0
         self.target: str | None = None
         self.call: tuple[object, ...] | None = None
         self.tells_cuda = False
@@ -135,7 +140,7 @@ class TraceMode(FakeTensorMode):
         try:
             if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
                 raise DataDependentOutputException(func)
-            outputs = self.dispatch(func, types, args, kwargs)
+            outputs = self._outputs(func, types, args, kwargs)
         except DataDependentOutputException:
             entry = self.ledger.find(args[0])  # type: ignore[arg-type]
             value = stand_in_value(func, args, entry)
@@ -145,12 +150,13 @@ class TraceMode(FakeTensorMode):
         except DynamicOutputShapeException:
             outputs = stand_in_shape(func, args, kwargs)
             self.assumed[f"{_name(func)} has a shape that depends on values: the largest possible stood for it"] = None
+        self.num_flops += _num_flops(func, args, kwargs, outputs)
         if reused is not None:
             called = _IN_PLACE.get(func, func)
             # Indices that were right in the forward pass are not checked again.
             arguments = (*args, True) if called is _aten._index_put_impl_.default else args
             self._run_kernel(called, arguments, kwargs, [reused], {}, _name(func), number)
-            self.ledger.move(reused, outputs)  # type: ignore[arg-type]
+            self.ledger.move(reused, outputs)
             return outputs
         if self.spec is None:
             for tensor in _tensors(outputs):
@@ -162,6 +168,17 @@ class TraceMode(FakeTensorMode):
             for tensor in _tensors(outputs):
                 if (entry := self.ledger.find(tensor)) is not None:
                     entry.is_truth = holds
+        return outputs
+
+    def _outputs(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        asked = _MEMO.ask(func, args, kwargs)
+        if asked is None:
+            return self.dispatch(func, types, args, kwargs)
+        recalled = _MEMO.recall(self, *asked)
+        if recalled is not None:
+            return recalled[0]
+        outputs = self.dispatch(func, types, args, kwargs)
+        _MEMO.remember(*asked, outputs)
         return outputs
 
     def _on_cuda(
@@ -317,6 +334,11 @@ _IN_PLACE = {
 }
 #: The same for the gradient of one loss, `sigmoid(x).sub_(target).mul_(gradient)`.
 _LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
+
+
+def _num_flops(func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
 def _laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype] | None] | None) -> Any:

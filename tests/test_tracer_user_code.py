@@ -92,3 +92,13 @@ def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
     traced = steady(boundaries(trace(STEPS[name](), CARD)))
     if name not in NOT_RECORDED:
         assert traced == RECORDED["steps"][name]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET])
+def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypatch):
+    # The first trace fills the memory of operators, the second is made from it, the third goes without.
+    trace(STEPS[name](), CARD)
+    remembered = trace(STEPS[name](), CARD)
+    monkeypatch.setattr("memcallback.output_memo.OutputMemo.ask", lambda *_: None)
+    assert trace(STEPS[name](), CARD) == remembered
