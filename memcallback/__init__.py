@@ -13,9 +13,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from memcallback.advise import BatchSizeAdvice
+from memcallback.advice import BatchSizeAdvice
 from memcallback.events import Category, Phase
 from memcallback.layer_table import Layer, LayerTable
+from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
 from memcallback.textbook_law import TextbookPrediction
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
     from memcallback.tracing import predict, suggest_batch_size
+    from memcallback.what_if import what_if
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,8 @@ __all__ = [
     "MemoryWarning",
     "Phase",
     "PhaseMemory",
+    "Plan",
+    "PlanRow",
     "Prediction",
     "PredictionError",
     "StepMemory",
@@ -54,6 +58,7 @@ __all__ = [
     "parse_bytes",
     "predict",
     "suggest_batch_size",
+    "what_if",
 ]
 
 _ON_FIRST_USE = {
@@ -64,6 +69,7 @@ _ON_FIRST_USE = {
     "layers": "shape_pass",
     "predict": "tracing",
     "suggest_batch_size": "tracing",
+    "what_if": "what_if",
 }
 
 

@@ -57,12 +57,17 @@ class TracedStep:
         batch_size: Samples in the batch, at least 1.
         calls: The calls of operators that have a rule, in order.
         caveats: What was assumed, one sentence each.
+        num_flops: Floating-point operations from one update to the next, of the operators that PyTorch counts (matrix products,
+            convolutions, attention).
+        num_batches: How many batches those are.
     """
 
     trace: AllocationTrace
     batch_size: int
     calls: tuple[KernelCall, ...] = ()
     caveats: tuple[str, ...] = ()
+    num_flops: int = 0
+    num_batches: int = 1
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM
+from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
 from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from memcallback.advise import BatchSizeAdvice, TracedPeak
+from memcallback.advice import BatchSizeAdvice
 from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.peak_lines import TracedPeak
 from memcallback.predicted import StepPrediction
 from memcallback.stats import MemoryStats, StepMemory
 from memcallback.textbook_law import TextbookPrediction

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, suggest
+from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.advise import suggest
 from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memcallback.advise import BatchSizeAdvice
+from memcallback.advice import BatchSizeAdvice
 from memcallback.differences import differences
 from memcallback.events import HELD_CATEGORIES, Category, Phase
 from memcallback.predicted import StepPrediction

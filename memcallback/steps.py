@@ -16,6 +16,8 @@ from memcallback.lightning_step import LightningLoop, configured_optimizers, lig
 
 Loss = Callable[[Any, Any], torch.Tensor | None]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Prepare = Callable[[torch.nn.Module, Any], Any]
+ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
 
 #: Lightning's names for precisions -> the type that autocast computes in; None where autocast is off.
 AUTOCAST = {
@@ -93,6 +95,8 @@ class TrainingStep:
         clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None for no clipping.
 
     Attributes:
+        prepare: Changes the fake copies of the model and the batch before they are traced, and gives the batch; None to leave them.
+        change_optimizers: Gives the optimizers to trace in place of copies of the step's; None to leave them.
         losses: The loss, or several: each is followed by its backward pass and the update of the optimizer at its place.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most loops do. Lightning clears
@@ -144,6 +148,8 @@ class TrainingStep:
         self.clip_grad_value = clip_grad_value
         self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
+        self.prepare: Prepare | None = None
+        self.change_optimizers: ChangeOptimizers | None = None
         self._optimizer = optimizer
         self.batch_size = infer_batch_size(batch) if batch_size is None else BatchSize(batch_size=batch_size)
         if sequence_length is not None:
@@ -236,9 +242,51 @@ class TrainingStep:
         step.zero_grad_before_forward = False
         return step
 
+    def varied(
+        self,
+        *,
+        zero_grad_before_forward: bool | None = None,
+        prepare: Prepare | None = None,
+        change_optimizers: ChangeOptimizers | None = None,
+        **changes: Any,
+    ) -> TrainingStep:
+        """The same step, some things of it otherwise.
+
+        Args:
+            zero_grad_before_forward: As the attribute; None to leave it.
+            prepare: As the attribute, after what this step has; None to leave it.
+            change_optimizers: As the attribute; None to leave it.
+            changes: Arguments of `TrainingStep`.
+        """
+        arguments = {
+            "optimizer": self._optimizer,
+            "precision": self.precision,
+            "batch_size": self.batch_size.batch_size,
+            "sequence_length": self.sequence_length,
+            "accumulate": self.accumulate,
+            "clip_grad_norm": self.clip_grad_norm,
+            "clip_grad_value": self.clip_grad_value,
+        } | changes
+        if self.lightning is None:
+            step = TrainingStep(self.model, self.batch, **{"loss": self.losses, **arguments})
+        else:
+            step = TrainingStep.from_lightning(self.model, self.batch, **arguments)
+        if "batch_size" not in changes:
+            step.batch_size = self.batch_size
+        step.zero_grad_before_forward = self.zero_grad_before_forward if zero_grad_before_forward is None else zero_grad_before_forward
+        step.change_optimizers = change_optimizers or self.change_optimizers
+        step.prepare = _one_after_the_other(self.prepare, prepare)
+        return step
+
     def optimizers_of(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, ...]:
         """The step's optimizers: the given ones, or new ones for a model, which may be a copy of the step's."""
         return _optimizers_of(model, self._optimizer, is_lightning=self.lightning is not None)
+
+
+def _one_after_the_other(first: Prepare | None, second: Prepare | None) -> Prepare | None:
+    if first is None or second is None:
+        return first or second
+    return lambda model, batch: second(model, first(model, batch))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

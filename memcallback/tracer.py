@@ -69,6 +69,7 @@ def trace(
             for name, value in vars(module).items():
                 if isinstance(value, torch.device):
                     vars(module)[name] = CUDA
+
         tracer = _Tracer(mode, model)
 
         def new_batch() -> Any:
@@ -78,22 +79,26 @@ def trace(
             return fresh
 
         with cuda_semantics(mode, device) if device else mode, torch.enable_grad():
-            if device:
-                flatten_rnn_weights(model)
-            tracer.add_model()
-            mode.is_recording = True
             try:
+                if step.prepare is not None:
+                    batch = step.prepare(model, batch)
+                if device:
+                    flatten_rnn_weights(model)
+                tracer.add_model()
+                mode.is_recording = True
+                optimizers = tuple(map(optimizer_from, parts)) if parts else step.optimizers_of(model)
+                if step.change_optimizers is not None:
+                    optimizers = tuple(step.change_optimizers(optimizers))
                 if parts:
-                    optimizers = tuple(map(optimizer_from, parts))
                     tracer.add_states(optimizers)
-                else:
-                    optimizers = step.optimizers_of(model)
                 run_to_the_end(optimizers)
                 device_type = "cuda" if device else "cpu"
                 copies = Copies(model=model, optimizers=optimizers, new_batch=new_batch, marks=tracer, device_type=device_type)
+                num_flops = [0]
                 with tracer.modules_named():
                     for window in range(num_windows):
                         run_window(step, copies)
+                        num_flops.append(mode.num_flops)
                         if window == 0 and fill_history(optimizers):
                             tracer.label_states(optimizers)
                             mode.assumed[_FULL_HISTORY] = None
@@ -104,7 +109,12 @@ def trace(
         mode.ledger.close()
     assert batch_size or given
     return TracedStep(
-        trace=mode.ledger.trace(), batch_size=batch_size or given or 0, calls=tuple(mode.ledger.calls), caveats=tuple(mode.assumed)
+        trace=mode.ledger.trace(),
+        batch_size=batch_size or given or 0,
+        calls=tuple(mode.ledger.calls),
+        caveats=tuple(mode.assumed),
+        num_flops=num_flops[-1] - num_flops[-2],
+        num_batches=step.accumulate,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
+from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds
+from memcallback.advise import check_headroom, suggest
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
 from memcallback.cuda_convolution import workspaces_are_known
@@ -19,7 +20,9 @@ from memcallback.device_here import device_here
 from memcallback.devices import Device, DeviceSpec, find_device
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
+from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
+from memcallback.stats import StepMemory
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracer import trace
 
@@ -90,27 +93,72 @@ def predict(
 
 
 def suggest_batch_size(
-    step: TrainingStep, *, device: str | int | Device | None = None, headroom: float = DEFAULT_HEADROOM
+    step: TrainingStep,
+    *,
+    device: str | int | Device | None = None,
+    headroom: float = DEFAULT_HEADROOM,
+    multiple_of: int = DEFAULT_MULTIPLE,
+    max_batch_size: int | None = None,
+    dataset_size: int | None = None,
+    world_size: int = 1,
+    measured: StepMemory | None = None,
+    sequence_lengths: Iterable[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> BatchSizeAdvice:
-    """The largest batch size that is predicted to fit.
+    """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom exceeds the capacity.
 
     Args:
         step: The step.
-        device: As for `predict`.
+        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
+        multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
+        max_batch_size: It is at most this.
+        dataset_size: Samples in the dataset, of which each rank has its part.
+        world_size: How many ranks train; the batch size is that of one.
+        measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
+        sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
+            `by_sequence_length` of the advice has one for each length. The step must say how long its own are.
+        progress: As for `predict`.
 
     Returns:
         The advice; `leaves_out` says what it does not know.
 
     Raises:
-        PredictionError: As `predict`; also if the step was traced at its own batch size alone.
-        ValueError: As `predict`, or if `headroom` is out of range.
+        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or the memory of a CPU is not known.
+        ValueError: As `predict`, or if one of the numbers is out of range, or `sequence_lengths` is empty.
     """
-    prediction = predict(step, device=device)
-    advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
-    if advice is None:
-        raise PredictionError(f"No batch size can be suggested: only {prediction.batch_size} is predicted. {' '.join(prediction.caveats)}")
-    return advice
+    bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
+    check_headroom(headroom)
+    lengths = sorted(set(sequence_lengths)) if sequence_lengths is not None else []
+    if sequence_lengths is not None and not lengths:
+        raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
+    prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
+    outside_bytes = _outside_bytes(prediction.device) if device is None else None
+
+    def advise(one: Prediction) -> BatchSizeAdvice:
+        found = suggest(
+            measured=measured,
+            predicted=one,
+            capacity_bytes=one.capacity_bytes,
+            outside_bytes=outside_bytes,
+            headroom=headroom,
+            bounds=bounds,
+        )
+        if found is not None:
+            return found
+        if one.capacity_bytes is None:
+            raise PredictionError("No batch size can be suggested: how much memory the CPU has is not known. Give a size: device='24GiB'.")
+        raise PredictionError(f"No batch size can be suggested: only {one.batch_size} is predicted. {' '.join(one.caveats)}")
+
+    advice = advise(prediction)
+    sizes = {length: advise(prediction.at(sequence_length=length)).batch_size for length in lengths}
+    return replace(advice, by_sequence_length=sizes)
+
+
+def _outside_bytes(device: Device) -> int:
+    """What is used of this machine's CUDA device, or is about to be, by others than this process's allocator."""
+    memory = device_memory(torch.device("cuda", torch.cuda.current_device()))
+    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.context_bytes)
 
 
 class _Traces:
@@ -136,7 +184,7 @@ class _Traces:
         self._num_done += 1
         if self._progress is not None and self._num_done < self._num_traces:
             self._progress(self._num_done, self._num_traces)
-        return TracedStep(traced.trace, traced.batch_size, traced.calls, (*_caveats(self._step, traced), *traced.caveats))
+        return replace(traced, caveats=(*_caveats(self._step, traced), *traced.caveats))
 
 
 def _batch_trace(traces: _Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
@@ -144,14 +192,14 @@ def _batch_trace(traces: _Traces, batch_size: int, sequence_length: int | None =
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
         caveat = f"Only batch size {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
-        return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
+        return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
     try:
         second, check = (traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size)))
         return BatchTrace.fit(first, second, check)
     except (BatchDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
     caveat = f"Only batch size {batch_size} is predicted, each other one needs a trace of its own: {reason}."
-    return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
+    return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
 
 
 def _far(batch_size: int) -> int:

@@ -27,7 +27,10 @@ PLAIN = [
     "snapshot",
     "textbook_law",
     "differences",
+    "peak_lines",
+    "advice",
     "advise",
+    "plan",
     "report",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
@@ -35,8 +38,20 @@ KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other",
 KERNELS = ["cuda_kernels_plan", "cuda_kernels_reduce", *(f"cuda_kernels_{name}" for name in KERNEL_RULES), "cuda_kernels"]
 COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_norms", "cuda_rnn", "cuda_composites", "cuda_autocast"]
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
-ON_FAKES = ["trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
-TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
+ON_FAKES = ["output_memo", "trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
+TRACER = [
+    "cuda_calls",
+    "ledger",
+    "stand_ins",
+    *ON_FAKES,
+    "optimizer_copy",
+    "loops",
+    "tracer",
+    "device_here",
+    "tracing",
+    "variants",
+    "what_if",
+]
 MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]

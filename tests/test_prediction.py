@@ -5,12 +5,13 @@ from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcallback.advise import TracedPeak, suggest
+from memcallback.advise import suggest
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchTrace, TracedStep, UnknownBatchSize
 from memcallback.devices import HostSpec, find_device
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase
+from memcallback.peak_lines import TracedPeak
 from memcallback.prediction import Prediction
 from memcallback.prediction_text import verdict
 from memcallback.stats import Kind
@@ -154,11 +155,11 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
     predicted = prediction(16, device=SMALL_BYTES)
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0)
     assert advice.line.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
-    assert advice.line.at(advice.batch_size + 1) > advice.budget_bytes
+    assert advice.line.at(advice.largest + 1) > advice.budget_bytes
     assert "replayed from the traced step" in advice.sentence()
     assert any("its context is taken to be 512.00 MiB" in text for text in advice.leaves_out)
     smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
-    assert smaller.batch_size < advice.batch_size
+    assert smaller.largest < advice.largest
 
 
 def test_what_was_measured_more_is_added_to_every_batch_size():
@@ -242,5 +243,5 @@ def test_memory_to_plan_for_need_not_be_the_devices_own():
 def test_on_a_cpu_the_allocated_peak_has_to_fit():
     predicted = host_prediction(16)
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=GiB, headroom=0)
-    assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.batch_size + 1).peak_allocated_bytes
+    assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.largest + 1).peak_allocated_bytes
     assert "what operators take for themselves while they run" in advice.leaves_out

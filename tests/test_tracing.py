@@ -108,7 +108,7 @@ def test_a_suggestion_before_training_stays_within_the_capacity():
     advice = mc.suggest_batch_size(make_step(), device="1GiB", headroom=0.1)
     prediction = mc.predict(make_step(), device="1GiB")
     assert not advice.is_measured
-    for size, fits in ((advice.batch_size, True), (advice.batch_size + 1, False)):
+    for size, fits in ((advice.largest, True), (advice.largest + 1, False)):
         needed = max(step.peak_reserved_bytes for step in prediction.at(size).steps)
         assert (needed <= advice.budget_bytes) == fits
 
