@@ -13,6 +13,7 @@ import torch
 from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
+from memcallback.checks import described
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
 from memcallback.device_here import device_here
@@ -68,7 +69,10 @@ def predict(
         PredictionError: If the step cannot be traced, or its batch size is unknown.
         ValueError: If `device` is neither a card nor a size nor `cpu`, or none was given and there is none here; or if `batch_size` is
             below 1, or `sequence_length` one that the step says nothing of.
+        TypeError: If `step` is no `TrainingStep`, or a number is not whole.
     """
+    if not isinstance(step, TrainingStep):
+        raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
     spec = device_here() if device is None else find_device(device)
     given = step.check_predictable()
     wanted = given if batch_size is None else batch_size

@@ -14,7 +14,7 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
-DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
+DATA = ["units", "checks", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
 PLAIN = [
     *DATA,
     "batch_trace",
@@ -37,7 +37,19 @@ COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_n
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
 ON_FAKES = ["trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
 TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
-MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
+MEASURING = [
+    "holdings",
+    "nvml",
+    "cpu_meter",
+    "meters",
+    "lightning_step",
+    "step_checks",
+    "steps",
+    "recorder",
+    "fakes",
+    "shape_pass",
+    "optimizer_state",
+]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
