@@ -69,10 +69,13 @@ def _number(name: str, value: object, way_out: str) -> float:
 
 
 def described(value: object) -> str:
-    """What was given, in a few words: a text as it is, of anything else what it is."""
-    if value is None or isinstance(value, str):
+    """What was given, in a few words: a text or a number as it is, of anything else its kind."""
+    if value is None or isinstance(value, (str, bytes, int, float)):
         return repr(value)
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
+    return f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
+
+
+def kind_of(value: object) -> str:
+    """Of what type a value is."""
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"

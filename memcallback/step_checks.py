@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memcallback.checks import described, whole_number
+from memcallback.checks import described, kind_of, whole_number
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH
 
@@ -189,7 +189,8 @@ def _wrong_with_tensor(loss: torch.Tensor, model: nn.Module) -> tuple[str, str] 
 def _no_tensor(returned: object, *, is_lightning: bool) -> tuple[str, str]:
     alone = "Return that tensor, alone or in a dict under 'loss'." if is_lightning else "Return that tensor."
     if isinstance(returned, (bool, int, float)):
-        return described(returned), "Return the tensor itself, without .item() or float()."
+        # Not its value: on fakes that is a stand-in.
+        return kind_of(returned), "Return the tensor itself, without .item() or float()."
     if isinstance(returned, Mapping):
         if is_lightning and returned.get("loss") is not None:
             what, way_out = _no_tensor(returned["loss"], is_lightning=True)

@@ -16,8 +16,8 @@ from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
 from memcallback.checks import described
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
-from memcallback.device_here import device_here
-from memcallback.devices import Device, DeviceSpec, find_device
+from memcallback.device_here import any_device
+from memcallback.devices import Device, DeviceSpec
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
 from memcallback.prediction import Prediction
@@ -41,7 +41,7 @@ _COMPILED = "A compiled module was traced as it would run without compilation."
 def predict(
     step: TrainingStep,
     *,
-    device: str | int | Device | None = None,
+    device: str | int | torch.device | Device | None = None,
     batch_size: int | None = None,
     sequence_length: int | None = None,
     settings: AllocatorSettings | None = None,
@@ -55,8 +55,8 @@ def predict(
 
     Args:
         step: The step.
-        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; or `cpu`. By default the CUDA
-            device of this machine.
+        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; `cpu`; or a device of this
+            machine, such as `cuda:1` or a `torch.device`. By default the CUDA device of this machine.
         batch_size: Samples in the batch; by default as many as it has.
         sequence_length: How long the batch's sequences are; by default as long as the step says.
         settings: Those of a card's allocator; by default those of this process's environment (PYTORCH_CUDA_ALLOC_CONF).
@@ -67,13 +67,13 @@ def predict(
 
     Raises:
         PredictionError: If the step cannot be traced, or its batch size is unknown.
-        ValueError: If `device` is neither a card nor a size nor `cpu`, or none was given and there is none here; or if `batch_size` is
+        ValueError: If `device` is none of these, or is to be of this machine and is not there; or if `batch_size` is
             below 1, or `sequence_length` one that the step says nothing of.
         TypeError: If `step` is no `TrainingStep`, or a number is not whole.
     """
     if not isinstance(step, TrainingStep):
         raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
-    spec = device_here() if device is None else find_device(device)
+    spec = any_device(device)
     given = step.check_predictable()
     wanted = given if batch_size is None else batch_size
     if wanted < 1:
@@ -94,7 +94,7 @@ def predict(
 
 
 def suggest_batch_size(
-    step: TrainingStep, *, device: str | int | Device | None = None, headroom: float = DEFAULT_HEADROOM
+    step: TrainingStep, *, device: str | int | torch.device | Device | None = None, headroom: float = DEFAULT_HEADROOM
 ) -> BatchSizeAdvice:
     """The largest batch size that is predicted to fit.
 

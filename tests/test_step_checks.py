@@ -63,7 +63,7 @@ def scaled(model, batch, scale):
         ({"loss": lambda model: model.weight.sum()}, TypeError, "loss .*<lambda> cannot be called with the model and the batch: too many"),
         ({"optimizer": "adam"}, TypeError, r"optimizer must be an optimizer .* got 'adam'. Give torch.optim.Adam\(model.parameters\(\)\)"),
         ({"optimizer": "mine"}, TypeError, r"got 'mine'. Give torch.optim.AdamW\(model.parameters\(\)\), or torch.optim.AdamW alone"),
-        ({"optimizer": 3}, TypeError, "optimizer must be an optimizer .* got an int"),
+        ({"optimizer": 3}, TypeError, "optimizer must be an optimizer .* got 3"),
         ({"optimizer": {"optimizer": OTHERS}}, TypeError, "optimizer must be an optimizer .* got a dict"),
         ({"optimizer": torch.optim.lr_scheduler.ConstantLR(OTHERS)}, TypeError, "optimizer must be .* got a ConstantLR"),
         ({"optimizer": [SGD]}, TypeError, r"optimizer\[0\] is SGD, which makes an optimizer; a list must hold .* Give it alone"),
