@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil
 
+from memcallback.checks import share
 from memcallback.differences import RESERVED_SHARE, allocated_band
 from memcallback.events import Phase
 from memcallback.predicted import StepPrediction
@@ -184,8 +185,7 @@ def suggest(
     Raises:
         ValueError: If `headroom` is out of range.
     """
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
+    check_headroom(headroom)
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
@@ -215,6 +215,16 @@ def suggest(
         basis=_basis(measured, law, is_measured=is_measured),
         leaves_out=tuple(leaves_out),
     )
+
+
+def check_headroom(headroom: object) -> None:
+    """See that a headroom is a fraction of a capacity.
+
+    Raises:
+        ValueError: If it is below 0, or not below 1.
+        TypeError: If it is no number.
+    """
+    share("headroom", headroom, "0.05 keeps 5 % of the device free.")
 
 
 def _always_left_out(outside_bytes: int | None) -> list[str]:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import BatchTrace
+from memcallback.batch_trace import SAMPLES, BatchTrace
+from memcallback.checks import whole_number
 from memcallback.devices import Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
 from memcallback.length_trace import LengthTrace, UnknownSequenceLength
@@ -86,7 +87,7 @@ class Prediction:
         return cls(
             trace=trace,
             device=device,
-            batch_size=trace.batch_size if batch_size is None else batch_size,
+            batch_size=trace.batch_size if batch_size is None else whole_number("batch_size", batch_size, SAMPLES),
             settings=_settings_here() if settings is None else settings,
             lengths=lengths,
             sequence_length=sequence_length,
@@ -102,9 +103,12 @@ class Prediction:
         Raises:
             UnknownBatchSize: If the trace knows only its own batch size, and this is another.
             UnknownSequenceLength: If nothing is known of this sequence length.
-            ValueError: If `batch_size` is below 1.
+            ValueError: If a number is below 1.
+            TypeError: If a number is not whole.
         """
-        wanted = self.batch_size if batch_size is None else batch_size
+        wanted = self.batch_size if batch_size is None else whole_number("batch_size", batch_size, SAMPLES)
+        if sequence_length is not None:
+            sequence_length = whole_number("sequence_length", sequence_length, "Give how long the batch's sequences are.")
         if sequence_length is None or sequence_length == self.sequence_length:
             return self if wanted == self.batch_size else replace(self, batch_size=wanted)
         if self.lengths is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ AUTOCAST = {
 }
 #: Lightning's names -> the type of tensors that a training step makes without naming one, where it is not PyTorch's default.
 _DEFAULT_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
+#: What to give for a batch size.
+INFERRED = "Leave it out to have it inferred from the batch."
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 
@@ -59,8 +62,9 @@ def infer_batch_size(batch: object) -> BatchSize:
         own = _attribute(batch, name)
         if isinstance(own, torch.Size):
             own = own[0] if own else None
-        if isinstance(own, int) and not isinstance(own, bool) and own > 0:
-            return BatchSize(batch_size=own)
+        if not isinstance(own, torch.Tensor):  # on a device, reading it would wait for the device
+            with suppress(TypeError, ValueError):
+                return BatchSize(batch_size=whole_number(name, own, ""))
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0)
     if not sizes:
         return BatchSize(batch_size=None)
@@ -127,7 +131,7 @@ class TrainingStep:
         if name not in AUTOCAST:
             raise ValueError(f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}.")
         if batch_size is not None:
-            batch_size = whole_number("batch_size", batch_size, "Leave it out to have it inferred from the batch.")
+            batch_size = whole_number("batch_size", batch_size, INFERRED)
         if clip_grad_norm is not None:
             above_0("clip_grad_norm", clip_grad_norm, "Give the largest norm, such as 1.0, or None for no clipping.")
         if clip_grad_value is not None:

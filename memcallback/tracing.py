@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
+from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, check_headroom, suggest
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
-from memcallback.checks import described
+from memcallback.checks import described, whole_number
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
 from memcallback.device_here import any_device
@@ -75,10 +75,11 @@ def predict(
         raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
     spec = any_device(device)
     given = step.check_predictable()
-    wanted = given if batch_size is None else batch_size
-    if wanted < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    length = step.sequence_length if sequence_length is None else sequence_length
+    wanted = given if batch_size is None else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
+    length = step.sequence_length
+    if sequence_length is not None:
+        own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
+        length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
     if length is None:
         traces = _Traces(step, spec, _NUM_TRACES, progress)
         return Prediction.of(_batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings)
@@ -87,8 +88,6 @@ def predict(
             f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
             "TrainingStep."
         )
-    if length < MIN_SEQUENCE_LENGTH:
-        raise ValueError(f"sequence_length must be at least {MIN_SEQUENCE_LENGTH}, got {length}.")
     traces = _Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
 
@@ -110,6 +109,7 @@ def suggest_batch_size(
         PredictionError: As `predict`; also if the step was traced at its own batch size alone.
         ValueError: As `predict`, or if `headroom` is out of range.
     """
+    check_headroom(headroom)
     prediction = predict(step, device=device)
     advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
     if advice is None:
