@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from memcallback.checks import whole_number
 from memcallback.peak_lines import PeakLine, TracedPeak
 from memcallback.units import format_bytes
 
@@ -26,6 +27,7 @@ class BatchSizeBounds:
         world_size: How many ranks train, at least 1.
 
     Raises:
+        TypeError: If one of them is no whole number.
         ValueError: If one of them is out of range, or a rank has no sample.
     """
 
@@ -35,10 +37,11 @@ class BatchSizeBounds:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("multiple_of", "max_batch_size", "dataset_size", "world_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}. Leave it out if nothing is known of it.")
+        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
+        whole_number("world_size", self.world_size, "1 is for one device.")
+        for name in ("max_batch_size", "dataset_size"):
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, "Leave it out if there is no such bound.")
         if self.dataset_size is not None and self.dataset_size < self.world_size:
             raise ValueError(
                 f"dataset_size must be at least world_size, got {self.dataset_size} samples for {self.world_size} ranks: each needs one."
@@ -163,9 +166,10 @@ class BatchSizeAdvice:
             ValueError: If it cannot be divided among the ranks, or not one sample fits.
         """
         world_size = self.bounds.world_size
-        if effective_batch_size < 1 or effective_batch_size % world_size:
+        whole_number("effective_batch_size", effective_batch_size, "It is how many samples come between two updates.")
+        if effective_batch_size % world_size:
             raise ValueError(
-                f"effective_batch_size must be a multiple of the {world_size} ranks and at least 1, got {effective_batch_size}. The nearest is "
+                f"effective_batch_size must be a multiple of the {world_size} ranks, got {effective_batch_size}. The nearest is "
                 f"{max(1, round(effective_batch_size / world_size)) * world_size}."
             )
         if self.batch_size < 1:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import ceil
 
 from memcallback.advice import DEFAULT_BOUNDS, DEFAULT_HEADROOM, BatchSizeAdvice, BatchSizeBounds
+from memcallback.checks import share
 from memcallback.differences import RESERVED_SHARE, allocated_band
 from memcallback.events import Phase
 from memcallback.peak_lines import PeakLine, TracedPeak, counted_peak
@@ -15,16 +16,6 @@ from memcallback.prediction import Prediction
 from memcallback.stats import StepMemory
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import format_bytes
-
-
-def check_headroom(headroom: float) -> None:
-    """Raise ValueError unless a headroom is a fraction.
-
-    Args:
-        headroom: The fraction of a device to keep free.
-    """
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
 
 
 def suggest(
@@ -96,6 +87,16 @@ def suggest(
         basis=_basis(measured, law, is_measured=is_measured),
         leaves_out=tuple(leaves_out),
     )
+
+
+def check_headroom(headroom: object) -> None:
+    """See that a headroom is a fraction of a capacity.
+
+    Raises:
+        ValueError: If it is below 0, or not below 1.
+        TypeError: If it is no number.
+    """
+    share("headroom", headroom, "0.05 keeps 5 % of the device free.")
 
 
 def _always_left_out(outside_bytes: int | None) -> list[str]:

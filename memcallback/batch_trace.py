@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from memcallback.checks import whole_number
 from memcallback.events import Alloc, AllocationTrace, Event, Free, PhaseEnd, PhaseStart
 from memcallback.kernels import Kernel, KernelRule, Make, Take, completed
 
 #: The number of the first allocation that an operator makes for itself; those of tensors are below it.
 FIRST_TEMPORARY = 1 << 40
+#: What to give for a batch size.
+SAMPLES = "Give how many samples the batch has."
 
 
 class BatchDependentPath(ValueError):
@@ -70,8 +73,7 @@ class TracedStep:
     num_batches: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
+        whole_number("batch_size", self.batch_size, SAMPLES)
 
     @cached_property
     def items(self) -> list[Event | KernelCall]:
@@ -239,8 +241,7 @@ class BatchTrace:
             UnknownBatchSize: If only one batch size is known, and this is another.
             ValueError: If `batch_size` is below 1, or a size comes out negative.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        batch_size = whole_number("batch_size", batch_size, SAMPLES)
         more = batch_size - self.batch_size
         if not more and self.base is None:
             return self.traced.trace

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 
 from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.advise import check_headroom
+from memcallback.checks import whole_number
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
 from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
@@ -22,6 +24,7 @@ from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
+from memcallback.steps import INFERRED
 from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import parse_bytes
@@ -95,6 +98,7 @@ class MemoryCallback(Callback):
 
     Raises:
         ValueError: If a size, the headroom or the batch size is out of range.
+        TypeError: If one of them is not of its kind.
 
     Examples:
         >>> callback = MemoryCallback(device="24GiB")
@@ -109,11 +113,8 @@ class MemoryCallback(Callback):
         predict: bool = True,
         reset_peaks: bool = True,
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
-        if not 0 <= headroom < 1:
-            raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
-        self._batch_size = batch_size
+        check_headroom(headroom)
+        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
         self._capacity_bytes = None if device is None else parse_bytes(device)
         self._headroom = headroom
         self._predicts = predict

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memcallback.devices import Device, find_device
+from memcallback.devices import Device, find_device, is_cuda_here
 from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
 _STEP = "package.module:make_step"
 _STEP_HELP = f"{TARGET_HELP}: a function that returns a TrainingStep, or a LightningModule with its data"
 _CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
-_DEVICE_HELP = f"{_CARD_HELP}; or cpu"
+_DEVICE_HELP = f"{_CARD_HELP}; cpu; or a device of this machine, such as cuda:0"
 #: The card of an exported history, where none is named: only the workspaces in it and where memory runs out depend on it.
 _DEFAULT_DEVICE = "NVIDIA A100-SXM4-80GB"
 
@@ -137,8 +137,11 @@ def _run_export(arguments: argparse.Namespace) -> None:
 def _predict(arguments: argparse.Namespace) -> Prediction:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
     sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence")
-    device = _parse_device(arguments.device)
+    # What is wrong with a name is said at once; a device of this machine is asked once the step has loaded PyTorch.
+    device = None if is_cuda_here(arguments.device) else _parse_device(arguments.device, find_device)
     step = load_step(arguments.target)
+    if device is None:
+        device = _parse_device(arguments.device, importlib.import_module("memcallback.device_here").any_device)
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
@@ -157,10 +160,10 @@ def _parse_number(text: str | None, option: str, what: str) -> int | None:
     return int(text)
 
 
-def _parse_device(text: str) -> Device:
+def _parse_device(text: str, find: Callable[[str], Device]) -> Device:
     try:
-        return find_device(text)
-    except ValueError as error:
+        return find(text)
+    except (ValueError, RuntimeError) as error:
         raise UsageError(f"--device {error}") from error
 
 

@@ -190,17 +190,15 @@ def _clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, grad
     clip(list(_parameters(optimizer)), gradient_clip_val)
 
 
-def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> torch.Tensor | None:
-    """Run the training step of a copy that has no Trainer; None under manual optimization, where there is no loss to return."""
+def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> Any:
+    """Run the training step of a copy that has no Trainer; the loss that it returns, alone or in a dict, or whatever else it does."""
     nothing = _StandIn()
     optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
     _stand_alone(module)
     module.optimizers = lambda *args, **kwargs: optimizers
     output: Any = loop.training_step(module, batch)
-    loss: torch.Tensor | None = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, torch.Tensor) and module.automatic_optimization:
-        raise ValueError(f"training_step returned {type(loss).__name__}, not a loss.")
-    return loss
+    loss = output.get("loss") if isinstance(output, dict) else None
+    return loss if isinstance(loss, torch.Tensor) else output
 
 
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from memcallback.events import Phase
 from memcallback.lightning_step import LightningLoop
-from memcallback.steps import TrainingStep
+from memcallback.step_checks import wrong_with_loss
+from memcallback.steps import PredictionError, TrainingStep
 
 
 class Marks(Protocol):
@@ -62,7 +63,7 @@ def run_window(step: TrainingStep, copies: Copies) -> None:
         _manual_step(step, copies, step.lightning)
     elif len(copies.optimizers) == 1 and isinstance(copies.optimizers[0], torch.optim.LBFGS):
         if step.accumulate > 1:
-            raise ValueError(
+            raise PredictionError(
                 f"accumulate={step.accumulate} with LBFGS is not known: it runs the forward pass itself. Leave accumulate out."
             )
         _closure_step(step, copies)
@@ -79,7 +80,7 @@ def _automatic_step(step: TrainingStep, copies: Copies, *, is_first: bool, is_la
         batch = copies.new_batch()
         if is_first and step.zero_grad_before_forward:
             _zero_grad(copies)
-        loss = _forward(step, copies, batch, step.losses[0])
+        loss = _forward(step, copies, batch)
         if is_first and not step.zero_grad_before_forward:
             _zero_grad(copies)
         _backward(copies, loss)
@@ -92,9 +93,9 @@ def _alternating_step(step: TrainingStep, copies: Copies) -> None:
     """Several losses, each with an optimizer of its own, one after the other (a GAN)."""
     with copies.marks.step():
         batch = copies.new_batch()
-        for loss_function, optimizer in zip(step.losses, copies.optimizers, strict=True):
+        for number, optimizer in enumerate(copies.optimizers):
             optimizer.zero_grad(set_to_none=True)
-            loss = _forward(step, copies, batch, loss_function)
+            loss = _forward(step, copies, batch, number)
             _backward(copies, loss)
             _update(step, copies, (optimizer,))
             del loss
@@ -115,7 +116,7 @@ def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None
         with update.interrupted():
             if step.zero_grad_before_forward:
                 _zero_grad(copies)
-            loss = _forward(step, copies, batch, step.losses[0])
+            loss = _forward(step, copies, batch)
             if not step.zero_grad_before_forward:
                 _zero_grad(copies)
             _backward(copies, loss)
@@ -186,12 +187,14 @@ def _only_forward(marks: Marks) -> Marks:
     return _Forward()  # type: ignore[return-value]
 
 
-def _forward(step: TrainingStep, copies: Copies, batch: Any, loss_function: Callable[[Any, Any], torch.Tensor | None]) -> Any:
+def _forward(step: TrainingStep, copies: Copies, batch: Any, number: int = 0) -> Any:
+    """The forward pass to one of the losses."""
     with copies.marks.phase(Phase.FORWARD):
         with _autocast(step, copies):
-            loss = loss_function(copies.model, batch)
-        if loss is None:
-            raise ValueError("the loss is None. Return the loss of a batch, a scalar tensor.")
+            loss = step.losses[number](copies.model, batch)
+        if wrong := wrong_with_loss(loss, copies.model, is_lightning=step.lightning is not None):
+            name = "training_step" if step.lightning else "loss" if len(step.losses) == 1 else f"loss[{number}]"
+            raise PredictionError(f"{name} {wrong}")
         return loss / step.accumulate if step.accumulate > 1 else loss
 
 

@@ -12,6 +12,7 @@ import torch
 
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import suggest
+from memcallback.checks import whole_number
 from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
@@ -19,7 +20,7 @@ from memcallback.meters import AllocatorMeter, Meter, default_device, device_mem
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
-from memcallback.steps import infer_batch_size
+from memcallback.steps import INFERRED, infer_batch_size
 
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
@@ -71,6 +72,7 @@ class MemoryRecorder:
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
+        TypeError: If it is no whole number.
         MeterUnavailableError: If the device cannot be read.
 
     Examples:
@@ -98,8 +100,6 @@ class MemoryRecorder:
         reset_peaks: bool = True,
         use_profiler: bool = True,
     ) -> None:
-        if sample_every_n_steps < 1:
-            raise ValueError(f"sample_every_n_steps must be at least 1, got {sample_every_n_steps}. Leave it out for every 50th step.")
         self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         chosen = torch.device(device) if device is not None else default_device(self._modules)
@@ -115,7 +115,7 @@ class MemoryRecorder:
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
         self.lifetime_peak_resident_bytes: int | None = None
-        self._sample_every_n_steps = sample_every_n_steps
+        self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
@@ -193,7 +193,11 @@ class MemoryRecorder:
 
         Raises:
             RuntimeError: If a step is open already.
+            ValueError: If the batch size is below 1.
+            TypeError: If it is no whole number.
         """
+        if batch_size is not None:
+            batch_size = whole_number("batch_size", batch_size, INFERRED)
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)

@@ -102,6 +102,8 @@ def trace(
                         if window == 0 and fill_history(optimizers):
                             tracer.label_states(optimizers)
                             mode.assumed[_FULL_HISTORY] = None
+            except PredictionError:
+                raise
             except Exception as error:  # user code on fakes can fail in any way
                 raise PredictionError(tracer.describe(error)) from error
             finally:

@@ -14,10 +14,11 @@ from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvi
 from memcallback.advise import check_headroom, suggest
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
+from memcallback.checks import described, whole_number
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
-from memcallback.device_here import device_here
-from memcallback.devices import Device, DeviceSpec, find_device
+from memcallback.device_here import any_device, torch_device
+from memcallback.devices import Device, DeviceSpec
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
 from memcallback.meters import device_memory
@@ -43,7 +44,7 @@ _COMPILED = "A compiled module was traced as it would run without compilation."
 def predict(
     step: TrainingStep,
     *,
-    device: str | int | Device | None = None,
+    device: str | int | torch.device | Device | None = None,
     batch_size: int | None = None,
     sequence_length: int | None = None,
     settings: AllocatorSettings | None = None,
@@ -57,8 +58,8 @@ def predict(
 
     Args:
         step: The step.
-        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; or `cpu`. By default the CUDA
-            device of this machine.
+        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; `cpu`; or a device of this
+            machine, such as `cuda:1` or a `torch.device`. By default the CUDA device of this machine.
         batch_size: Samples in the batch; by default as many as it has.
         sequence_length: How long the batch's sequences are; by default as long as the step says.
         settings: Those of a card's allocator; by default those of this process's environment (PYTORCH_CUDA_ALLOC_CONF).
@@ -69,15 +70,19 @@ def predict(
 
     Raises:
         PredictionError: If the step cannot be traced, or its batch size is unknown.
-        ValueError: If `device` is neither a card nor a size nor `cpu`, or none was given and there is none here; or if `batch_size` is
+        ValueError: If `device` is none of these, or is to be of this machine and is not there; or if `batch_size` is
             below 1, or `sequence_length` one that the step says nothing of.
+        TypeError: If `step` is no `TrainingStep`, or a number is not whole.
     """
-    spec = device_here() if device is None else find_device(device)
+    if not isinstance(step, TrainingStep):
+        raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
+    spec = any_device(device)
     given = step.check_predictable()
-    wanted = given if batch_size is None else batch_size
-    if wanted < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    length = step.sequence_length if sequence_length is None else sequence_length
+    wanted = given if batch_size is None else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
+    length = step.sequence_length
+    if sequence_length is not None:
+        own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
+        length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
     if length is None:
         traces = _Traces(step, spec, _NUM_TRACES, progress)
         return Prediction.of(_batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings)
@@ -86,8 +91,6 @@ def predict(
             f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
             "TrainingStep."
         )
-    if length < MIN_SEQUENCE_LENGTH:
-        raise ValueError(f"sequence_length must be at least {MIN_SEQUENCE_LENGTH}, got {length}.")
     traces = _Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
 
@@ -95,7 +98,7 @@ def predict(
 def suggest_batch_size(
     step: TrainingStep,
     *,
-    device: str | int | Device | None = None,
+    device: str | int | torch.device | Device | None = None,
     headroom: float = DEFAULT_HEADROOM,
     multiple_of: int = DEFAULT_MULTIPLE,
     max_batch_size: int | None = None,
@@ -133,7 +136,8 @@ def suggest_batch_size(
     if sequence_lengths is not None and not lengths:
         raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
-    outside_bytes = _outside_bytes(prediction.device) if device is None else None
+    here = torch_device(device)
+    outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
 
     def advise(one: Prediction) -> BatchSizeAdvice:
         found = suggest(
@@ -155,9 +159,9 @@ def suggest_batch_size(
     return replace(advice, by_sequence_length=sizes)
 
 
-def _outside_bytes(device: Device) -> int:
-    """What is used of this machine's CUDA device, or is about to be, by others than this process's allocator."""
-    memory = device_memory(torch.device("cuda", torch.cuda.current_device()))
+def _outside_bytes(here: torch.device, device: Device) -> int:
+    """What is used of a device of this machine, or is about to be, by others than this process's allocator."""
+    memory = device_memory(here)
     return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.context_bytes)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
+import torch
+
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom, suggest
-from memcallback.device_here import device_here
-from memcallback.devices import Device, find_device
+from memcallback.device_here import any_device
+from memcallback.devices import Device
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.steps import PredictionError, TrainingStep
@@ -23,7 +25,7 @@ _TOGETHER = ("precision", "checkpointing", "accumulation", "optimizer", "inplace
 def what_if(
     step: TrainingStep,
     *,
-    device: str | int | Device | None = None,
+    device: str | int | torch.device | Device | None = None,
     batch_size: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
     progress: Callable[[int, int], None] | None = None,
@@ -47,8 +49,7 @@ def what_if(
         ValueError: As `predict`, or if `headroom` is out of range.
     """
     check_headroom(headroom)
-    spec = device_here() if device is None else find_device(device)
-    base = predict(step, device=spec, batch_size=batch_size)
+    base = predict(step, device=any_device(device), batch_size=batch_size)
     trial = _Trial(step, base, headroom)
     tried: list[tuple[Saving, PlanRow]] = []
     savings = list(savings_for(step))

@@ -274,6 +274,8 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
     ("arguments", "message"),
     [
         (["some_steps:make_step", "--device", "rtx9090"], "--device 'rtx9090' is no card that is known. Near it are NVIDIA GeForce RTX"),
+        (["some_steps:make_step", "--device=-1GiB"], "--device '-1GiB' is not a size: a size cannot be negative. Give"),
+        (["some_steps:make_step", "--device", "0"], "--device '0' is neither a card nor its size: a number is a size in bytes"),
         (["some_steps:make_step", "--device", "T4", "--batch-size", "0"], "--batch-size '0' is no number of samples. Write a whole number"),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "x"],
@@ -328,3 +330,9 @@ def test_a_snapshot_for_a_cpu_is_refused(tracing, tmp_path, capfd):
 def test_an_output_that_cannot_be_written_is_said_so(tracing, capfd):
     assert main(["export", "some_steps:make_step", "-o", "no/such/folder.pickle"]) == 2
     assert "--output 'no/such/folder.pickle' cannot be written: No such file or directory. Name a file" in capfd.readouterr().err
+
+
+def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypatch, capfd):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
+    assert "error: --device 'cuda:0' is a CUDA device of this machine, and there is none. Name a card" in capfd.readouterr().err

@@ -14,7 +14,7 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
-DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
+DATA = ["checks", "units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
 PLAIN = [
     *DATA,
     "batch_trace",
@@ -52,7 +52,19 @@ TRACER = [
     "variants",
     "what_if",
 ]
-MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
+MEASURING = [
+    "holdings",
+    "nvml",
+    "cpu_meter",
+    "meters",
+    "lightning_step",
+    "step_checks",
+    "steps",
+    "recorder",
+    "fakes",
+    "shape_pass",
+    "optimizer_state",
+]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS

@@ -132,6 +132,26 @@ def test_a_trace_without_a_step_is_refused():
         Prediction.of(trace, find_device("A100"))
 
 
+def test_another_device_may_be_given_as_a_person_would_write_it():
+    predicted = prediction(device="H100")
+    small = predicted.on("24GiB")
+    assert (small.capacity_bytes, small.device.compute_capability) == (24 * GiB, (9, 0))
+    assert "its architecture was taken to be that of NVIDIA H100 80GB HBM3" in small.device.caveats[0]
+    other = predicted.on("T4")
+    assert other.device_name == "Tesla T4"
+    assert other.caveats[-2] == (
+        "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), and its workspaces and kernels are those of that card: "
+        "memcallback.predict(step, device=...) traces it for Tesla T4."
+    )
+    with pytest.raises(ValueError, match="'rtx 9090' is no card that is known"):
+        predicted.on("rtx 9090")
+
+
+def test_what_was_traced_for_a_card_is_not_put_on_a_cpu():
+    with pytest.raises(ValueError, match=r"traced for NVIDIA .* says nothing of CPU: what operators allocate differs. .*predict"):
+        prediction(device="H100").on("cpu")
+
+
 def test_a_batch_size_below_one_is_refused():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         prediction().at(0)

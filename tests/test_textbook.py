@@ -214,5 +214,5 @@ def test_a_step_with_bad_arguments_is_refused(options, error, message):
 
 
 def test_a_model_that_is_none_is_refused():
-    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got a function"):
         step_of(lambda: nn.Linear(3, 3), torch.ones(2, 3))

@@ -9,7 +9,7 @@ from torch import nn
 import memcallback as mc
 from memcallback import PredictionError, TrainingStep
 from memcallback.batch_trace import UnknownBatchSize
-from memcallback.device_here import device_here
+from memcallback.device_here import any_device, device_here
 from memcallback.devices import find_device
 from memcallback.units import GiB, MiB
 
@@ -69,9 +69,35 @@ def card(monkeypatch):
     def put(**changes):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(**changes))
 
     return put
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("given", ["cuda", "CUDA:1", torch.device("cuda"), torch.device("cuda", 1)])
+def test_a_cuda_device_that_is_not_here_is_said_so(given):
+    with pytest.raises(ValueError, match=r"^'cuda(:1)?' is a CUDA device of this machine, and there is none. Name a card, .*'24GiB'"):
+        mc.predict(make_step(), device=given)
+
+
+@pytest.mark.parametrize(("given", "index"), [("cuda", 0), ("cuda:1", 1), (torch.device("cuda"), 0), (torch.device("cuda", 1), 1)])
+def test_a_cuda_device_is_that_of_this_machine(given, index, card):
+    card(name="NVIDIA H100 PCIe")
+    assert any_device(given) == device_here(torch.device("cuda", index))
+
+
+def test_a_cuda_device_beyond_those_of_this_machine_is_said_so(card):
+    card()
+    with pytest.raises(ValueError, match=r"'cuda:2' is not here: this machine's CUDA devices are 'cuda:0' to 'cuda:1'\."):
+        any_device(torch.device("cuda", 2))
+
+
+def test_pytorchs_cpu_is_a_cpu():
+    assert any_device(torch.device("cpu")) == find_device("cpu")
+    with pytest.raises(PredictionError, match="a device of type mps"):
+        any_device(torch.device("mps"))
 
 
 def test_a_card_of_the_catalogue_has_its_figures_and_the_real_capacity(card):
