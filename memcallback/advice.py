@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,11 +10,14 @@ from typing import Any
 
 from memcallback.checks import whole_number
 from memcallback.peak_lines import PeakLine, TracedPeak
+from memcallback.tables import Table
 from memcallback.units import format_bytes
 
 DEFAULT_HEADROOM = 0.05
 #: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication Background User's Guide).
 DEFAULT_MULTIPLE = 8
+_WIDTH = 100
+_INDENT = "  "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +207,31 @@ class BatchSizeAdvice:
         if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
             found.append(f"a multiple of {bounds.multiple_of}")
         return f"; {', '.join(found)}; {self.largest} fit"
+
+    def to_table(self) -> Table:
+        """The curve, with what each size is."""
+        marks = {self.limit: "limit", self.limit_without_retry: "limit without a retry", self.current_batch_size: "current"}
+        marks[self.batch_size] = "suggested, current" if self.batch_size == self.current_batch_size else "suggested"
+        rows = {**dict(self.curve), **{size: self.line.at(size) for size in (self.limit_without_retry,) if size}}
+        kind = "allocated" if isinstance(self.line, TracedPeak) and self.line.prediction.peak_reserved_bytes is None else "reserved"
+        return Table(
+            title=f"Peak over the batch size, within {format_bytes(self.capacity_bytes)} of which {format_bytes(max(0, self.budget_bytes))} may be taken",
+            columns=("batch size", f"{kind} peak", ""),
+            rows=tuple((f"{size:,}", format_bytes(peak), marks.get(size, "")) for size, peak in sorted(rows.items())),
+            left_columns=frozenset({""}),
+        )
+
+    def to_text(self) -> str:
+        """For a console: the suggestion, both limits, the curve, and what is left out."""
+        lines = [self.sentence()]
+        if self.limit_without_retry is not None:
+            at_all = "" if self.limit is None else f", {self.limit:,} at all"
+            lines.append(f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}.")
+        if self.bounds.world_size > 1:
+            lines.append(f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all.")
+        lines += [f"Sequences of {length}: {batch_size:,}" for length, batch_size in self.by_sequence_length.items()]
+        lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
+        return "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines) + self.to_table().to_text()
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""

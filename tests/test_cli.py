@@ -53,6 +53,10 @@ from memcallback import TrainingStep
 def make_step():
     return TrainingStep(nn.Linear(3, 4), torch.ones(5, 3))
 
+def make_sequences():
+    model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 100))
+    return TrainingStep(model, torch.zeros(4, 64, dtype=torch.int64), sequence_length=64)
+
 def fails():
     raise RuntimeError("no such file\\nat all")
 
@@ -112,7 +116,9 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["export", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["suggest", "--help"], ["export", "--help"]], ids=" ".join
+)
 def test_help_imports_neither_torch_nor_lightning_nor_rich(arguments):
     assert not imported_by(arguments) & {"torch", "lightning", "pytorch_lightning", "rich", "tensorboard"}
 
@@ -336,3 +342,57 @@ def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
     assert "error: --device 'cuda:0' is a CUDA device of this machine, and there is none. Name a card" in capfd.readouterr().err
+
+
+def test_the_largest_batch_size_is_suggested(capsys):
+    arguments = ["suggest", "some_steps:make_step", "--device", "24GiB", "--max-batch-size", "1000", "--effective-batch-size", "4000"]
+    assert main(arguments) == 0
+    written = " ".join(capsys.readouterr().out.split())
+    assert written.startswith("Largest batch size: 1000 (200 times the current 5; at most 1000 are wanted, a multiple of 8; ")
+    assert "For 4000 samples between two updates: batch size 1000, accumulate 4." in written
+    assert "suggested" in written
+    assert main([*arguments, "--json", "--world-size", "2"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["batch_size"], data["global_batch_size"]) == (1000, 2000)
+    assert data["accumulation"] == {"batch_size": 1000, "accumulate": 2, "world_size": 2}
+
+
+def test_a_batch_size_is_suggested_for_each_length(capsys):
+    assert main(["suggest", "some_steps:make_sequences", "--device", "24GiB", "--sequence-lengths", "32,64"]) == 0
+    written = capsys.readouterr().out
+    sizes = [int(line.split(": ")[1].replace(",", "")) for line in written.splitlines() if line.startswith("Sequences of ")]
+    assert len(sizes) == 2
+    assert sizes[0] > sizes[1]
+
+
+def test_savings_are_listed_with_what_they_buy(capsys):
+    assert main(["what-if", "some_steps:make_step", "--device", "24GiB"]) == 0
+    written = capsys.readouterr()
+    assert "What savings would buy (batch size 5) on a card of 24.00 GiB" in written.out
+    assert "does not help" in written.out
+    assert "savings tried" in written.err
+    assert main(["what-if", "some_steps:make_step", "--device", "24GiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["saving"] for row in data["savings"]} >= {"bf16-mixed", "SGD", "expandable_segments"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["suggest", "--headroom", "x"], "--headroom 'x' is no percentage from 0 to below 100. Write"),
+        (["suggest", "--headroom", "100"], "--headroom '100' is no percentage"),
+        (["suggest", "--multiple-of", "0"], "--multiple-of '0' is no number of samples. Write a whole"),
+        (["suggest", "--effective-batch-size", "7", "--world-size", "2"], "must be a multiple of the 2 ranks, got 7"),
+        (["suggest", "--dataset-size", "1", "--world-size", "2"], "got 1 samples for 2 ranks"),
+        (["suggest", "--sequence-lengths", "32,y"], "--sequence-lengths 'y' is no length of a sequence"),
+        (["what-if", "--batch-size", "-1"], "--batch-size '-1' is no number of samples"),
+        (["what-if", "--headroom", "-1"], "--headroom '-1' is no percentage"),
+    ],
+)
+def test_what_is_wrong_with_an_argument_of_advice_is_one_line(capsys, arguments, message):
+    command, *options = arguments
+    assert main([command, "some_steps:make_step", "--device", "24GiB", *options]) == 2
+    written = capsys.readouterr()
+    assert message in written.err
+    assert written.err.count("\n") == 1
+    assert not written.out
