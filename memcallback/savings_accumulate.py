@@ -116,7 +116,9 @@ class Accumulation:
             with nullcontext() if self._is_update_due else self._no_sync():
                 yield batch
             if self._is_update_due:
-                raise RuntimeError(f"After batch {position} an update was due and step() was not called. Call it after each backward().")
+                raise RuntimeError(
+                    f"After batch {position} an update was due and step() was not called. Call it for each batch, one that is left out too."
+                )
 
     def _begin_window(self, expected_samples: int) -> None:
         self._expected_samples, self._window_samples = expected_samples, 0
