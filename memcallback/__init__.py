@@ -4,7 +4,7 @@
     trainer = Trainer(callbacks=[MemoryCallback()])
 
 Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`, `replay`, `prediction`,
-`advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`; then the adapters
+`advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`, `savings`; then the adapters
 `tensorboard`, `sinks`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
 """
 
@@ -26,6 +26,7 @@ from memcallback.warn import MemoryWarning
 if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
     from memcallback.recorder import MemoryRecorder
+    from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
     from memcallback.tracing import predict, suggest_batch_size
@@ -37,6 +38,7 @@ __all__ = [
     "BatchSizeAdvice",
     "Category",
     "DeviceMemory",
+    "DryRun",
     "Kind",
     "Layer",
     "LayerTable",
@@ -53,6 +55,10 @@ __all__ = [
     "StepMemory",
     "TextbookPrediction",
     "TrainingStep",
+    "accumulate",
+    "amp",
+    "checkpoint",
+    "dry_run",
     "format_bytes",
     "layers",
     "parse_bytes",
@@ -62,10 +68,15 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
+    "DryRun": "savings",
     "MemoryCallback": "callback",
     "MemoryRecorder": "recorder",
     "PredictionError": "steps",
     "TrainingStep": "steps",
+    "accumulate": "savings",
+    "amp": "savings",
+    "checkpoint": "savings",
+    "dry_run": "savings",
     "layers": "shape_pass",
     "predict": "tracing",
     "suggest_batch_size": "tracing",

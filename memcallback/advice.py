@@ -66,7 +66,7 @@ DEFAULT_BOUNDS = BatchSizeBounds()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulation:
+class AccumulationPlan:
     """Batches that together make an effective batch size, exactly.
 
     Attributes:
@@ -160,7 +160,7 @@ class BatchSizeAdvice:
         sizes = {1 << power for power in range(end.bit_length())} | {self.current_batch_size, max(1, self.batch_size)}
         return tuple((size, self.line.at(size)) for size in sorted(sizes))
 
-    def accumulate_for(self, effective_batch_size: int) -> Accumulation:
+    def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
         """How to have exactly so many samples between two updates, with the largest batches that fit.
 
         Args:
@@ -180,7 +180,7 @@ class BatchSizeAdvice:
             raise ValueError(f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}")
         of_rank = effective_batch_size // world_size
         batch_size = next(size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0)
-        return Accumulation(batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size)
+        return AccumulationPlan(batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size)
 
     def sentence(self) -> str:
         """The suggestion in one sentence."""

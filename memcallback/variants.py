@@ -10,8 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from memcallback.events import Event
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH
+from memcallback.savings_checkpoint import checkpoint
+from memcallback.savings_layers import found, has_blocks, is_sequential
+from memcallback.segments import layer_bytes, sensible_segments
 from memcallback.steps import TrainingStep
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -44,15 +48,16 @@ class Saving:
     expandable_segments: bool = False
 
 
-def savings_for(step: TrainingStep) -> Iterator[Saving]:
+def savings_for(step: TrainingStep, events: Sequence[Event]) -> Iterator[Saving]:
     """What can be tried on a step, in the order in which people think of it.
 
     Args:
         step: The step.
+        events: Its trace as it is.
     """
     yield from _accumulation(step)
     yield from _precision(step)
-    yield from _checkpointing(step)
+    yield from _checkpointing(step, events)
     yield from _inplace(step)
     yield from _optimizer(step)
     yield from _gradients(step)
@@ -111,7 +116,7 @@ def _accumulation(step: TrainingStep) -> Iterator[Saving]:
             line=(
                 f"Trainer(accumulate_grad_batches={accumulate})  # and a batch size {num_parts} times smaller"
                 if step.lightning is not None
-                else f"memcallback.accumulate(...)  # {accumulate} batches, each {num_parts} times smaller"
+                else f"memcallback.accumulate({accumulate}, model, optimizer)  # batches {num_parts} times smaller"
             ),
             num_parts=num_parts,
         )
@@ -125,12 +130,12 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
         (
             "bf16-mixed",
             "matrix products, convolutions and attention in bfloat16, of 8 bits of precision",
-            'with torch.autocast("cuda", dtype=torch.bfloat16): loss = ...',
+            'memcallback.amp("bf16-mixed")',
         ),
         (
             "16-mixed",
             "matrix products, convolutions and attention in half precision; a step whose gradients overflow is skipped",
-            'with torch.autocast("cuda", dtype=torch.float16): loss = ...  # and torch.amp.GradScaler',
+            'memcallback.amp("16-mixed")',
         ),
     ):
         if precision != step.precision:
@@ -156,8 +161,46 @@ def _in_bfloat16(model: nn.Module, batch: Any) -> Any:
     return _map_tensors(batch, lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
 
 
-def _checkpointing(step: TrainingStep) -> Iterator[Saving]:
-    yield from ()
+def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Saving]:
+    try:
+        names = found(step.model)
+    except ValueError:
+        return
+    containers = {name: step.model.get_submodule(name) for name in names}
+    sequentials = {name: one for name, one in containers.items() if is_sequential(one) and not has_blocks(one) and len(one) > 2}
+    blocks = {
+        f"{name}.{child}".lstrip("."): block
+        for name, one in containers.items()
+        if name not in sequentials
+        for child, block in one.named_children()
+    }
+    if blocks:
+        yield _checkpointed(step, f"checkpoint {len(blocks)} blocks", [*containers])
+    if len(blocks) > 3:
+        second = [*blocks][::2]
+        are_cut = all(is_sequential(blocks[name]) for name in second)
+        yield _checkpointed(step, "checkpoint every second block", dict.fromkeys(second, 1) if are_cut else second)
+    if len(containers) == 1 and sequentials:
+        ((name, sequential),) = sequentials.items()
+        # Of a model itself the last segment is not checkpointed, so there are at least two.
+        for segments in sensible_segments(layer_bytes(events, name, len(sequential)), least=1 if name else 2):
+            yield _checkpointed(step, f"checkpoint_sequential, {segments} segments", {name: segments})
+    elif sequentials and not blocks:
+        yield _checkpointed(step, f"checkpoint {len(sequentials)} sequentials", [*sequentials])
+
+
+def _checkpointed(step: TrainingStep, name: str, parts: list[str] | dict[str, int]) -> Saving:
+    def prepare(model: nn.Module, batch: Any) -> Any:
+        checkpoint(model, parts)
+        return batch
+
+    return Saving(
+        name=name,
+        kind="checkpointing",
+        apply=lambda one: one.varied(prepare=prepare),
+        changes=_SAME,
+        line=f"MemoryCallback(checkpoint={parts})" if step.lightning is not None else f"memcallback.checkpoint(model, {parts})",
+    )
 
 
 def _inplace(step: TrainingStep) -> Iterator[Saving]:

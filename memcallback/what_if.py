@@ -52,7 +52,7 @@ def what_if(
     base = predict(step, device=any_device(device), batch_size=batch_size)
     trial = _Trial(step, base, headroom)
     tried: list[tuple[Saving, PlanRow]] = []
-    savings = list(savings_for(step))
+    savings = list(savings_for(step, base.trace.at(base.batch_size).events))
     for number, saving in enumerate(savings):
         tried.append((saving, trial.row(saving)))
         if progress is not None:

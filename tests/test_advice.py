@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.advice import Accumulation, BatchSizeAdvice, BatchSizeBounds
+from memcallback.advice import AccumulationPlan, BatchSizeAdvice, BatchSizeBounds
 from memcallback.peak_lines import PeakLine
 from memcallback.units import GiB, MiB
 
@@ -82,8 +82,8 @@ def test_accumulation_keeps_the_product_exact_and_fits(largest, of_rank, world_s
 
 
 def test_accumulation_for_an_effective_batch_size():
-    assert advice(100).accumulate_for(256) == Accumulation(batch_size=64, accumulate=4)
-    assert advice(100, world_size=2).accumulate_for(256) == Accumulation(batch_size=64, accumulate=2, world_size=2)
+    assert advice(100).accumulate_for(256) == AccumulationPlan(batch_size=64, accumulate=4)
+    assert advice(100, world_size=2).accumulate_for(256) == AccumulationPlan(batch_size=64, accumulate=2, world_size=2)
 
 
 def test_what_cannot_be_accumulated_is_refused_with_the_way_out():

@@ -30,6 +30,7 @@ PLAIN = [
     "peak_lines",
     "advice",
     "advise",
+    "segments",
     "plan",
     "report",
 ]
@@ -49,8 +50,6 @@ TRACER = [
     "tracer",
     "device_here",
     "tracing",
-    "variants",
-    "what_if",
 ]
 MEASURING = [
     "holdings",
@@ -65,7 +64,8 @@ MEASURING = [
     "shape_pass",
     "optimizer_state",
 ]
-TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
+SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "what_if"]
+TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}

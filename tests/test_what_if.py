@@ -64,6 +64,7 @@ def test_the_step_as_it_is_comes_first(plan):
         ("channels_last", lambda: mc.predict(_channels_last(), device=CARD)),
         ("bf16-true", lambda: mc.predict(_bfloat16(), device=CARD)),
         ("freeze all but the last layer", lambda: mc.predict(step(_frozen()), device=CARD)),
+        ("checkpoint_sequential, 4 segments", lambda: _checkpointed({"": 4})),
         ("inplace activations", lambda: mc.predict(step(_inplace()), device=CARD)),
     ],
 )
@@ -90,6 +91,12 @@ def _frozen():
     return model
 
 
+def _checkpointed(segments):
+    model = convolutional()
+    mc.checkpoint(model, segments)
+    return mc.predict(step(model), device=CARD)
+
+
 def _inplace():
     model = convolutional()
     for module in model:
@@ -114,6 +121,31 @@ def test_savings_are_tried_together(plan):
     both = row(plan, "16-mixed + accumulate 4 batches")
     by_hand = mc.predict(step(precision="16-mixed", accumulate=4), device=CARD, batch_size=BATCH_SIZE // 4)
     assert (both.peak_allocated_bytes, both.peak_reserved_bytes) == figures(by_hand)
+
+
+def test_the_best_number_of_segments_is_among_those_that_were_tried(plan):
+    tried = [one for one in plan.rows if one.saving.startswith("checkpoint_sequential") and " + " not in one.saving]
+    best = min(_checkpointed({"": segments}).peak_allocated_bytes for segments in range(2, 16))
+    assert min(one.peak_allocated_bytes for one in tried) == best
+    assert all(0 < one.extra_compute_pct < 50 for one in tried)
+
+
+def test_blocks_are_checkpointed_all_or_every_second():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    plan = mc.what_if(mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device=CARD)
+    every, second = row(plan, "checkpoint 4 blocks"), row(plan, "checkpoint every second block")
+    assert every.peak_allocated_bytes < second.peak_allocated_bytes < plan.current.peak_allocated_bytes
+    assert every.extra_compute_pct > second.extra_compute_pct > 0
+    assert "blocks.2" in second.line
 
 
 def test_extra_compute_is_that_of_pytorchs_own_counter(plan):
