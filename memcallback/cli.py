@@ -9,10 +9,12 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from memcallback.devices import Device, find_device, is_cuda_here
-from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step
+from memcallback.length_trace import MIN_SEQUENCE_LENGTH
+from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step, said
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +138,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
 def _predict(arguments: argparse.Namespace) -> Prediction:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
-    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence")
+    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence", least=MIN_SEQUENCE_LENGTH)
     # What is wrong with a name is said at once; a device of this machine is asked once the step has loaded PyTorch.
     device = None if is_cuda_here(arguments.device) else _parse_device(arguments.device, find_device)
     step = load_step(arguments.target)
@@ -144,19 +146,23 @@ def _predict(arguments: argparse.Namespace) -> Prediction:
         device = _parse_device(arguments.device, importlib.import_module("memcallback.device_here").any_device)
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    tracing = importlib.import_module("memcallback.tracing")
+    progress = tracing.how_far(lambda part: print(f"memcallback: {part}", file=sys.stderr))
     try:
-        predict = importlib.import_module("memcallback.tracing").predict
-        prediction: Prediction = predict(step, device=device, batch_size=batch_size, sequence_length=sequence_length)
-    except Exception as error:  # user code on fakes can fail in any way
-        raise UsageError(f"{arguments.target} cannot be predicted: {type(error).__name__}: {error}") from error
+        with redirect_stdout(sys.stderr):
+            prediction: Prediction = tracing.predict(
+                step, device=device, batch_size=batch_size, sequence_length=sequence_length, progress=progress
+            )
+    except (Exception, SystemExit) as error:  # user code on fakes can fail in any way
+        raise UsageError(f"{arguments.target} cannot be predicted: {said(error)}.") from error
     return prediction
 
 
-def _parse_number(text: str | None, option: str, what: str) -> int | None:
+def _parse_number(text: str | None, option: str, what: str, *, least: int = 1) -> int | None:
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from 1 on, such as {option} 32.")
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from {least} on, such as {option} 32.")
     return int(text)
 
 
@@ -176,11 +182,12 @@ def _run_layers(arguments: argparse.Namespace) -> None:
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        table = layers(model, *inputs)
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            table = layers(model, *inputs)
+    except (Exception, SystemExit) as error:
         given = " ".join(f"--input {text}" for text in arguments.input)
         raise UsageError(
-            f"{arguments.target} with {given} failed: {type(error).__name__}: {error} Check that the model takes inputs of these sizes."
+            f"{arguments.target} with {given} failed: {said(error)}. Check that the model takes inputs of these sizes."
         ) from error
     print(json.dumps(table.to_dict(), indent=2) if arguments.json else table.to_table().to_text(), end="\n" if arguments.json else "")
 

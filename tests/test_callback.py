@@ -162,7 +162,7 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
 
 
 def test_a_trace_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("memcallback.forecast.SLOW_S", -1)
+    monkeypatch.setattr("memcallback.tracing.SLOW_S", -1)
     fit(tmp_path)
     told = re.findall(r"Tracing the step before it first runs: (\d) of 3 traces after \d+\.\d s\.", capsys.readouterr().out)
     assert told == ["1", "2"]
