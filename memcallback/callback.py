@@ -19,6 +19,7 @@ from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
 from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
+from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
 from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
@@ -191,22 +192,20 @@ class MemoryCallback(Callback):
     @_never_stops_training
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Under automatic optimization the forward pass is over."""
-        self._end_forward()
+        if self.recorder:
+            end_forward(self.recorder)
 
     @_never_stops_training
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """The backward pass begins."""
-        self._end_forward()
         if self.recorder:
-            self.recorder.open_phase(Phase.BACKWARD)
+            begin_backward(self.recorder)
 
     @_never_stops_training
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """The backward pass is over; by hand, another forward pass may follow."""
         if self.recorder:
-            self.recorder.close_phase()
-            if not pl_module.automatic_optimization:
-                self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
+            end_backward(self.recorder, by_hand=not pl_module.automatic_optimization)
 
     @_never_stops_training
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -218,9 +217,8 @@ class MemoryCallback(Callback):
         """The step is over, the optimizer's too if the update was skipped."""
         if self.recorder is None:
             return
-        if self.recorder.current_phase is Phase.FORWARD and not pl_module.automatic_optimization:
-            # A loop by hand that calls neither manual_backward nor an optimizer that we know marks nothing.
-            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
+        if not pl_module.automatic_optimization:
+            end_by_hand(self.recorder)
         record = self.recorder.end_step()
         if record is not None:
             self._publish(trainer, pl_module, record)
@@ -271,38 +269,20 @@ class MemoryCallback(Callback):
 
     # What happens then.
 
-    def _end_forward(self) -> None:
-        if self.recorder is None:
-            return
-        if self.recorder.current_phase is Phase.OPTIMIZER_STEP:
-            # LBFGS has called its closure again, and nothing marks where the forward pass in it began.
-            self.recorder.close_phase(covers=(Phase.OPTIMIZER_STEP, Phase.FORWARD))
-        elif self.recorder.current_phase is Phase.FORWARD:
-            self.recorder.close_phase()
-
     @_never_stops_training
     def _on_update_start(self, is_manual: bool) -> None:
-        if self.recorder is None or self.recorder.current_phase is Phase.OPTIMIZER_STEP:
-            return
-        if self.recorder.current_phase is Phase.FORWARD:
-            # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no backward pass.
-            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if is_manual else ())
-        self.recorder.open_phase(Phase.OPTIMIZER_STEP)
+        if self.recorder is not None:
+            begin_update(self.recorder, by_hand=is_manual)
 
     @_never_stops_training
     def _on_update_end(self, is_manual: bool) -> None:
         if self.recorder is None:
             return
-        if is_manual and self.recorder.current_phase is None:
-            # A closure has run both passes inside the optimizer's step; what came since is the update.
-            self.recorder.open_phase(Phase.OPTIMIZER_STEP)
-        if self.recorder.current_phase is Phase.OPTIMIZER_STEP:
-            self.recorder.close_phase()
-            if is_manual:
-                self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
-            else:
-                # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
-                self.recorder.end_reading()
+        is_in_update = self.recorder.current_phase is Phase.OPTIMIZER_STEP
+        end_update(self.recorder, by_hand=is_manual)
+        if is_in_update and not is_manual:
+            # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
+            self.recorder.end_reading()
 
     def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.recorder is not None

@@ -9,11 +9,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from memcallback.devices import Device, find_device, is_cuda_here
-from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step
+from memcallback.length_trace import MIN_SEQUENCE_LENGTH
+from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step, said
 
 if TYPE_CHECKING:
     import torch
@@ -184,14 +186,9 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
 
 def _run_what_if(arguments: argparse.Namespace) -> None:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
-    plan = _ask(
-        arguments, "what_if", "what_if", headroom=_parse_headroom(arguments.headroom), batch_size=batch_size, progress=_tell_progress
-    )
+    headroom = _parse_headroom(arguments.headroom)
+    plan = _ask(arguments, "what_if", "what_if", of="savings", headroom=headroom, batch_size=batch_size)
     print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan.to_text(), end="\n" if arguments.json else "")
-
-
-def _tell_progress(num_done: int, num_all: int) -> None:
-    print(f"memcallback: {num_done} of {num_all} savings tried", file=sys.stderr)
 
 
 def _parse_headroom(text: str) -> float:
@@ -224,12 +221,12 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
 def _predict(arguments: argparse.Namespace) -> Prediction:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
-    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence")
+    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence", least=MIN_SEQUENCE_LENGTH)
     prediction: Prediction = _ask(arguments, "tracing", "predict", batch_size=batch_size, sequence_length=sequence_length)
     return prediction
 
 
-def _ask(arguments: argparse.Namespace, module: str, function: str, **options: Any) -> Any:
+def _ask(arguments: argparse.Namespace, module: str, function: str, *, of: str = "traces", **options: Any) -> Any:
     """What a function of the package says of the step and device on the command line."""
     # What is wrong with a name is said at once; a device of this machine is asked once the step has loaded PyTorch.
     device: str | Device = arguments.device if is_cuda_here(arguments.device) else _parse_device(arguments.device, find_device)
@@ -238,17 +235,20 @@ def _ask(arguments: argparse.Namespace, module: str, function: str, **options: A
         _parse_device(arguments.device, importlib.import_module("memcallback.device_here").any_device)
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    tracing = importlib.import_module("memcallback.tracing")
+    progress = tracing.how_far(lambda part: print(f"memcallback: {part}", file=sys.stderr), of)
     try:
-        return getattr(importlib.import_module(f"memcallback.{module}"), function)(step, device=device, **options)
-    except Exception as error:  # user code on fakes can fail in any way
-        raise UsageError(f"{arguments.target} cannot be predicted: {type(error).__name__}: {error}") from error
+        with redirect_stdout(sys.stderr):
+            return getattr(importlib.import_module(f"memcallback.{module}"), function)(step, device=device, progress=progress, **options)
+    except (Exception, SystemExit) as error:  # user code on fakes can fail in any way
+        raise UsageError(f"{arguments.target} cannot be predicted: {said(error)}.") from error
 
 
-def _parse_number(text: str | None, option: str, what: str) -> int | None:
+def _parse_number(text: str | None, option: str, what: str, *, least: int = 1) -> int | None:
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from 1 on, such as {option} 32.")
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from {least} on, such as {option} 32.")
     return int(text)
 
 
@@ -268,11 +268,12 @@ def _run_layers(arguments: argparse.Namespace) -> None:
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        table = layers(model, *inputs)
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            table = layers(model, *inputs)
+    except (Exception, SystemExit) as error:
         given = " ".join(f"--input {text}" for text in arguments.input)
         raise UsageError(
-            f"{arguments.target} with {given} failed: {type(error).__name__}: {error} Check that the model takes inputs of these sizes."
+            f"{arguments.target} with {given} failed: {said(error)}. Check that the model takes inputs of these sizes."
         ) from error
     print(json.dumps(table.to_dict(), indent=2) if arguments.json else table.to_table().to_text(), end="\n" if arguments.json else "")
 

@@ -17,9 +17,6 @@ from memcallback.steps import PredictionError, TrainingStep, infer_batch_size, i
 from memcallback.units import format_bytes
 from memcallback.warn import warn
 
-#: A trace that takes longer says how far it is.
-SLOW_S = 2.0
-
 
 def forecast(
     trainer: Any,
@@ -104,11 +101,7 @@ def _traced(step: TrainingStep, device: torch.device, say: Callable[[str], None]
             f"The step was not traced: its model is on {len(devices)} devices ({', '.join(devices)}), and a trace has one."
         )
     start = perf_counter()
-
-    def progress(num_done: int, num_all: int) -> None:
-        if (seconds := perf_counter() - start) > SLOW_S:
-            say(f"Tracing the step before it first runs: {num_done} of {num_all} traces after {seconds:.1f} s.")
-
+    progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
     prediction = tracing.predict(step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress)
     _ = prediction.step  # the replay, which is kept
     num_events = len(prediction.trace.traced.trace.events)

@@ -104,7 +104,7 @@ class LightningLoop:
         module: Any,
         optimizers: Sequence[torch.optim.Optimizer],
         manual_backward: Callable[..., None],
-        update: Callable[..., None],
+        update: Callable[..., Any],
     ) -> Iterator[None]:
         """Let a module's `optimizers()` and `manual_backward` do what they are told, inside the context.
 
@@ -112,22 +112,31 @@ class LightningLoop:
             module: The module, a copy.
             optimizers: Its optimizers.
             manual_backward: Called with the loss.
-            update: Called with an optimizer and perhaps a closure in place of the optimizer's `step`.
+            update: Called with an optimizer, a closure and what else is given to the `step` of one of `self.optimizers()`.
         """
         _stand_alone(module)
         wrapped = [_ManualOptimizer(optimizer, optimizers, update) for optimizer in optimizers]
-        module.optimizers = lambda *args, **kwargs: wrapped[0] if len(wrapped) == 1 else wrapped
+
+        def optimizers_of_module(use_pl_optimizer: bool = True) -> Any:
+            found: list[Any] = list(wrapped if use_pl_optimizer else optimizers)
+            return found[0] if len(found) == 1 else found
+
+        module.optimizers = optimizers_of_module
         module.manual_backward = manual_backward
         module.clip_gradients = _clip_gradients
-        module.toggle_optimizer = lambda optimizer, *args: optimizer.toggle()
-        module.untoggle_optimizer = lambda optimizer, *args: optimizer.untoggle()
+
+        def wrapper_of(optimizer: Any) -> Any:
+            return next((one for one in wrapped if one._optimizer is optimizer), optimizer)
+
+        module.toggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).toggle()
+        module.untoggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).untoggle()
         yield
 
 
 class _ManualOptimizer:
     """What `self.optimizers()` gives under manual optimization."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, every: Sequence[torch.optim.Optimizer], update: Callable[..., None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, every: Sequence[torch.optim.Optimizer], update: Callable[..., Any]) -> None:
         self._optimizer = optimizer
         self._every = every
         self._update = update
@@ -136,8 +145,8 @@ class _ManualOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        self._update(self._optimizer, closure)
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return self._update(self._optimizer, closure or (lambda: None), **kwargs)
 
     def toggle(self) -> None:
         """Only this optimizer's parameters require gradients (`LightningModule.toggle_optimizer`)."""

@@ -358,5 +358,5 @@ class Prediction:
             windows=step.windows,
             batch_size=self.batch_size,
             is_warm_up=step.is_warm_up,
-            num_optimizer_updates=sum(window.phase is Phase.OPTIMIZER_STEP for window in step.windows),
+            num_optimizer_updates=sum(window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows),
         )

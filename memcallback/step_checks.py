@@ -131,6 +131,21 @@ def _parameters(number: int) -> str:
     return f"{number} parameter{'' if number == 1 else 's'}"
 
 
+def check_by_hand(*, accumulate: object, clip_grad_norm: object, clip_grad_value: object) -> None:
+    """See that a LightningModule with manual optimization is asked for nothing that only automatic optimization does.
+
+    Raises:
+        ValueError: If it is.
+    """
+    given = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value, "accumulate": None if accumulate == 1 else accumulate}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} with manual optimization is not known: the training_step says itself when it clips and updates, and Lightning "
+                "refuses it too. Leave it out."
+            )
+
+
 def check_sequence_length(sequence_length: object, batch: object) -> int:
     """See that a sequence length is long enough and one that the batch has.
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memcallback.checks import above_0, described, whole_number
 from memcallback.holdings import tensors_in
 from memcallback.lightning_step import LightningLoop, configured_optimizers, lightning_loss
-from memcallback.step_checks import check_losses, check_optimizers, check_sequence_length, name_of, wrong_with_optimizer
+from memcallback.step_checks import check_by_hand, check_losses, check_optimizers, check_sequence_length, name_of, wrong_with_optimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -236,13 +236,15 @@ class TrainingStep:
 
         Raises:
             TypeError: If the module has no `training_step`; and as `TrainingStep`.
-            ValueError: As `TrainingStep`.
+            ValueError: As `TrainingStep`; and for clipping or accumulation with manual optimization, which Lightning refuses too.
         """
         if not callable(getattr(module, "training_step", None)):
             raise TypeError(
                 f"module must be a LightningModule, got {described(module)}, which has no training_step. For another loop give "
                 "TrainingStep(model, batch, loss=..., optimizer=...)."
             )
+        if not getattr(module, "automatic_optimization", True):
+            check_by_hand(accumulate=accumulate, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)
         step = cls(
             module,
             batch,

@@ -16,13 +16,14 @@ from memcallback.batch_trace import TracedStep
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
-from memcallback.events import Category, Phase
+from memcallback.events import Category, Event, Phase, PhaseEnd, PhaseStart
 from memcallback.fake_answers import fakes_as_real
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
 from memcallback.holdings import tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
+from memcallback.phase_windows import PhaseWindow, phase_of
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.trace_mode import CUDA, TraceMode
 
@@ -113,7 +114,7 @@ def trace(
     return TracedStep(
         trace=mode.ledger.trace(),
         batch_size=batch_size or given or 0,
-        calls=tuple(mode.ledger.calls),
+        calls=mode.ledger.calls,
         caveats=tuple(mode.assumed),
         num_flops=num_flops[-1] - num_flops[-2],
         num_batches=step.accumulate,
@@ -139,6 +140,7 @@ class _Tracer:
         self._stack: list[str] = [""]
         self._last_phase: Phase | None = None
         self._failed_in: str | None = None
+        self._places: list[list[Event]] = []
         self._error_before = sys.exc_info()[1]
         # Where in the sequence of autograd nodes the running module changed, and to which.
         self._changed_at: list[int] = [0]
@@ -200,11 +202,34 @@ class _Tracer:
         try:
             yield
         finally:
-            self._ledger.module = ""
-            with torch._C.DisableTorchFunction():
-                owned = ((self._owners[id(p)], p.grad) for p in self._model.parameters() if p.grad is not None)
-                self._ledger.label(owned, Category.GRADIENT)
+            self._label_gradients()
             self._ledger.end_phase()
+
+    def _label_gradients(self) -> None:
+        self._ledger.module = ""
+        with torch._C.DisableTorchFunction():
+            owned = ((self._owners[id(p)], p.grad) for p in self._model.parameters() if p.grad is not None)
+            self._ledger.label(owned, Category.GRADIENT)
+
+    def runs(self, phase: Phase | None) -> Phase | None:
+        """What follows belongs to a phase whose window is told later."""
+        before, self._ledger.phase = self._ledger.phase, phase
+        self._last_phase = phase or self._last_phase
+        return before
+
+    def boundary(self) -> None:
+        """A boundary between phases that are told later is here."""
+        self._label_gradients()
+        self._ledger.label_activations()
+        self._places.append(self._ledger.place())
+
+    def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
+        """Which boundaries are those of which phases."""
+        for covers, start, end in windows:
+            phase = phase_of(covers)
+            self._places[start].append(PhaseStart(phase, covers if len(covers) > 1 else ()))
+            self._places[end].append(PhaseEnd(phase))
+        self._places = []
 
     def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Say which tensors are the optimizers' state."""

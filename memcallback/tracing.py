@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 
@@ -34,6 +35,8 @@ _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some of its engines (seen with depthwise "
     "convolutions in half precision)."
 )
+#: How often traces that take long say how far they are.
+SLOW_S = 2.0
 #: One for the figures, two to know those of every batch size.
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
@@ -93,6 +96,25 @@ def predict(
         )
     traces = _Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
+
+
+def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
+    """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more than 2 s have passed.
+
+    Args:
+        say: Says it.
+        of: What is done one by one.
+    """
+    start = last = perf_counter()
+
+    def progress(num_done: int, num_all: int) -> None:
+        nonlocal last
+        now = perf_counter()
+        if now - last > SLOW_S:
+            last = now
+            say(f"{num_done} of {num_all} {of} after {now - start:.1f} s")
+
+    return progress
 
 
 def suggest_batch_size(

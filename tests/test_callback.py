@@ -162,7 +162,7 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
 
 
 def test_a_trace_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("memcallback.forecast.SLOW_S", -1)
+    monkeypatch.setattr("memcallback.tracing.SLOW_S", -1)
     fit(tmp_path)
     told = re.findall(r"Tracing the step before it first runs: (\d) of 3 traces after \d+\.\d s\.", capsys.readouterr().out)
     assert told == ["1", "2"]
@@ -250,18 +250,76 @@ class Gan(training.Automatic):
         return [torch.optim.Adam(self.network[name].parameters()) for name in ("generator", "critic")]
 
 
-@pytest.mark.parametrize("make", [Gan, training.ManualTwoOptimizers])
-def test_several_networks_updated_by_hand_are_predicted(tmp_path, make):
+class ByHand(training.ManualRaw):
+    """A closure in Lightning's optimizer, then a bare backward pass and torch's own optimizer, and something after that."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer, raw = self.optimizers(), self.optimizers(use_pl_optimizer=False)
+
+        def closure():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self.network(batch[0]), batch[1]))
+
+        optimizer.step(closure)
+        nn.functional.cross_entropy(self.network(batch[0]), batch[1]).backward()
+        raw.step()
+        self.log("mean", self.network(batch[0]).mean())
+
+
+class RawClosure(training.ManualRaw):
+    """A closure in torch's own optimizer."""
+
+    def training_step(self, batch, batch_idx):
+        def closure():
+            self.network.zero_grad()
+            nn.functional.cross_entropy(self.network(batch[0]), batch[1]).backward()
+
+        self.optimizers(use_pl_optimizer=False).step(closure)
+
+
+class TwoUpdatesAtOnce(training.ManualTwoOptimizers):
+    """One backward pass, with something between it and two updates."""
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.log("mean", self.network(batch[0]).mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class NoUpdate(training.ManualRaw):
+    """A backward pass without an update."""
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        nn.functional.cross_entropy(self.network(batch[0]), batch[1]).backward()
+
+    def configure_optimizers(self):
+        return None
+
+
+BY_HAND = {
+    Gan: [(F,), (B,), (O,)] * 2,
+    training.ManualTwoOptimizers: [(F,), (B,), (O,)] * 2,
+    training.ManualTwoBackwards: [(F,), (B,), (F,), (B,), (O,)],
+    training.ManualRaw: [(F, B), (O,)],
+    ByHand: [(F, B), (O, F), (B,), (O,), (O,)],
+    RawClosure: [(F, B), (O,)],
+    TwoUpdatesAtOnce: [(F,), (B,), (O,), (O,)],
+    NoUpdate: [(F, B)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
+@pytest.mark.parametrize("make", BY_HAND, ids=lambda make: make.__name__)
+def test_a_loop_by_hand_is_predicted_in_the_windows_in_which_it_is_measured(tmp_path, make):
     callback = fit(tmp_path, make())
-    # A trace has forward windows between backward pass and update as well.
-    assert_boundaries_agree(callback.prediction.step, callback.report.measured, (B, O))
-
-
-def test_a_bare_backward_by_hand_is_predicted_too(tmp_path):
-    callback = fit(tmp_path, training.ManualRaw())
-    assert isinstance(callback.prediction, Prediction)
-    predicted, measured = (step.phases[O].end.by_category for step in (callback.prediction.step, callback.report.measured))
-    assert predicted == measured
+    predicted, measured = callback.prediction.step, callback.recorder.steps[-1]
+    assert windows(measured) == windows(predicted) == BY_HAND[make]
+    assert predicted.num_optimizer_updates == (measured.num_optimizer_updates or 0) or make is NoUpdate
+    assert_boundaries_agree(predicted, measured)
 
 
 class OneBatchSize(training.Automatic):

@@ -199,3 +199,11 @@ def test_what_is_no_step_is_refused(ask):
         TypeError, match=r"step must be a TrainingStep, got a Linear. Give TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)"
     ):
         ask(nn.Linear(8, 4), device="24GiB")
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_grad_norm": 0.5}, {"clip_grad_value": 0.5}])
+def test_what_lightning_refuses_with_manual_optimization_is_refused(options):
+    (name, value), module = next(iter(options.items())), Automatic()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=f"{name}={value} with manual optimization is not known: .* Leave it out."):
+        TrainingStep.from_lightning(module, torch.ones(4, 8), **options)

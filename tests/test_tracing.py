@@ -199,6 +199,15 @@ def test_tensors_that_a_lightning_step_makes_have_the_precisions_own_type():
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_a_loop_by_hand_is_predicted_at_any_batch_size():
+    from training import ManualTwoOptimizers
+
+    batch = (torch.ones(16, 64), torch.zeros(16, dtype=torch.long))
+    predicted = mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100")
+    assert [window.label for window in predicted.step.windows] == 2 * ["forward", "backward", "optimizer step"]
+    assert predicted.at(40).step == mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100", batch_size=40).step
+
+
 class Queue(nn.Module):
     """Keeps what it saw last: the larger the batch, the less of what it saw before."""
 
