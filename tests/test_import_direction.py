@@ -31,13 +31,14 @@ PLAIN = [
     "report",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
-KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions"]
+KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
 KERNELS = ["cuda_kernels_plan", "cuda_kernels_reduce", *(f"cuda_kernels_{name}" for name in KERNEL_RULES), "cuda_kernels"]
 COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_norms", "cuda_rnn", "cuda_composites", "cuda_autocast"]
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
-ON_FAKES = ["trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
+ON_FAKES = ["in_place", "sparse_operators", "trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
 TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
-MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
+FAKES = ["fakes", "shape_pass"]
+MEASURING = ["holdings", "sparse_parts", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", *FAKES, "optimizer_state"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
