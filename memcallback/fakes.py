@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset
 
+from memcallback.function_copies import FunctionCopies, hooks_of
 from memcallback.sparse_parts import dense_parts, sparse_tensor
 
 T = TypeVar("T")
@@ -46,7 +47,10 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - A dataset or data loader that is an attribute of a module is shared with the original, since it can be as large as the data.
     - What cannot be deep-copied (a lock, an open file, a generator) is shared with the original; what holds it is copied.
 
-    As in `copy.deepcopy`, functions are shared, with what their closures hold.
+    - A function that holds a part of a copied module (a hook that knows its module by a closure) is copied, and holds the copied part.
+    - Hooks of parameters are copied with them.
+
+    As in `copy.deepcopy`, other functions are shared, with what their closures hold.
 
     Args:
         obj: A module, a batch (containers nested in any way, dataclasses, objects of any class), or a tuple of several
@@ -202,14 +206,18 @@ def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             _refuse_unless_known(tensor)
     shared: list[Any] = _to_share(obj)
+    functions = FunctionCopies(_modules_of(obj))
     while True:
         memo: dict[int, Any] = {id(item): item for item in shared}
         memo.update(dict.fromkeys(map(id, _run_references(obj))))
+        functions.begin(memo)
         try:
             with _CopyMode(make), torch.no_grad():
                 for compiled in _compiled_modules(obj):
                     memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
                 result = copy.deepcopy(obj, memo)
+                functions.complete(memo)
+                _copy_hooks(obj, memo)
         except (_CannotBeFake, RecursionError):
             raise
         except Exception as error:
@@ -225,6 +233,15 @@ def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         else:
             _settle(memo)
             return result
+
+
+def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:
+    """Register the hooks of leaves with their copies."""
+    for tensor in {
+        id(t): t for module in _modules_of(obj) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }.values():
+        for method, hook in hooks_of(tensor):
+            getattr(memo[id(tensor)], method)(copy.deepcopy(hook, memo))
 
 
 def _last_object_copied(traceback: TracebackType | None) -> Any:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from memcallback.fakes import fake_copy, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.layer_table import Layer, LayerTable
 from memcallback.sparse_parts import dense_parts
 
@@ -61,7 +62,7 @@ def layers(
         )
     if input_size is not None:
         inputs = tuple(torch.empty(size, dtype=input_dtype(model), device="meta") for size in _sizes(input_size))
-    with untouched_globals():
+    with untouched_globals(), untouched_variables(model, ()):
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake_model, fake_inputs = fake_copy((model, inputs), fake_mode)
         with fake_mode, torch.enable_grad():

@@ -20,6 +20,7 @@ from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
 from memcallback.fake_answers import fakes_as_real
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.holdings import tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
@@ -68,7 +69,7 @@ def trace(
     bounds = bounds or Bounds()
     bounds.restart()
     mode = TraceMode(Ledger(), device, bounds)
-    with _ONE_AT_A_TIME, untouched_globals(), fakes_as_real(mode.assumed):
+    with _ONE_AT_A_TIME, untouched_globals(), untouched_variables(step.model, step.losses), fakes_as_real(mode.assumed):
         mode.calibrate()
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
         model, batch, parts = fake_copy((step.model, step.batch, parts), mode)

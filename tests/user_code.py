@@ -749,7 +749,8 @@ def an_optimizer_in_backward():
     return plain(InBackward(), optimizer=None)
 
 
-def optimizer_in_backward_from_outside():
+@case
+def an_optimizer_in_backward_from_outside():
     model = mlp()
     optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
 
