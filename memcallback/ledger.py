@@ -12,6 +12,7 @@ import torch
 from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall
 from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import KernelRule
+from memcallback.sparse_parts import dense_parts
 
 
 class Entry:
@@ -72,13 +73,13 @@ class Ledger:
         self._calls: list[KernelCall] = []
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """The allocation that a tensor lies in, None if it is not known."""
+        """The allocation that a dense tensor lies in, None if it is not known."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def add(
         self, tensor: torch.Tensor, category: Category | None, operator: str, *, is_host: bool = False, size_bytes: int | None = None
     ) -> Entry:
-        """Write down the storage of a tensor as a new allocation, of its own size unless another is given."""
+        """Write down the storage of a dense tensor as a new allocation, of its own size unless another is given."""
         storage = tensor.untyped_storage()
         entry = self.take(storage.nbytes() if size_bytes is None else size_bytes, category, operator, is_host=is_host)
         self._follow(storage, entry)
@@ -137,9 +138,10 @@ class Ledger:
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
         """Say what the storages of some tensors are for, and whose module's they are, once that is known."""
         for module, tensor in tensors:
-            entry = self.find(tensor)
-            if entry is not None and entry.category in (None, Category.TEMPORARY, Category.ACTIVATION):
-                entry.category, entry.module = category, module
+            for part in dense_parts(tensor):
+                entry = self.find(part)
+                if entry is not None and entry.category in (None, Category.TEMPORARY, Category.ACTIVATION):
+                    entry.category, entry.module = category, module
 
     def start_phase(self, phase: Phase) -> None:
         """A phase begins."""

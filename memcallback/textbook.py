@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.holdings import holdings, is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.optimizer_state import optimizer_state_bytes
 from memcallback.shape_pass import LayerTable, shape_pass
@@ -88,7 +89,7 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
     assert given is not None
     failure = ""
     for attempt in ("training step", "forward"):
-        with _quietly(), untouched_globals():
+        with _quietly(), untouched_globals(), untouched_variables(step.model, step.losses):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 model, batch = fake_copy((step.model, step.batch), fake_mode)

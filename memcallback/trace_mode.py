@@ -17,10 +17,13 @@ from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES, corrected_outputs
 from memcallback.cuda_outputs import output_bytes
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
+from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernels import Give, Kernel, Take, completed
 from memcallback.ledger import Entry, Ledger
 from memcallback.output_memo import OutputMemo
-from memcallback.stand_ins import is_known_to_hold, stand_in_shape, stand_in_value
+from memcallback.sparse_operators import sparse_operator
+from memcallback.sparse_parts import dense_parts, sparse_tensor
+from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_shape, stand_in_value
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -49,10 +52,11 @@ class TraceMode(FakeTensorMode):
         tells_cuda: Whether Python code that asks a tensor for its device is user code.
     """
 
-    def __init__(self, ledger: Ledger, spec: DeviceSpec | None) -> None:
+    def __init__(self, ledger: Ledger, spec: DeviceSpec | None, bounds: Bounds | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.ledger = ledger
         self.spec = spec
+        self._bounds = bounds or Bounds()
         self.assumed: dict[str, None] = {}
         self.is_recording = False
         self.operator = ""
@@ -65,8 +69,7 @@ class TraceMode(FakeTensorMode):
         self._is_in_backward = False
         self._handles: set[tuple[str, bool]] = set()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._alone = (0, 0)
-        self._references: list[tuple[int, int]] | None = None
+        self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,7 +90,8 @@ class TraceMode(FakeTensorMode):
             with torch._C.DisableTorchFunction():
                 if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values()))):
                     args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
-                return self._write_down(func, types, args, kwargs)
+                made_of = sparse_operator(func, args, kwargs)
+                return self._write_down(func, types, args, kwargs) if made_of is None else self._on_parts(made_of, func, args, kwargs)
         finally:
             self._is_inside, self.tells_cuda = False, told
 
@@ -113,33 +117,61 @@ class TraceMode(FakeTensorMode):
         """Whether a tensor stands for one of the device; what the ledger does not know does."""
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self:
             return False
+        told, self.tells_cuda = self.tells_cuda, False
         with torch._C.DisableTorchFunction():
-            entry = self.ledger.find(tensor)
+            entry = self.ledger.find(dense_parts(tensor)[0])
+        self.tells_cuda = told
         return entry is None or not entry.is_host
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a real tensor that the step's code has from elsewhere: an operator in place would change the user's."""
-        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        if isinstance(tensor, FakeTensor) or tensor.layout not in (torch.strided, torch.sparse_coo):
             return tensor
         if id(tensor) not in self._fakes:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            self.ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
+            if tensor.layout is torch.sparse_coo:
+                indices, values = map(self._fake_of, dense_parts(tensor))
+                fake = sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+            else:
+                with self:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                self.ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
             # The real one is kept, so that its id is not given out again.
             self._fakes[id(tensor)] = tensor, fake
         return self._fakes[id(tensor)][1]
 
+    def _node(self) -> Any:
+        """The autograd node that runs, None for none."""
+        return torch._C._current_autograd_node() if self.ledger.phase is not Phase.OPTIMIZER_STEP else None
+
+    def _reused(self, func: Any, args: Sequence[object], node: Any) -> torch.Tensor | None:
+        return None if node is None or torch.is_grad_enabled() else self._in_place.reused(func, args, node)
+
+    def _on_parts(self, made_of: Callable[..., Any], func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operator on sparse tensors, and write down the operators that it is made of."""
+        reused = self._reused(func, args, self._node())
+        self._is_inside = False
+        with self:
+            if reused is None:
+                return made_of(*args, **kwargs)
+            if reused.layout is torch.strided:
+                return reused.add_(args[1])  # type: ignore[arg-type]
+            indices, values = dense_parts(reused)
+            return sparse_tensor(indices, values, reused.shape, is_coalesced=reused.is_coalesced())
+
     def _write_down(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self.operator = _name(func)
-        node = torch._C._current_autograd_node() if self.ledger.phase is not Phase.OPTIMIZER_STEP else None
+        node = self._node()
         number = -1
         if node is not None:
             number = node._sequence_nr()
             if self.modules is not None:
                 self.ledger.module = self.modules(number)
-        reused = self._reused(func, args, node, number) if node is not None and not torch.is_grad_enabled() else None
+        reused = self._reused(func, args, node)
         try:
             if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
                 raise DataDependentOutputException(func)
+            if func in SILENT:
+                raise DynamicOutputShapeException(func)
             outputs = self._outputs(func, types, args, kwargs)
         except DataDependentOutputException:
             entry = self.ledger.find(args[0])  # type: ignore[arg-type]
@@ -148,11 +180,11 @@ class TraceMode(FakeTensorMode):
                 self.assumed[f"{_name(func)} reads a value: {value!r} stood for it"] = None
             return value
         except DynamicOutputShapeException:
-            outputs = stand_in_shape(func, args, kwargs)
+            outputs = stand_in_shape(func, args, kwargs, self._bounds)
             self.assumed[f"{_name(func)} has a shape that depends on values: the largest possible stood for it"] = None
         self.num_flops += _num_flops(func, args, kwargs, outputs)
         if reused is not None:
-            called = _IN_PLACE.get(func, func)
+            called = IN_PLACE.get(func, func)
             # Indices that were right in the forward pass are not checked again.
             arguments = (*args, True) if called is _aten._index_put_impl_.default else args
             self._run_kernel(called, arguments, kwargs, [reused], {}, _name(func), number)
@@ -286,54 +318,16 @@ class TraceMode(FakeTensorMode):
         return self.call is not None and any(self.is_on_device(tensor) for tensor in _tensors(self.call))
 
     def calibrate(self) -> None:
-        """See on a gradient that is certainly nobody else's how many references to it there are at this point of the code."""
+        """See how many references there are to gradients that are certainly nobody else's."""
         assert not self.is_recording
-        self._references = []
-        with self, torch.enable_grad():
+        with self, torch.enable_grad(), self._in_place.calibrating():
             self.is_recording = True
-            x = torch.empty(2, requires_grad=True, device="cpu")
+            x = torch.empty(2, 2, requires_grad=True, device="cpu")
             (x.sin() + x.cos()).sum().backward()
+            rows = torch.empty(1, dtype=torch.int64, device="cpu")
+            torch.embedding(torch.empty_like(x, requires_grad=True), rows, sparse=True).sum().backward()
             self.is_recording = False
-        self._alone, self._references = min(self._references), None
         self.ledger = Ledger()
-
-    def _reused(self, func: Any, args: Sequence[object], node: Any, number: int) -> FakeTensor | None:
-        """The argument in whose place autograd puts the result of an operator; None for a result of its own.
-
-        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it never does. It adds a
-        gradient to one that nobody else holds (`InputBuffer` in torch/csrc/autograd/input_buffer.cpp), and builds up gradients in
-        zeros of its own (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
-        """
-        is_sum = func is _aten.add.Tensor and len(args) == 2
-        if not is_sum and func not in _IN_PLACE and not (func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"):
-            return None
-        first = args[0]
-        entry = self.ledger.find(first) if isinstance(first, FakeTensor) else None
-        if not isinstance(first, FakeTensor) or entry is None:
-            return None
-        if is_sum:
-            other = args[1]
-            alike = isinstance(other, FakeTensor) and other.shape == first.shape and other.dtype == first.dtype
-            return first if alike and entry.node != number and self._is_alone(first) else None
-        return first if entry.node == number else None
-
-    def _is_alone(self, tensor: FakeTensor) -> bool:
-        counts = (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
-        if self._references is not None:
-            self._references.append(counts)
-        return counts[0] <= self._alone[0] and counts[1] <= self._alone[1] and _is_dense(tensor)
-
-
-#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in their place.
-_IN_PLACE = {
-    _aten.index_put.default: _aten._index_put_impl_.default,
-    _aten.index_add.default: _aten.index_add_.default,
-    _aten.scatter.src: _aten.scatter_.src,
-    _aten.scatter.value: _aten.scatter_.value,
-    _aten.scatter_add.default: _aten.scatter_add_.default,
-}
-#: The same for the gradient of one loss, `sigmoid(x).sub_(target).mul_(gradient)`.
-_LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
 
 
 def _num_flops(func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> int:
@@ -357,29 +351,17 @@ def _with_layout(output: torch.Tensor | None, layout: tuple[Sequence[int], Seque
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    """The tensors in what an operator takes or returns: themselves, and in sequences of them."""
+    """The tensors with a storage in what an operator takes or returns: themselves, in sequences of them, and the parts of sparse ones."""
     if isinstance(values, torch.Tensor):
-        return [values]
+        return [*dense_parts(values)]
     found: list[torch.Tensor] = []
     if isinstance(values, (tuple, list)):
         for value in values:
             if isinstance(value, torch.Tensor):
-                found.append(value)
+                found.extend(dense_parts(value))
             elif isinstance(value, (tuple, list)):
                 found.extend(_tensors(value))
     return found
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its part of the storage, each once."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _name(func: Any) -> str:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Event, Phase, PhaseEnd, PhaseStart
 from memcallback.fake_answers import fakes_as_real
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.holdings import tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
+from memcallback.sparse_parts import dense_parts
+from memcallback.stand_ins import Bounds
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.trace_mode import CUDA, TraceMode
 
@@ -41,6 +45,7 @@ def trace(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     num_windows: int = NUM_WINDOWS,
+    bounds: Bounds | None = None,
 ) -> TracedStep:
     """Trace the model's way to the device and the first updates of a training on it.
 
@@ -52,6 +57,7 @@ def trace(
         batch_size: Samples in the batch; None for as many as it has.
         sequence_length: How long its sequences are; None for as long as they are. Others need a step that says how long that is.
         num_windows: How many optimizer updates; gradient accumulation has several steps for each.
+        bounds: Shared by the traces of a step, so that their sizes are on lines.
 
     Returns:
         The trace.
@@ -61,8 +67,10 @@ def trace(
     """
     given = step.batch_size.batch_size
     lengths = (step.sequence_length, sequence_length) if step.sequence_length and sequence_length else None
-    mode = TraceMode(Ledger(), device)
-    with _ONE_AT_A_TIME, untouched_globals(), fakes_as_real(mode.assumed):
+    bounds = bounds or Bounds()
+    bounds.restart()
+    mode = TraceMode(Ledger(), device, bounds)
+    with _ONE_AT_A_TIME, untouched_globals(), untouched_variables(step.model, step.losses), fakes_as_real(mode.assumed):
         mode.calibrate()
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
         model, batch, parts = fake_copy((step.model, step.batch, parts), mode)
@@ -165,9 +173,10 @@ class _Tracer:
         """Write down the model's way to the device."""
         with torch._C.DisableTorchFunction():
             for name, tensor in _in_order_of_moving(self._model):
-                if self._ledger.find(tensor) is None:
-                    category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
-                    self._ledger.add(tensor, category, "Module.to").module = name
+                category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                for part in dense_parts(tensor):
+                    if self._ledger.find(part) is None:
+                        self._ledger.add(part, category, "Module.to").module = name
 
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Write down the state that optimizers came with; a count of steps is on the host unless a kernel reads it."""
@@ -175,7 +184,7 @@ class _Tracer:
             for optimizer in optimizers:
                 on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
                 for owner, state in optimizer.state.items():
-                    for tensor in tensors_in(state):
+                    for tensor in chain.from_iterable(map(dense_parts, tensors_in(state))):
                         is_host = tensor.dim() == 0 and not on_device
                         entry = self._ledger.add(tensor, Category.OPTIMIZER_STATE, "Optimizer", is_host=is_host)
                         entry.module = self._owners.get(id(owner), "")
@@ -183,7 +192,7 @@ class _Tracer:
     def add_batch(self, batch: Any) -> None:
         """Write down a batch that came to the device."""
         with torch._C.DisableTorchFunction():
-            for tensor in tensors_in(batch):
+            for tensor in chain.from_iterable(map(dense_parts, tensors_in(batch))):
                 if self._ledger.find(tensor) is None:
                     self._ledger.add(tensor, Category.INPUT, "Tensor.to")
 

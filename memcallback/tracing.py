@@ -24,6 +24,7 @@ from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
 from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
+from memcallback.stand_ins import Bounds
 from memcallback.stats import StepMemory
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracer import trace
@@ -196,6 +197,7 @@ class _Traces:
         self._num_traces = num_traces
         self._num_done = 0
         self._progress = progress
+        self._bounds = Bounds()
 
     @property
     def has_samples(self) -> bool:
@@ -206,7 +208,7 @@ class _Traces:
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The step there."""
         with _quietly():
-            traced = trace(self._step, self._card, batch_size=batch_size, sequence_length=sequence_length)
+            traced = trace(self._step, self._card, batch_size=batch_size, sequence_length=sequence_length, bounds=self._bounds)
         self._num_done += 1
         if self._progress is not None and self._num_done < self._num_traces:
             self._progress(self._num_done, self._num_traces)

@@ -35,11 +35,21 @@ PLAIN = [
     "report",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
-KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions"]
+KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
 KERNELS = ["cuda_kernels_plan", "cuda_kernels_reduce", *(f"cuda_kernels_{name}" for name in KERNEL_RULES), "cuda_kernels"]
 COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_norms", "cuda_rnn", "cuda_composites", "cuda_autocast"]
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
-ON_FAKES = ["output_memo", "trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
+ON_FAKES = [
+    "output_memo",
+    "in_place",
+    "sparse_operators",
+    "trace_mode",
+    "own_thread",
+    "fake_answers",
+    "cuda_functions",
+    "cuda_answers",
+    "cuda_semantics",
+]
 TRACER = [
     "cuda_calls",
     "ledger",
@@ -53,6 +63,7 @@ TRACER = [
 ]
 MEASURING = [
     "holdings",
+    "sparse_parts",
     "nvml",
     "cpu_meter",
     "meters",
@@ -60,6 +71,7 @@ MEASURING = [
     "step_checks",
     "steps",
     "recorder",
+    "function_copies",
     "fakes",
     "shape_pass",
     "optimizer_state",

@@ -2,7 +2,7 @@
 
 `STEPS` has functions that make a `TrainingStep`, by name; those in `NEEDS_CUDA` do not run on a CPU.
 
-    python tests/user_code.py        records, on a machine with a CUDA device, what they request at every boundary
+    python tests/user_code.py [NAME ...]        records, on a machine with a CUDA device, what they (or some) request at every boundary
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import gc
 import itertools
 import json
+import sys
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -749,7 +750,8 @@ def an_optimizer_in_backward():
     return plain(InBackward(), optimizer=None)
 
 
-def optimizer_in_backward_from_outside():
+@case
+def an_optimizer_in_backward_from_outside():
     model = mlp()
     optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
 
@@ -802,6 +804,104 @@ def a_sparse_embedding_with_sparse_adam():
 @case
 def a_sparse_embedding_with_adagrad():
     return sparse(lambda parameters: torch.optim.Adagrad(parameters))
+
+
+@case
+def a_sparse_embedding_with_accumulation():
+    return plain(
+        SparseEmbedding(),
+        batch=[torch.randint(0, 200, (16, 5)), classes()],
+        optimizer=lambda p: torch.optim.SparseAdam(list(p)),
+        accumulate=3,
+    )
+
+
+@case
+def a_sparse_embedding_that_is_used_twice():
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]) + model(batch[0] + 1), batch[1])
+
+    return plain(SparseEmbedding(), batch=[torch.randint(0, 100, (16, 5)), classes()], loss=loss, optimizer=torch.optim.Adagrad)
+
+
+@case
+def a_sparse_embedding_with_tied_weights():
+    model = Tied()
+    model.embedding.sparse = True
+    return plain(model, batch=[torch.randint(0, 10, (16, 5)), classes()], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+class KeepsGradient(SparseEmbedding):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        if not self.kept:
+            self.embedding.weight.register_hook(self.keep)
+        self.kept = [None]
+        return super().forward(x)
+
+    def keep(self, gradient):
+        self.kept = [gradient]
+
+
+@case
+def a_sparse_embedding_whose_gradient_is_kept():
+    batch = [torch.randint(0, 200, (16, 5)), classes()]
+    return plain(KeepsGradient(), batch=batch, optimizer=lambda p: torch.optim.SparseAdam(list(p)))
+
+
+@case
+def a_sparse_embedding_bag():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(200, 10, mode="mean", sparse=True)
+
+        def forward(self, x):
+            return self.bag(x)
+
+    return plain(Bag(), batch=[torch.randint(0, 200, (16, 5)), classes()], optimizer=lambda p: torch.optim.SparseAdam(list(p)))
+
+
+def graph():
+    """A sparse matrix with three elements in each row."""
+    indices = torch.stack([torch.arange(16).repeat(3), torch.randint(0, 16, (48,))])
+    return torch.sparse_coo_tensor(indices, torch.ones(48), (16, 16), check_invariants=False)
+
+
+@case
+def a_sparse_buffer():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("graph", graph().coalesce())
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.graph @ self.second(torch.relu(torch.sparse.mm(self.graph, self.first(x))))
+
+    return plain(Graph())
+
+
+@case
+def a_sparse_tensor_in_the_batch():
+    def loss(model, batch):
+        return F.cross_entropy(torch.sparse.mm(batch["graph"], model(batch["x"])), batch["y"])
+
+    return plain(mlp(), batch={"x": rows(), "graph": graph(), "y": classes()}, loss=loss)
+
+
+@case
+def a_sparse_matrix_with_trained_values():
+    indices = torch.stack([torch.arange(16), torch.arange(16).flip(0)])
+
+    def run(self, x):
+        matrix = torch.sparse_coo_tensor(indices.to(x.device), self.values, (16, 16), is_coalesced=True, check_invariants=False)
+        return torch.sparse.mm(matrix, x)
+
+    return plain(Net(run, values=nn.Parameter(torch.ones(16))))
 
 
 @case
@@ -1293,20 +1393,20 @@ class _CurvatureIsPositive(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        return True if function is torch.Tensor.__gt__ and args[1] == 1e-10 else result
+        return True if function is torch.Tensor.gt and args[1] == 1e-10 else result
 
 
-def record(path):
-    """Write the bytes that were requested of a CUDA device at every boundary of the second update."""
+def record(path, names):
+    """Write the bytes that were requested of a CUDA device at every boundary of the second update, of these steps alone."""
 
     def requested():
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
-    results = {}
-    for name, make_step in STEPS.items():
+    results = json.loads(Path(path).read_text())["steps"] if names else {}
+    for name in names or STEPS:
         try:
             with _CurvatureIsPositive(), torch.compiler.set_stance("force_eager"):
-                results[name] = steady(run(make_step, "cuda", requested))
+                results[name] = steady(run(STEPS[name], "cuda", requested))
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}")
         gc.collect()
@@ -1320,4 +1420,4 @@ def steady(steps):
 
 
 if __name__ == "__main__":
-    record(Path(__file__).parent / "recorded" / "user_code.json")
+    record(Path(__file__).parent / "recorded" / "user_code.json", sys.argv[1:])
