@@ -40,7 +40,7 @@ TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loo
 MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
 SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS]
-ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "savings_lightning", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 
