@@ -139,7 +139,7 @@ class Checkpointing:
         self.undo()
 
 
-@dataclass
+@dataclass(eq=False)
 class _StandIn:
     """In place of a module's `forward`. It refers to the module as an attribute, so that a copy of the model has one of its own.
 
@@ -154,7 +154,7 @@ class _StandIn:
     original: Callable[..., Any] | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block(_StandIn):
     """For a module that is checkpointed as a whole."""
 
@@ -163,7 +163,7 @@ class _Block(_StandIn):
         return _recomputed(forward, [self.module], self.name, args, kwargs)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Segments(_StandIn):
     """For an `nn.Sequential`.
 
