@@ -177,8 +177,9 @@ class _Segments(_StandIn):
 
     def __call__(self, input: Any) -> Any:
         layers = list(self.module)
-        output = _run(layers[: self.starts[0]], input)
-        for start, end in pairwise((*self.starts, len(layers))):
+        cuts = [*self.starts, len(layers)]
+        output = _run(layers[: cuts[0]], input)
+        for start, end in pairwise(cuts):
             segment = layers[start:end]
             if end < len(layers) or self.is_last_checkpointed:
                 output = _recomputed(partial(_run, segment), segment, f"{self.name}[{start}:{end}]", (output,), {})
