@@ -326,7 +326,7 @@ def test_no_segment_begins_with_a_layer_that_works_in_place():
     [
         lambda: [nn.LeakyReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.2, inplace=True), nn.Linear(8, 8)],
         lambda: [nn.Sequential(nn.ELU(inplace=True), nn.Linear(8, 8)), nn.Tanh()],
-        lambda: [nn.LeakyReLU(inplace=True), nn.Dropout(0.2, inplace=True)],
+        lambda: [nn.Dropout(0.2, inplace=True), nn.LeakyReLU(inplace=True)],
     ],
 )
 def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
