@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,8 @@ from memcallback.phase_windows import begin_backward, begin_update, end_backward
 from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
+from memcallback.savings_checkpoint import CheckpointOption
+from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import INFERRED
@@ -75,7 +77,8 @@ def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
 class MemoryCallback(Callback):
     """Records device memory in each phase of each training step, beside a prediction, and suggests the largest batch.
 
-    Nothing of the training changes: weights, losses, random numbers, metrics and checkpoints are the same with and without.
+    Unless a saving is asked for, nothing of the training changes: weights, losses, random numbers, metrics and checkpoints are the same
+    with and without.
     On CUDA a step costs five reads of the allocator's counters; figures are logged at the Trainer's logging interval, and what
     is held by category is counted on the steps of the first three updates and of every 50th after them. On a CPU only the steps
     of the first three updates and of the logging interval are recorded.
@@ -91,6 +94,14 @@ class MemoryCallback(Callback):
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
+        accumulate: Gradient accumulation: batches for each update, as `Trainer(accumulate_grad_batches=...)`; or a mapping from epochs to
+            that number from then on. The batches stay as they are, so to keep the samples of an update make them smaller. Lightning
+            divides the loss of a last window of fewer batches by the same number.
+        amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; a skipped step is told of and counted (see
+            `memcallback.amp`).
+        checkpoint: True, or which modules are computed again in the backward pass (see `memcallback.checkpoint`).
+
+    The three savings hold for a fit; afterwards Trainer and module are as they were before.
 
     Attributes:
         recorder: The recorder of the current or last fit; None before.
@@ -98,11 +109,12 @@ class MemoryCallback(Callback):
         report: The last report; None before.
 
     Raises:
-        ValueError: If a size, the headroom or the batch size is out of range.
+        ValueError: If a size, the headroom, the batch size or a saving is out of range; when a fit begins, if a saving cannot be applied.
         TypeError: If one of them is not of its kind.
 
     Examples:
         >>> callback = MemoryCallback(device="24GiB")
+        >>> callback = MemoryCallback(accumulate=4, amp="bf16-mixed", checkpoint=True)
     """
 
     def __init__(
@@ -113,6 +125,9 @@ class MemoryCallback(Callback):
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         reset_peaks: bool = True,
+        accumulate: int | Mapping[int, int] | None = None,
+        amp: str | None = None,
+        checkpoint: CheckpointOption | None = None,
     ) -> None:
         check_headroom(headroom)
         self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
@@ -120,6 +135,7 @@ class MemoryCallback(Callback):
         self._headroom = headroom
         self._predicts = predict
         self._reset_peaks = reset_peaks
+        self._savings = TrainerSavings(accumulate, amp, checkpoint)
         self.recorder: MemoryRecorder | None = None
         self.prediction: StepPrediction | None = None
         self.report: Report | None = None
@@ -140,8 +156,14 @@ class MemoryCallback(Callback):
 
     # When something begins and ends.
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Set the Trainer's accumulation and precision, before it sets itself up."""
+        if stage == "fit":
+            self._savings.setup(trainer, pl_module, lambda text: _print(pl_module, text))
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Whatever went wrong in an earlier fit, this one is recorded."""
+        """Checkpoint the module, which is whole now. Whatever went wrong in an earlier fit, this one is recorded."""
+        self._savings.checkpoint(pl_module)
         self._is_broken = False
 
     @_never_stops_training
@@ -242,9 +264,13 @@ class MemoryCallback(Callback):
                 warn(text)
         self._finish(trainer, pl_module)
 
-    @_never_stops_training
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training has failed: keep what was recorded of the step, and report."""
+        """Training has failed: undo the savings, keep what was recorded of the step, and report."""
+        self._on_failure(trainer, pl_module, exception)
+        self._savings.undo()
+
+    @_never_stops_training
+    def _on_failure(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.recorder is None or not self._is_running:
             return
         record = self.recorder.end_step(is_interrupted=True)
@@ -252,20 +278,25 @@ class MemoryCallback(Callback):
             self._notes = (*self._notes, f"The last step ended with {type(exception).__name__}.")
         self._finish(trainer, pl_module)
 
-    @_never_stops_training
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take back the hooks on the optimizers."""
+        """Undo the savings, and take back the hooks on the optimizers."""
+        self._savings.undo()
+        self._tear_down()
+
+    @_never_stops_training
+    def _tear_down(self) -> None:
         self._release()
 
     def state_dict(self) -> dict[str, Any]:
-        """The peaks over the life of the training."""
-        if self.recorder is None:
-            return dict(self._restored_peaks)
-        return {name: getattr(self.recorder, name) for name in _LIFETIME_PEAKS}
+        """The peaks over the life of the training, and the state of a GradScaler of ours."""
+        peaks = self._restored_peaks if self.recorder is None else {name: getattr(self.recorder, name) for name in _LIFETIME_PEAKS}
+        amp = self._savings.state_dict()
+        return {**peaks, "amp": amp} if amp else dict(peaks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's peaks."""
-        self._restored_peaks = dict(state_dict)
+        """Go on from a checkpoint's peaks and GradScaler."""
+        self._restored_peaks = {name: state_dict.get(name) for name in _LIFETIME_PEAKS}
+        self._savings.load_state_dict(state_dict.get("amp", {}))
 
     # What happens then.
 
@@ -320,8 +351,10 @@ class MemoryCallback(Callback):
     def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
         assert self.recorder is not None
+        batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
+        notes = (*self._notes, *self._savings.notes(batch_size, pl_module.trainer.accumulate_grad_batches))
         self.report = self.recorder.report(
-            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self._notes
+            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )
         if self._sinks is None:
             return

@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -86,6 +87,13 @@ class LightningLoop:
 
     def __init__(self, default_dtype: torch.dtype | None = None) -> None:
         self._default_dtype = default_dtype
+
+    @staticmethod
+    def autocast_cache_enabled(module: Any) -> bool:
+        """Whether half-precision copies of weights live until autocast is left; not in those versions of Lightning that turn that off."""
+        package = next(kind.__module__.partition(".core")[0] for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+        plugin = import_module(f"{package}.plugins.precision").MixedPrecision("bf16-mixed", device="cpu")
+        return bool(plugin.autocast_context_manager()._cache_enabled)
 
     def training_step(self, module: Any, batch: object) -> object:
         """What `training_step` returns."""

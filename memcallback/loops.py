@@ -292,4 +292,7 @@ def _zero_grad(copies: Copies) -> None:
 
 
 def _autocast(step: TrainingStep, copies: Copies) -> AbstractContextManager[Any]:
-    return nullcontext() if step.autocast_dtype is None else torch.autocast(copies.device_type, dtype=step.autocast_dtype)
+    if step.autocast_dtype is None:
+        return nullcontext()
+    is_cached = step.lightning is None or step.lightning.autocast_cache_enabled(copies.model)
+    return torch.autocast(copies.device_type, dtype=step.autocast_dtype, cache_enabled=is_cached)

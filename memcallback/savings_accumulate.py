@@ -96,7 +96,7 @@ class Accumulation:
                 By default the samples, or 1 if they cannot be inferred. Not for several ranks, which count the same.
 
         Raises:
-            ValueError: If `num_samples` is given on several ranks.
+            ValueError: If `num_samples` is given on several ranks, or gives less than 1.
             RuntimeError: If the loop leaves out the `step` of a whole window, or the loader does not give as many batches as it has.
         """
         has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -107,6 +107,10 @@ class Accumulation:
         length = _length(loader)
         for position, (batch, is_last) in enumerate(_until_last(loader, length)):
             samples = 1 if has_ranks else (num_samples or _inferred)(batch)
+            if samples < 1:
+                raise ValueError(
+                    f"num_samples gave {samples} for batch {position}: it must be at least 1. Leave such batches out of the loader."
+                )
             if position % self.num_batches == 0:
                 num_left = self.num_batches if length is None else min(self.num_batches, length - position)
                 self._begin_window(num_left * samples)

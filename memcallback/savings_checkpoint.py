@@ -139,7 +139,7 @@ class Checkpointing:
         self.undo()
 
 
-@dataclass
+@dataclass(eq=False)
 class _StandIn:
     """In place of a module's `forward`. It refers to the module as an attribute, so that a copy of the model has one of its own.
 
@@ -154,7 +154,7 @@ class _StandIn:
     original: Callable[..., Any] | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block(_StandIn):
     """For a module that is checkpointed as a whole."""
 
@@ -163,7 +163,7 @@ class _Block(_StandIn):
         return _recomputed(forward, [self.module], self.name, args, kwargs)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Segments(_StandIn):
     """For an `nn.Sequential`.
 
@@ -177,8 +177,9 @@ class _Segments(_StandIn):
 
     def __call__(self, input: Any) -> Any:
         layers = list(self.module)
-        output = _run(layers[: self.starts[0]], input)
-        for start, end in pairwise((*self.starts, len(layers))):
+        cuts = [*self.starts, len(layers)]
+        output = _run(layers[: cuts[0]], input)
+        for start, end in pairwise(cuts):
             segment = layers[start:end]
             if end < len(layers) or self.is_last_checkpointed:
                 output = _recomputed(partial(_run, segment), segment, f"{self.name}[{start}:{end}]", (output,), {})

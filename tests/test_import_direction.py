@@ -78,7 +78,7 @@ MEASURING = [
 ]
 SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "what_if"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS]
-ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "savings_lightning", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 

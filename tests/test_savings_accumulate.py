@@ -242,10 +242,10 @@ def test_a_number_of_batches_that_is_none_is_refused(num_batches):
         mc.accumulate(num_batches, network(), [])
 
 
-def train(loader, *, calls_step):
+def train(loader, *, calls_step, num_samples=None):
     model = network()
     accumulation = mc.accumulate(2, model, torch.optim.SGD(model.parameters()))
-    for batch in accumulation.over(loader):
+    for batch in accumulation.over(loader, num_samples=num_samples):
         accumulation.backward(loss_of(model, batch))
         if calls_step:
             accumulation.step()
@@ -266,3 +266,9 @@ def test_a_length_that_is_wrong_is_an_error(length, given):
     loader = Liar(DataLoader(TensorDataset(*samples(6)), 2))
     with pytest.raises(RuntimeError, match=rf"a length of {length} and gave {given} batches.*over\(batch for batch in loader\)"):
         train(loader, calls_step=True)
+
+
+def test_a_batch_that_counts_nothing_is_an_error():
+    loader = DataLoader(TensorDataset(*samples(6)), 2)
+    with pytest.raises(ValueError, match=r"num_samples gave 0 for batch 0: it must be at least 1\. Leave such batches out"):
+        train(loader, calls_step=True, num_samples=lambda batch: 0)

@@ -321,6 +321,21 @@ def test_no_segment_begins_with_a_layer_that_works_in_place():
     assert not any(isinstance(layer, nn.SiLU) for layer in begins)
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.LeakyReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.2, inplace=True), nn.Linear(8, 8)],
+        lambda: [nn.Sequential(nn.ELU(inplace=True), nn.Linear(8, 8)), nn.Tanh()],
+        lambda: [nn.Dropout(0.2, inplace=True), nn.LeakyReLU(inplace=True)],
+    ],
+)
+def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*layers()), nn.Linear(8, 8))
+    saved = copy.deepcopy(plain)
+    mc.checkpoint(saved, "1")
+    assert_same(left_behind(saved, vectors()), left_behind(plain, vectors()))
+
+
 # Bad input: the value, the rule, the way out.
 
 

@@ -5,8 +5,10 @@ import gc
 import pytest
 import savings_run
 import torch
+import training
 
 import memcallback as mc
+from memcallback.units import MiB
 
 pytestmark = pytest.mark.cuda
 
@@ -35,4 +37,22 @@ def test_what_is_predicted_is_saved(before, savings):
     assert abs(dry.saved_bytes - saved) <= 1024
     for predicted, found in zip(dry.after.step.windows, after.windows, strict=True):
         assert abs(predicted.peak_allocated_bytes - found.peak_allocated_bytes) <= 1024
-        assert abs(predicted.peak_reserved_bytes / found.peak_reserved_bytes - 1) <= 0.02
+        # What else this process has left in its segments can move one small segment, the least that is reserved.
+        assert abs(predicted.peak_reserved_bytes - found.peak_reserved_bytes) <= 2 * MiB
+
+
+class Deep(training.Automatic):
+    def __init__(self):
+        super().__init__()
+        self.network = savings_run.Network()
+
+
+@pytest.mark.parametrize("amp", ["16-mixed", "bf16-mixed"])
+def test_the_callback_predicts_the_step_with_the_savings_of_its_trainer(tmp_path, amp):
+    callback = mc.MemoryCallback(accumulate=2, amp=amp, checkpoint={"network.blocks": 2})
+    data = torch.utils.data.DataLoader([savings_run.batch_of(savings_run.BATCH_SIZE, "cpu")] * 12, batch_size=None)
+    training.trainer(tmp_path, [callback], accelerator="gpu", gradient_clip_val=1.0).fit(Deep(), data)
+    predicted, measured = callback.prediction.step, callback.recorder.steps[-1]
+    assert measured.num_optimizer_updates == 1
+    assert abs(predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1) <= 0.001
+    assert not any("The prediction is off" in line for line in callback.report.lines())
