@@ -16,10 +16,11 @@ from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom
 from memcallback.checks import whole_number
 from memcallback.events import Phase
-from memcallback.figures import batch_size_curve, step_by_category
-from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
+from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
+from memcallback.forecast import forecast, notes_on, plan_for, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
+from memcallback.plan import Plan
 from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
@@ -28,7 +29,7 @@ from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import INFERRED
-from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, WHAT_IF_IMAGE_TAG, WHAT_IF_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import parse_bytes
 from memcallback.warn import MemoryWarning, warn
@@ -91,6 +92,8 @@ class MemoryCallback(Callback):
         device: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
         predict: Whether to predict the step before it first runs.
+        what_if: Whether to predict besides what each saving of memory would buy, which takes some twenty times as long; the plan is printed,
+            and logged as text and picture.
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
@@ -107,6 +110,7 @@ class MemoryCallback(Callback):
         recorder: The recorder of the current or last fit; None before.
         prediction: The prediction of the current or last fit; None if there is none.
         report: The last report; None before.
+        plan: What savings would buy, if that was asked for.
 
     Raises:
         ValueError: If a size, the headroom, the batch size or a saving is out of range; when a fit begins, if a saving cannot be applied.
@@ -124,6 +128,7 @@ class MemoryCallback(Callback):
         device: str | int | None = None,
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
+        what_if: bool = False,
         reset_peaks: bool = True,
         accumulate: int | Mapping[int, int] | None = None,
         amp: str | None = None,
@@ -134,11 +139,13 @@ class MemoryCallback(Callback):
         self._capacity_bytes = None if device is None else parse_bytes(device)
         self._headroom = headroom
         self._predicts = predict
+        self._tries_savings = what_if
         self._reset_peaks = reset_peaks
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
         self.recorder: MemoryRecorder | None = None
         self.prediction: StepPrediction | None = None
         self.report: Report | None = None
+        self.plan: Plan | None = None
         self._restored_peaks: dict[str, int | None] = {}
         self._start_anew()
 
@@ -146,6 +153,7 @@ class MemoryCallback(Callback):
         self.prediction = None
         self._predicted_steps = PredictedSteps(None)
         self.report = None
+        self.plan = None
         self._sinks: Sinks | None = None
         self._hooks: list[Any] = []
         self._is_broken = False
@@ -206,6 +214,8 @@ class MemoryCallback(Callback):
                 self._predict(trainer, pl_module, batch)
             if self._sinks is not None:
                 self._sinks.write_layout(has_band=isinstance(self.prediction, TextbookPrediction))
+            if self._tries_savings:
+                self._try_savings(trainer, pl_module, batch)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
         self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
@@ -330,6 +340,24 @@ class MemoryCallback(Callback):
         self._predicted_steps = PredictedSteps(self.prediction)
         if self.prediction is not None:
             self._notes = (*self._notes, *notes_on(trainer, pl_module))
+
+    def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        assert self.recorder is not None
+        self.plan = plan_for(
+            trainer,
+            pl_module,
+            batch,
+            self._batch_size,
+            device=self.recorder.meter.device,
+            capacity_bytes=self._capacity_bytes,
+            headroom=self._headroom,
+            say=lambda text: _print(pl_module, text),
+        )
+        if self.plan is None or self._sinks is None:
+            return
+        _print(pl_module, self.plan.to_text())
+        self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), _step_number(trainer))
+        self._sinks.log_image(WHAT_IF_IMAGE_TAG, what_if_bars(self.plan), _step_number(trainer))
 
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
         assert self.recorder is not None

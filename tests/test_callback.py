@@ -424,6 +424,27 @@ def test_every_logger_gets_the_same_figures(tmp_path):
     assert len({point.step for point in points}) == len(points)
 
 
+def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_path, capsys):
+    callback = MemoryCallback(device="1GiB", what_if=True)
+    trainer, _, _ = fit(tmp_path, callback=callback, num_batches=2, logger=TensorBoardLogger(tmp_path))
+    by_hand = {row.saving: row for row in callback.plan.rows}
+    assert by_hand["zero_grad before forward"].peak_allocated_bytes <= callback.plan.current.peak_allocated_bytes
+    assert callback.plan.current.peak_allocated_bytes == callback.prediction.peak_allocated_bytes
+    assert callback.plan.capacity_bytes == 2**30
+    assert callback.plan.to_text() in capsys.readouterr().out
+    written = EventAccumulator(trainer.logger.log_dir, size_guidance={"images": 0}).Reload().Tags()
+    assert "memory/what_if_bars" in written["images"]
+    assert any(tag.startswith("memory/what_if") for tag in written["tensors"])
+
+
+def test_savings_that_cannot_be_tried_are_a_warning(tmp_path):
+    callback = MemoryCallback(what_if=True)
+    with pytest.warns(MemoryWarning, match="No savings could be tried"):
+        fit(tmp_path, CallsNumPy(), callback=callback, num_batches=2)
+    assert callback.plan is None
+    assert callback.recorder.steps
+
+
 def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_step(tmp_path):
     logged = []
 
