@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+from memcallback.checks import is_ours
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -23,11 +25,8 @@ class UsageError(Exception):
 
 def said(error: BaseException) -> str:
     """An error in one line: one of ours says it in words, another one needs the name of its class; without a full stop at the end."""
-    traceback, raised_in = error.__traceback__, ""
-    while traceback is not None:
-        raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
     text = " ".join(str(error).split()).rstrip(".")
-    return text if raised_in.split(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
+    return text if is_ours(error) else f"{type(error).__name__}: {text}"
 
 
 def load_model(target: str) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memcallback.batch_trace import TracedStep
+from memcallback.checks import is_ours
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
@@ -30,6 +31,12 @@ from memcallback.trace_mode import CUDA, TraceMode
 #: How many optimizer updates are traced: the first, which makes gradients and optimizer state, and a steady one.
 NUM_WINDOWS = 2
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
+_ON_FAKES = (
+    "A step is traced on fake tensors, which have shapes and no values. What reads values, calls other libraries with them or changes data in "
+    "place of PyTorch fails there: take it out of the step, or out of the one that is predicted."
+)
+#: Of an error's own text so much is shown; all of it is in the error that caused ours.
+_NUM_CHARACTERS = 160
 #: What stands in for functions of torch is put there and taken away again in order.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -101,12 +108,16 @@ def trace(
             except PredictionError:
                 raise
             except Exception as error:  # user code on fakes can fail in any way
-                raise PredictionError(tracer.describe(error)) from error
+                raise tracer.failure(error) from error
             finally:
                 mode.is_recording = False
         mode.ledger.close()
     assert batch_size or given
     return TracedStep(trace=mode.ledger.trace(), batch_size=batch_size or given or 0, calls=mode.ledger.calls, caveats=tuple(mode.assumed))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _NUM_CHARACTERS else f"{text[:_NUM_CHARACTERS].rstrip()} ..."
 
 
 def _in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,19 +146,21 @@ class _Tracer:
         self._changed_to: list[str] = [""]
         mode.modules = self._module_of
 
-    def describe(self, error: Exception) -> str:
-        """Where the step failed and at what, in words."""
+    def failure(self, error: Exception) -> PredictionError:
+        """What failed, where and at which operator, and the way out; what may be behind it is in the notes."""
         where = [f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"]
         if self._failed_in:
             where.append(f"in module {self._failed_in!r}")
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        return (
-            f"The step could not be traced on fake tensors: {', '.join(where)}: {type(error).__name__}: {first_line}. Fakes have shapes and no "
-            "values: take what reads values, calls other libraries or changes data in place of PyTorch out of the step, or give a step "
-            "without it: memcallback.TrainingStep(model, batch, loss=...)."
-        )
+        # What a stand-in refuses says its own way out.
+        refuses = isinstance(error, NotImplementedError) and is_ours(error)
+        what = first_line if refuses else f"{type(error).__name__}: {_shortened(first_line)}"
+        way_out = "" if refuses else " Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
+        failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{way_out}")
+        failure.__notes__ = [_ON_FAKES]
+        return failure
 
     def add_model(self) -> None:
         """Write down the model's way to the device."""

@@ -281,6 +281,8 @@ def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
     ) as caught:
         on_card(CallsAnotherLibrary(), vectors())
     assert str(caught.value).count("\n") == 0
+    assert len(str(caught.value)) < 400
+    assert "which have shapes and no values" in caught.value.__notes__[0]
 
 
 def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
