@@ -14,6 +14,8 @@ import torch
 
 from memcallback.advise import DEFAULT_HEADROOM, check_headroom
 from memcallback.checks import whole_number
+from memcallback.device_here import any_device
+from memcallback.devices import CATALOGUE, Device
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
 from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
@@ -27,7 +29,6 @@ from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import INFERRED
 from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
-from memcallback.units import parse_bytes
 from memcallback.warn import MemoryWarning, warn
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class MemoryCallback(Callback):
 
     Args:
         batch_size: Samples in a batch, if they are not to be inferred from it.
-        device: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains.
+        device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
+            that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
         predict: Whether to predict the step before it first runs.
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
@@ -97,7 +99,7 @@ class MemoryCallback(Callback):
         report: The last report; None before.
 
     Raises:
-        ValueError: If a size, the headroom or the batch size is out of range.
+        ValueError: If the device is none, or one without a known size; if the headroom or the batch size is out of range.
         TypeError: If one of them is not of its kind.
 
     Examples:
@@ -108,14 +110,15 @@ class MemoryCallback(Callback):
         self,
         *,
         batch_size: int | None = None,
-        device: str | int | None = None,
+        device: str | int | torch.device | Device | None = None,
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         reset_peaks: bool = True,
     ) -> None:
         check_headroom(headroom)
         self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
-        self._capacity_bytes = None if device is None else parse_bytes(device)
+        self._planned = None if device is None else _planned(device)
+        self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
         self._headroom = headroom
         self._predicts = predict
         self._reset_peaks = reset_peaks
@@ -135,7 +138,9 @@ class MemoryCallback(Callback):
         self._is_running = False
         self._has_seen_batch = False
         self._unlogged: StepMemory | None = None
-        self._notes: tuple[str, ...] = ()
+        # Of a card by name which of several was taken; its architecture is nothing here.
+        is_named = self._planned is not None and any(self._planned.name == card.name for card in CATALOGUE)
+        self._notes: tuple[str, ...] = self._planned.caveats if self._planned and is_named else ()
 
     # When something begins and ends.
 
@@ -355,6 +360,16 @@ class MemoryCallback(Callback):
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
+
+
+def _planned(device: str | int | torch.device | Device) -> Device:
+    spec = any_device(device)
+    if spec.capacity_bytes is None:
+        raise ValueError(
+            f"{str(device)!r} does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out for the device "
+            "that trains."
+        )
+    return spec
 
 
 def _log_interval(trainer: Any) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, Prediction, TextbookPrediction
+from memcallback.devices import find_device
 from memcallback.events import Category
 from memcallback.stats import Kind
 
@@ -400,6 +401,15 @@ def test_a_capacity_to_plan_for_takes_the_place_of_the_devices_own(tmp_path):
     advice = callback.report.advice
     assert advice.capacity_bytes == 2**30
     assert advice.line.at(advice.batch_size) <= 2**29
+
+
+def test_the_memory_to_plan_for_may_be_that_of_a_card_by_name(tmp_path):
+    callback = fit(tmp_path, callback=MemoryCallback(device="a100-80"))
+    assert callback.report.advice.capacity_bytes == 81_920 << 20
+    assert any(line.startswith("'a100-80' was taken for NVIDIA A100-SXM4-80GB; it may also mean") for line in callback.report.lines())
+    callback = fit(tmp_path, callback=MemoryCallback(device=find_device("T4")))
+    assert callback.report.advice.capacity_bytes == 15_360 << 20
+    assert not any("T4" in line for line in callback.report.lines())
 
 
 def test_without_a_logger_it_writes_a_run_of_its_own(tmp_path):
@@ -868,7 +878,10 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"headroom": 1}, "headroom must be"),
-        ({"device": "big"}, "is not a size"),
+        ({"device": "big"}, "'big' is no card that is known"),
+        ({"device": "-1GiB"}, "'-1GiB' is not a size: a size cannot be negative"),
+        ({"device": 0}, "0 is neither a card nor its size"),
+        ({"device": "cpu"}, "'cpu' does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):
