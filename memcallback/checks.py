@@ -1,4 +1,4 @@
-"""Checks of arguments, each of whose errors gives the value, the rule and the way out; and whether an error is one of ours."""
+"""Checks of arguments; each error gives the value, the rule and the way out."""
 
 from __future__ import annotations
 
@@ -79,11 +79,3 @@ def kind_of(value: object) -> str:
     """Of what type a value is."""
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
-
-
-def is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by memcallback itself, and not by what it called."""
-    module, traceback = "", error.__traceback__
-    while traceback is not None:
-        module, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
-    return module.partition(".")[0] == "memcallback"

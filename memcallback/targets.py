@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from memcallback.checks import is_ours
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -26,7 +24,10 @@ class UsageError(Exception):
 def said(error: BaseException) -> str:
     """An error in one line: one of ours says it in words, another one needs the name of its class; without a full stop at the end."""
     text = " ".join(str(error).split()).rstrip(".")
-    return text if is_ours(error) else f"{type(error).__name__}: {text}"
+    raised_in, traceback = "", error.__traceback__
+    while traceback is not None:
+        raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
+    return text if raised_in.partition(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
 
 
 def load_model(target: str) -> nn.Module:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from memcallback.batch_trace import TracedStep
-from memcallback.checks import is_ours
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
@@ -25,6 +24,7 @@ from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
+from memcallback.stand_ins import NoStandIn
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.trace_mode import CUDA, TraceMode
 
@@ -144,7 +144,7 @@ class _Tracer:
         # Where in the sequence of autograd nodes the running module changed, and to which.
         self._changed_at: list[int] = [0]
         self._changed_to: list[str] = [""]
-        mode.modules = self._module_of
+        mode.modules, mode.operator = self._module_of, ""
 
     def failure(self, error: Exception) -> PredictionError:
         """What failed, where and at which operator, and the way out; what may be behind it is in the notes."""
@@ -154,10 +154,9 @@ class _Tracer:
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        # What a stand-in refuses says its own way out.
-        refuses = isinstance(error, NotImplementedError) and is_ours(error)
-        what = first_line if refuses else f"{type(error).__name__}: {_shortened(first_line)}"
-        way_out = "" if refuses else " Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
+        has_way_out = isinstance(error, NoStandIn)
+        what = first_line if has_way_out else f"{type(error).__name__}: {_shortened(first_line)}"
+        way_out = "" if has_way_out else " Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
         failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{way_out}")
         failure.__notes__ = [_ON_FAKES]
         return failure
@@ -198,7 +197,7 @@ class _Tracer:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """One phase."""
-        self._last_phase = phase
+        self._enter_phase(phase)
         self._ledger.start_phase(phase)
         try:
             yield
@@ -215,8 +214,13 @@ class _Tracer:
     def runs(self, phase: Phase | None) -> Phase | None:
         """What follows belongs to a phase whose window is told later."""
         before, self._ledger.phase = self._ledger.phase, phase
-        self._last_phase = phase or self._last_phase
+        if phase is not None:
+            self._enter_phase(phase)
         return before
+
+    def _enter_phase(self, phase: Phase) -> None:
+        """What failed or ran before is not what fails in this phase."""
+        self._last_phase, self._failed_in, self._mode.operator = phase, None, ""
 
     def boundary(self) -> None:
         """A boundary between phases that are told later is here."""

@@ -38,6 +38,8 @@ SLOW_S = 2.0
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
 _NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
+#: How the caveat begins that says why other batch sizes are not known.
+_ONLY = "Only batch size"
 _COMPILED = "A compiled module was traced as it would run without compilation."
 
 
@@ -127,15 +129,25 @@ def suggest_batch_size(
         The advice; `leaves_out` says what it does not know.
 
     Raises:
-        PredictionError: As `predict`; also if the step was traced at its own batch size alone.
+        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or there is no end of memory.
         ValueError: As `predict`, or if `headroom` is out of range.
     """
     check_headroom(headroom)
     prediction = predict(step, device=device)
     advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
     if advice is None:
-        raise PredictionError(f"No batch size can be suggested: only {prediction.batch_size} is predicted. {' '.join(prediction.caveats)}")
+        raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
     return advice
+
+
+def _why_none(prediction: Prediction) -> str:
+    """Why no batch size is the largest, and the way out, as the end of a sentence."""
+    if prediction.capacity_bytes is None:
+        return "how much memory the CPU has is not known. Give it: device=memcallback.devices.HostSpec(capacity_bytes=...)."
+    reason = next((caveat for caveat in prediction.trace.caveats if caveat.startswith(_ONLY)), None)
+    if reason is not None:
+        return _ONLY.lower() + reason.removeprefix(_ONLY)
+    return "no batch size was found that does not fit: a larger batch needs no more memory, or hardly more."
 
 
 class _Traces:
@@ -168,14 +180,14 @@ def _batch_trace(traces: _Traces, batch_size: int, sequence_length: int | None =
     """The step's trace at any batch size; at the one asked for alone, if it does something else at others."""
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
-        caveat = f"Only batch size {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
+        caveat = f"{_ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
         return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
     try:
         second, check = (traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size)))
         return BatchTrace.fit(first, second, check)
     except (BatchDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
-    caveat = f"Only batch size {batch_size} is predicted, each other one needs a trace of its own: {reason}."
+    caveat = f"{_ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
     return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
 
 

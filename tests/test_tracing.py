@@ -152,9 +152,26 @@ class Branches(nn.Module):
 
 def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_said():
     with pytest.raises(
-        PredictionError, match=r"No batch size can be suggested: only 16 is predicted. Only batch size 16 is predicted, each"
+        PredictionError, match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one needs .*\.$"
     ):
         mc.suggest_batch_size(make_step(Branches()), device="1GiB")
+
+
+def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_said():
+    with pytest.raises(
+        PredictionError, match=r"^No batch size can be suggested: how much memory the CPU has is not known. Give it: device=memc"
+    ):
+        mc.suggest_batch_size(make_step(), device="cpu")
+    advice = mc.suggest_batch_size(make_step(), device=mc.devices.HostSpec(capacity_bytes=GiB))
+    assert advice.capacity_bytes == GiB
+    assert advice.batch_size > 1000
+
+
+def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_reason_said():
+    loss = lambda model, batch: model.weight.sum() * batch.shape[0]  # noqa: E731
+    step = make_step(nn.Linear(8, 4), torch.ones(16, 0), loss=loss, optimizer=torch.optim.SGD)
+    with pytest.raises(PredictionError, match=r"^No batch size can be suggested: no batch size was found that does not fit"):
+        mc.suggest_batch_size(step, device="1GiB")
 
 
 def test_a_step_without_batch_size_is_refused_with_the_way_out():
