@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, check_headroom, suggest
+from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, check_headroom, from_trace
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
 from memcallback.checks import described, whole_number
@@ -38,6 +38,8 @@ SLOW_S = 2.0
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
 _NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
+#: How often a suggestion is made anew from a trace at the one before.
+_NUM_SUGGESTIONS = 3
 #: How the caveat begins that says why other batch sizes are not known.
 _ONLY = "Only batch size"
 _COMPILED = "A compiled module was traced as it would run without compilation."
@@ -120,6 +122,8 @@ def suggest_batch_size(
 ) -> BatchSizeAdvice:
     """The largest batch size that is predicted to fit.
 
+    It is verified by a trace at that size; where the step does something else there, it is predicted anew from there.
+
     Args:
         step: The step.
         device: As for `predict`.
@@ -134,10 +138,28 @@ def suggest_batch_size(
     """
     check_headroom(headroom)
     prediction = predict(step, device=device)
-    advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
-    if advice is None:
+    capacity_bytes = prediction.capacity_bytes
+    advice = None if capacity_bytes is None else from_trace(prediction, capacity_bytes=capacity_bytes, headroom=headroom)
+    if capacity_bytes is None or advice is None:
         raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
-    return advice
+    for _ in range(_NUM_SUGGESTIONS):
+        size, spec = advice.batch_size, prediction.device
+        if size == 0 or prediction.trace.is_among_traced(size):
+            return advice
+        try:
+            prediction.trace.verified(_Traces(step, spec, 1, None).at(size, prediction.sequence_length))
+            return advice
+        except PredictionError:
+            why = f", where it cannot be traced: the largest that was traced is {prediction.trace.largest_traced}"
+            break
+        except BatchDependentPath:
+            why = ": it does something else at others"
+        prediction = predict(step, device=spec, batch_size=size)
+        another = from_trace(prediction, capacity_bytes=capacity_bytes, headroom=headroom)
+        if another is None:
+            break
+        advice = another
+    return replace(advice, leaves_out=(*advice.leaves_out, f"whether the step does the same at batch size {advice.batch_size}{why}"))
 
 
 def _why_none(prediction: Prediction) -> str:

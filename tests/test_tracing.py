@@ -225,6 +225,54 @@ def test_a_loop_by_hand_is_predicted_at_any_batch_size():
     assert predicted.at(40).step == mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100", batch_size=40).step
 
 
+class AnotherPath(nn.Module):
+    """Keeps more of each sample from some batch size on, or has an end there."""
+
+    def __init__(self, begins_at, *, fails=False):
+        super().__init__()
+        self.linear = nn.Linear(1024, 1024)
+        self.begins_at, self.fails = begins_at, fails
+
+    def forward(self, x):
+        y = self.linear(x)
+        if len(x) < self.begins_at:
+            return y
+        if self.fails:
+            raise IndexError("no such row")
+        return y.exp().exp()
+
+
+def test_a_suggestion_is_verified_by_a_trace_at_its_own_size():
+    for begins_at in (1000, 10**9):
+        step = make_step(AnotherPath(begins_at), torch.ones(4, 1024))
+        advice = mc.suggest_batch_size(step, device="4GiB")
+        assert advice.batch_size > 64 * 11
+        peaks = [
+            max(one.peak_reserved_bytes for one in mc.predict(step, device="4GiB", batch_size=size).steps)
+            for size in (advice.batch_size, advice.batch_size + 1)
+        ]
+        assert peaks[0] <= advice.budget_bytes < peaks[1]
+        assert not any("was traced" in text for text in advice.leaves_out)
+
+
+def test_a_suggestion_that_cannot_be_verified_says_so():
+    step = make_step(AnotherPath(1000, fails=True), torch.ones(4, 1024))
+    advice = mc.suggest_batch_size(step, device="4GiB")
+    assert advice.leaves_out[-1] == (
+        f"whether the step does the same at batch size {advice.batch_size}, where it cannot be traced: the largest that was traced is 11"
+    )
+
+
+def test_far_beyond_what_was_traced_a_prediction_says_so():
+    predicted = mc.predict(make_step(), device="24GiB")
+    assert predicted.at(64 * 35).caveats == predicted.caveats
+    assert predicted.at(64 * 35 + 1).caveats[-1] == (
+        "Batch size 2241 is far beyond the largest that was traced, 35: whether the step does the same there was not tried. "
+        "memcallback.predict(step, batch_size=2241) traces it there."
+    )
+    assert mc.predict(make_step(), device="24GiB", batch_size=2241).caveats == predicted.caveats
+
+
 class Queue(nn.Module):
     """Keeps what it saw last: the larger the batch, the less of what it saw before."""
 
