@@ -165,8 +165,9 @@ def suggest(
     throughout the step (counted: gradients are not, where they are cleared before the activations). A smaller one is taken to
     save in proportion what the peak has above that of a step of no samples, which is at least the measured optimizer step and, by
     the prediction, all that is held and what else does not depend on the batch (autocast's copies of the weights); and not more
-    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
-    without a count of what is held, the law of the prediction decides, which knows allocated memory only.
+    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching
+    allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or without a count of what is
+    held, the law of the prediction decides, which knows allocated memory only.
 
     A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a measured step reserved more than was
     replayed for it is added everywhere, beyond the band of a prediction in proportion to the batch size.

@@ -35,8 +35,8 @@ def _settings_here() -> AllocatorSettings:
 class Prediction:
     """What training will ask of a device, and what its allocator will make of it.
 
-    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those of the same device with memory
-    without end, and `fits` says so.
+    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those
+    of the same device with memory without end, and `fits` says so.
 
     Attributes:
         trace: The allocations at any batch size.
