@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
-    from memcallback.tracing import predict, suggest_batch_size
+    from memcallback.suggestion import suggest_batch_size
+    from memcallback.tracing import predict
     from memcallback.what_if import what_if
 
 __version__ = "0.1.0"
@@ -79,7 +80,7 @@ _ON_FIRST_USE = {
     "dry_run": "savings",
     "layers": "shape_pass",
     "predict": "tracing",
-    "suggest_batch_size": "tracing",
+    "suggest_batch_size": "suggestion",
     "what_if": "what_if",
 }
 

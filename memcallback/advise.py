@@ -35,8 +35,9 @@ def suggest(
     throughout the step (counted: gradients are not, where they are cleared before the activations). A smaller one is taken to
     save in proportion what the peak has above that of a step of no samples, which is at least the measured optimizer step and, by
     the prediction, all that is held and what else does not depend on the batch (autocast's copies of the weights); and not more
-    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
-    without a count of what is held, the law of the prediction decides, which knows allocated memory only.
+    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching
+    allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or without a count of what is
+    held, the law of the prediction decides, which knows allocated memory only.
 
     A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a measured step reserved more than was
     replayed for it is added everywhere, beyond the band of a prediction in proportion to the batch size.
@@ -60,7 +61,10 @@ def suggest(
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
-        traced = _traced(measured, predicted, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        traced = from_trace(predicted, measured, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        if traced is not None and predicted.trace.is_far(traced.batch_size):
+            untried = f"whether the step does the same in so large a batch: the largest that was traced is {predicted.trace.largest_traced}"
+            return replace(traced, leaves_out=(*traced.leaves_out, untried))
         if traced is not None:
             return replace(traced, bounds=bounds)
     law = predicted if isinstance(predicted, TextbookPrediction) else None
@@ -106,10 +110,26 @@ def _always_left_out(outside_bytes: int | None) -> list[str]:
     return leaves_out
 
 
-def _traced(
-    measured: StepMemory | None, predicted: Prediction, *, capacity_bytes: int, outside_bytes: int | None, headroom: float
+def from_trace(
+    predicted: Prediction,
+    measured: StepMemory | None = None,
+    *,
+    capacity_bytes: int,
+    outside_bytes: int | None = None,
+    headroom: float = DEFAULT_HEADROOM,
 ) -> BatchSizeAdvice | None:
-    """From the replayed peaks; None if the trace cannot tell of other batch sizes."""
+    """As `suggest`, from the replayed peaks alone, whether or not the step was traced near the suggestion.
+
+    Args:
+        predicted: The prediction.
+        measured: As for `suggest`.
+        capacity_bytes: As for `suggest`.
+        outside_bytes: As for `suggest`.
+        headroom: As for `suggest`.
+
+    Returns:
+        The advice; None if the trace cannot tell of other batch sizes, or there is no end.
+    """
     if not predicted.trace.grows:
         return None
     # The memory to plan for need not be that of the device.

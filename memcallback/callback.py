@@ -15,6 +15,8 @@ import torch
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom
 from memcallback.checks import whole_number
+from memcallback.device_here import any_device
+from memcallback.devices import CATALOGUE, Device
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
 from memcallback.forecast import forecast, notes_on, plan_for, warn_of_batch, warn_of_devices
@@ -31,7 +33,6 @@ from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import INFERRED
 from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, WHAT_IF_IMAGE_TAG, WHAT_IF_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
-from memcallback.units import parse_bytes
 from memcallback.warn import MemoryWarning, warn
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class MemoryCallback(Callback):
 
     Args:
         batch_size: Samples in a batch, if they are not to be inferred from it.
-        device: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains.
+        device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
+            that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
         predict: Whether to predict the step before it first runs.
         what_if: Whether to predict besides what each saving of memory would buy, which takes some twenty times as long; the plan is printed,
@@ -113,7 +115,8 @@ class MemoryCallback(Callback):
         plan: What savings would buy, if that was asked for.
 
     Raises:
-        ValueError: If a size, the headroom, the batch size or a saving is out of range; when a fit begins, if a saving cannot be applied.
+        ValueError: If the device is none, or one without a known size; if the headroom, the batch size or a saving is out of range; when a
+            fit begins, if a saving cannot be applied.
         TypeError: If one of them is not of its kind.
 
     Examples:
@@ -125,7 +128,7 @@ class MemoryCallback(Callback):
         self,
         *,
         batch_size: int | None = None,
-        device: str | int | None = None,
+        device: str | int | torch.device | Device | None = None,
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         what_if: bool = False,
@@ -136,7 +139,8 @@ class MemoryCallback(Callback):
     ) -> None:
         check_headroom(headroom)
         self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
-        self._capacity_bytes = None if device is None else parse_bytes(device)
+        self._planned = None if device is None else _planned(device)
+        self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
         self._headroom = headroom
         self._predicts = predict
         self._tries_savings = what_if
@@ -160,7 +164,9 @@ class MemoryCallback(Callback):
         self._is_running = False
         self._has_seen_batch = False
         self._unlogged: StepMemory | None = None
-        self._notes: tuple[str, ...] = ()
+        # Of a card by name which of several was taken; its architecture is nothing here.
+        is_named = self._planned is not None and any(self._planned.name == card.name for card in CATALOGUE)
+        self._notes: tuple[str, ...] = self._planned.caveats if self._planned and is_named else ()
 
     # When something begins and ends.
 
@@ -417,6 +423,16 @@ class MemoryCallback(Callback):
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
+
+
+def _planned(device: str | int | torch.device | Device) -> Device:
+    spec = any_device(device)
+    if spec.capacity_bytes is None:
+        raise ValueError(
+            f"{str(device)!r} does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out for the device "
+            "that trains."
+        )
+    return spec
 
 
 def _log_interval(trainer: Any) -> int:

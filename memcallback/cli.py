@@ -166,7 +166,7 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
     if arguments.sequence_lengths is not None:
         lengths = arguments.sequence_lengths.split(",")
         options["sequence_lengths"] = [_parse_number(length.strip(), "--sequence-lengths", "length of a sequence") for length in lengths]
-    advice = _ask(arguments, "tracing", "suggest_batch_size", headroom=_parse_headroom(arguments.headroom), **options)
+    advice = _ask(arguments, "suggestion", "suggest_batch_size", headroom=_parse_headroom(arguments.headroom), **options)
     accumulation = None
     if effective is not None:
         try:

@@ -65,10 +65,10 @@ def forecast(
         reason = _reason(error)
     try:
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
-    except Exception as error:
-        _warn_of_none(f"{reason} The textbook law cannot stand in: {_reason(error)}")
+    except Exception:
+        _warn_of_none(reason)
         return None
-    warn(f"{reason} The textbook law stands in for the traced prediction: an upper estimate with a lower edge.")
+    warn(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
     return law
 
 
@@ -157,9 +157,7 @@ def _reason(error: Exception) -> str:
 
 
 def _warn_of_none(reason: str) -> None:
-    warn(
-        f"The step's memory could not be predicted. {reason} It is still recorded. MemoryCallback(predict=False) leaves the prediction out."
-    )
+    warn(f"The step's memory is recorded and not predicted. {reason} MemoryCallback(predict=False) leaves the prediction out.")
 
 
 def notes_on(trainer: Any, pl_module: torch.nn.Module) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """`LengthTrace`: a step's allocations at other sequence lengths, from traces at three of them.
 
-Shapes are polynomials of the sequence length: a row of tokens is linear in it, a matrix of attention quadratic. So every size, what it grows
-with each sample, and every number of an operator's own rule is a parabola through its values at three lengths, in whole numbers, as long as
-the program takes the same path at every length. A fourth length shows whether it does.
+Shapes are polynomials of the sequence length: a row of tokens is linear in it, a matrix of attention quadratic. So every size, what it
+grows with each sample, and every number of an operator's own rule is a parabola through its values at three lengths, in whole numbers, as
+long as the program takes the same path at every length. A fourth length shows whether it does.
 """
 
 from __future__ import annotations

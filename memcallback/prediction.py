@@ -35,8 +35,8 @@ def _settings_here() -> AllocatorSettings:
 class Prediction:
     """What training will ask of a device, and what its allocator will make of it.
 
-    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those of the same device with memory
-    without end, and `fits` says so.
+    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those
+    of the same device with memory without end, and `fits` says so.
 
     Attributes:
         trace: The allocations at any batch size.
@@ -152,13 +152,13 @@ class Prediction:
         """What was assumed: by the trace, of the updates after it, of the device, of the allocator."""
         said = (*self.trace.caveats, *self._shown.caveats, *self.device.caveats, *self._of_another_architecture())
         if isinstance(self.device, HostSpec):
-            return tuple(dict.fromkeys(said))
+            return tuple(dict.fromkeys((*said, *self._far())))
         outside = (
             f"{format_bytes(self.device.context_bytes)} of the card are taken to be outside the allocator (CUDA context, driver); what other "
             "processes use is not counted."
         )
         settings = tuple(f"The allocator's setting {name} is not simulated." for name in self.settings.not_simulated)
-        return tuple(dict.fromkeys((*said, outside, *settings)))
+        return tuple(dict.fromkeys((*said, outside, *settings, *self._far())))
 
     def _of_another_architecture(self) -> Iterator[str]:
         device, traced_for = self.device, self.traced_for
@@ -171,6 +171,13 @@ class Prediction:
             yield (
                 f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), and its workspaces and kernels are those of "
                 f"that card: memcallback.predict(step, device=...) traces it for {device.name}."
+            )
+
+    def _far(self) -> Iterator[str]:
+        if self.trace.is_far(self.batch_size):
+            yield (
+                f"Batch size {self.batch_size} is far beyond the largest that was traced, {self.trace.largest_traced}: whether the step does the "
+                f"same there was not tried. memcallback.predict(step, batch_size={self.batch_size}) traces it there."
             )
 
     @cached_property

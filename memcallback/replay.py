@@ -82,7 +82,8 @@ class Replay:
         num_alloc_retries: Retries in all.
         out_of_memory: What failed and where, where the allocator gave up; the replay ends there. None if it did not.
         caveats: Why the last steps may not be those of a steady training, one sentence each.
-        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it, in the last repetition if it was repeated.
+        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it, in the last repetition if it was
+            repeated.
     """
 
     steps: list[ReplayedStep] = field(default_factory=list)

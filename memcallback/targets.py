@@ -23,11 +23,11 @@ class UsageError(Exception):
 
 def said(error: BaseException) -> str:
     """An error in one line: one of ours says it in words, another one needs the name of its class; without a full stop at the end."""
-    traceback, raised_in = error.__traceback__, ""
+    text = " ".join(str(error).split()).rstrip(".")
+    raised_in, traceback = "", error.__traceback__
     while traceback is not None:
         raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
-    text = " ".join(str(error).split()).rstrip(".")
-    return text if raised_in.split(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
+    return text if raised_in.partition(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
 
 
 def load_model(target: str) -> nn.Module:

@@ -77,11 +77,6 @@ class TextbookPrediction:
         return replace(self, batch_size=whole_number("batch_size", batch_size, SAMPLES))
 
     @property
-    def model_bytes(self) -> int:
-        """Parameters, buffers, gradients, optimizer state and workspaces: what does not depend on the batch."""
-        return sum(self.held.values()) + self.workspace_bytes
-
-    @property
     def per_sample_bytes(self) -> int:
         """What each further sample adds to the peak."""
         return self.input.per_sample_bytes + self.kept.per_sample_bytes + self.outputs.per_sample_bytes

@@ -27,13 +27,19 @@ from memcallback.loops import Copies, run_window
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
 from memcallback.sparse_parts import dense_parts
-from memcallback.stand_ins import Bounds
+from memcallback.stand_ins import Bounds, NoStandIn
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.trace_mode import CUDA, TraceMode
 
 #: How many optimizer updates are traced: the first, which makes gradients and optimizer state, and a steady one.
 NUM_WINDOWS = 2
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
+_ON_FAKES = (
+    "A step is traced on fake tensors, which have shapes and no values. What reads values, calls other libraries with them or changes data in "
+    "place of PyTorch fails there: take it out of the step, or out of the one that is predicted."
+)
+#: Of an error's own text so much is shown; all of it is in the error that caused ours.
+_NUM_CHARACTERS = 160
 #: What stands in for functions of torch is put there and taken away again in order.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -114,7 +120,7 @@ def trace(
             except PredictionError:
                 raise
             except Exception as error:  # user code on fakes can fail in any way
-                raise PredictionError(tracer.describe(error)) from error
+                raise tracer.failure(error) from error
             finally:
                 mode.is_recording = False
         mode.ledger.close()
@@ -127,6 +133,10 @@ def trace(
         num_flops=num_flops[-1] - num_flops[-2],
         num_batches=step.accumulate,
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _NUM_CHARACTERS else f"{text[:_NUM_CHARACTERS].rstrip()} ..."
 
 
 def _in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,21 +163,22 @@ class _Tracer:
         # Where in the sequence of autograd nodes the running module changed, and to which.
         self._changed_at: list[int] = [0]
         self._changed_to: list[str] = [""]
-        mode.modules = self._module_of
+        mode.modules, mode.operator = self._module_of, ""
 
-    def describe(self, error: Exception) -> str:
-        """Where the step failed and at what, in words."""
+    def failure(self, error: Exception) -> PredictionError:
+        """What failed, where and at which operator, and the way out; what may be behind it is in the notes."""
         where = [f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"]
         if self._failed_in:
             where.append(f"in module {self._failed_in!r}")
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        return (
-            f"The step could not be traced on fake tensors: {', '.join(where)}: {type(error).__name__}: {first_line}. Fakes have shapes and no "
-            "values: take what reads values, calls other libraries or changes data in place of PyTorch out of the step, or give a step "
-            "without it: memcallback.TrainingStep(model, batch, loss=...)."
-        )
+        has_way_out = isinstance(error, NoStandIn)
+        what = first_line if has_way_out else f"{type(error).__name__}: {_shortened(first_line)}"
+        way_out = "" if has_way_out else " Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
+        failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{way_out}")
+        failure.__notes__ = [_ON_FAKES]
+        return failure
 
     def add_model(self) -> None:
         """Write down the model's way to the device."""
@@ -206,7 +217,7 @@ class _Tracer:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """One phase."""
-        self._last_phase = phase
+        self._enter_phase(phase)
         self._ledger.start_phase(phase)
         try:
             yield
@@ -223,8 +234,13 @@ class _Tracer:
     def runs(self, phase: Phase | None) -> Phase | None:
         """What follows belongs to a phase whose window is told later."""
         before, self._ledger.phase = self._ledger.phase, phase
-        self._last_phase = phase or self._last_phase
+        if phase is not None:
+            self._enter_phase(phase)
         return before
+
+    def _enter_phase(self, phase: Phase) -> None:
+        """What failed or ran before is not what fails in this phase."""
+        self._last_phase, self._failed_in, self._mode.operator = phase, None, ""
 
     def boundary(self) -> None:
         """A boundary between phases that are told later is here."""

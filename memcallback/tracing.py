@@ -1,31 +1,27 @@
-"""`predict`: from a `TrainingStep` to a `Prediction`, by tracing it and putting the trace to an allocator; `suggest_batch_size`."""
+"""`predict`: from a `TrainingStep` to a `Prediction`, by tracing it and putting the trace to an allocator."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 
 import torch
 
-from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds
-from memcallback.advise import check_headroom, suggest
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
 from memcallback.checks import described, whole_number
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
-from memcallback.device_here import any_device, torch_device
+from memcallback.device_here import any_device
 from memcallback.devices import Device, DeviceSpec
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
-from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
 from memcallback.stand_ins import Bounds
-from memcallback.stats import StepMemory
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracer import trace
 
@@ -42,6 +38,8 @@ SLOW_S = 2.0
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
 _NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
+#: How the caveat begins that says why other batch sizes are not known.
+ONLY = "Only batch size"
 _COMPILED = "A compiled module was traced as it would run without compilation."
 
 
@@ -88,14 +86,14 @@ def predict(
         own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
         length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
     if length is None:
-        traces = _Traces(step, spec, _NUM_TRACES, progress)
+        traces = Traces(step, spec, _NUM_TRACES, progress)
         return Prediction.of(_batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings)
     if step.sequence_length is None:
         raise ValueError(
             f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
             "TrainingStep."
         )
-    traces = _Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
+    traces = Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
 
 
@@ -118,77 +116,7 @@ def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, in
     return progress
 
 
-def suggest_batch_size(
-    step: TrainingStep,
-    *,
-    device: str | int | torch.device | Device | None = None,
-    headroom: float = DEFAULT_HEADROOM,
-    multiple_of: int = DEFAULT_MULTIPLE,
-    max_batch_size: int | None = None,
-    dataset_size: int | None = None,
-    world_size: int = 1,
-    measured: StepMemory | None = None,
-    sequence_lengths: Iterable[int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> BatchSizeAdvice:
-    """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom exceeds the capacity.
-
-    Args:
-        step: The step.
-        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
-        headroom: The fraction of the capacity to keep free, at least 0 and below 1.
-        multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
-        max_batch_size: It is at most this.
-        dataset_size: Samples in the dataset, of which each rank has its part.
-        world_size: How many ranks train; the batch size is that of one.
-        measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
-        sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
-            `by_sequence_length` of the advice has one for each length. The step must say how long its own are.
-        progress: As for `predict`.
-
-    Returns:
-        The advice; `leaves_out` says what it does not know.
-
-    Raises:
-        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or the memory of a CPU is not known.
-        ValueError: As `predict`, or if one of the numbers is out of range, or `sequence_lengths` is empty.
-    """
-    bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
-    check_headroom(headroom)
-    lengths = sorted(set(sequence_lengths)) if sequence_lengths is not None else []
-    if sequence_lengths is not None and not lengths:
-        raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
-    prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
-    here = torch_device(device)
-    outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
-
-    def advise(one: Prediction) -> BatchSizeAdvice:
-        found = suggest(
-            measured=measured,
-            predicted=one,
-            capacity_bytes=one.capacity_bytes,
-            outside_bytes=outside_bytes,
-            headroom=headroom,
-            bounds=bounds,
-        )
-        if found is not None:
-            return found
-        if one.capacity_bytes is None:
-            raise PredictionError("No batch size can be suggested: how much memory the CPU has is not known. Give a size: device='24GiB'.")
-        raise PredictionError(f"No batch size can be suggested: only {one.batch_size} is predicted. {' '.join(one.caveats)}")
-
-    advice = advise(prediction)
-    sizes = {length: advise(prediction.at(sequence_length=length)).batch_size for length in lengths}
-    return replace(advice, by_sequence_length=sizes)
-
-
-def _outside_bytes(here: torch.device, device: Device) -> int:
-    """What is used of a device of this machine, or is about to be, by others than this process's allocator."""
-    memory = device_memory(here)
-    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.context_bytes)
-
-
-class _Traces:
+class Traces:
     """Traces a step at several batch sizes and sequence lengths, and tells how far it is."""
 
     def __init__(self, step: TrainingStep, spec: Device, num_traces: int, progress: Callable[[int, int], None] | None) -> None:
@@ -215,18 +143,18 @@ class _Traces:
         return replace(traced, caveats=(*_caveats(self._step, traced), *traced.caveats))
 
 
-def _batch_trace(traces: _Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
+def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
     """The step's trace at any batch size; at the one asked for alone, if it does something else at others."""
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
-        caveat = f"Only batch size {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
+        caveat = f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
         return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
     try:
         second, check = (traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size)))
         return BatchTrace.fit(first, second, check)
     except (BatchDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
-    caveat = f"Only batch size {batch_size} is predicted, each other one needs a trace of its own: {reason}."
+    caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
     return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
 
 
@@ -235,7 +163,7 @@ def _far(batch_size: int) -> int:
     return 2 * batch_size + 3
 
 
-def _length_trace(traces: _Traces, batch_size: int, sequence_length: int) -> LengthTrace:
+def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> LengthTrace:
     """The step's trace at any sequence length; at the one asked for alone, if it does something else at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
     is_any = own.is_any_batch_size_known

@@ -60,6 +60,7 @@ TRACER = [
     "tracer",
     "device_here",
     "tracing",
+    "suggestion",
 ]
 MEASURING = [
     "holdings",

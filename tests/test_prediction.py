@@ -229,9 +229,9 @@ def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
 
 
 def test_the_words_about_a_cpu():
-    assert verdict(host_prediction(capacity_bytes=2 * GiB)) == (
-        "Fits in the 2.00 GiB.",
-        f"Largest batch size: {host_prediction(capacity_bytes=2 * GiB).limit}, with nothing kept free (a larger batch is taken to need no less).",
+    assert verdict(host_prediction(capacity_bytes=800 * MiB)) == (
+        "Fits in the 800.00 MiB.",
+        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing kept free (a larger batch is taken to need no less).",
     )
     assert verdict(host_prediction(capacity_bytes=3 * MiB))[0].startswith(
         "Does not fit in the 3.00 MiB: out of memory in step 1, an allocation"
@@ -265,3 +265,9 @@ def test_on_a_cpu_the_allocated_peak_has_to_fit():
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=GiB, headroom=0)
     assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.largest + 1).peak_allocated_bytes
     assert "what operators take for themselves while they run" in advice.leaves_out
+
+
+def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
+    assert verdict(prediction(device="1GiB"))[1].endswith("(a larger batch is taken to need no less).")
+    far = verdict(prediction(device="80GiB"))[1]
+    assert far.endswith("(a larger batch is taken to need no less, and to do the same: the largest that was traced is 7).")

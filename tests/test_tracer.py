@@ -283,6 +283,37 @@ def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
     ) as caught:
         on_card(CallsAnotherLibrary(), vectors())
     assert str(caught.value).count("\n") == 0
+    assert len(str(caught.value)) < 400
+    assert "which have shapes and no values" in caught.value.__notes__[0]
+
+
+class FailsLater(nn.Linear):
+    """Its first forward pass fails inside and goes on, the second one fails before anything ran."""
+
+    def forward(self, x):
+        if hasattr(self, "ran"):
+            raise KeyError("later")
+        self.ran = True
+        return super().forward(x)
+
+
+def test_an_operator_of_another_phase_is_not_what_failed():
+    with pytest.raises(PredictionError, match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. Give"):
+        on_card(nn.Sequential(FailsLater(32, 10)), vectors())
+
+
+def test_what_ran_before_the_step_is_not_what_failed():
+    class Module(LightningModule):
+        def training_step(self, batch):
+            return self(batch)
+
+        def configure_optimizers(self):
+            return 1 / 0
+
+    with pytest.raises(
+        PredictionError, match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division by zero\."
+    ):
+        trace(TrainingStep.from_lightning(Module(), vectors()), CARD)
 
 
 def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
