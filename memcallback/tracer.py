@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memcallback.batch_trace import TracedStep
+from memcallback.cuda_composites import registered
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
@@ -85,7 +86,7 @@ def trace(
             tracer.add_batch(fresh)
             return fresh
 
-        with cuda_semantics(mode, device) if device else mode, torch.enable_grad():
+        with cuda_semantics(mode, device) if device else _cpu_semantics(mode), torch.enable_grad():
             if device:
                 flatten_rnn_weights(model)
             tracer.add_model()
@@ -114,6 +115,12 @@ def trace(
     return TracedStep(
         trace=mode.ledger.trace(), batch_size=batch_size or given or 0, calls=tuple(mode.ledger.calls), caveats=tuple(mode.assumed)
     )
+
+
+@contextmanager
+def _cpu_semantics(mode: TraceMode) -> Iterator[None]:
+    with registered(None), mode:
+        yield
 
 
 def _in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
