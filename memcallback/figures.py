@@ -7,6 +7,7 @@ the parser of matplotlib's labels keeps exceptions, whose frames would keep the 
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -189,14 +190,14 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
         extra = f", {row.extra_compute_pct:+.0f} % compute" if row.extra_compute_pct and abs(row.extra_compute_pct) >= 1 else ""
         axes.text((row.peak_bytes or 0) / unit, position, f"{fits}{extra}", va="center", fontsize=9)
     axes.axvline(present_bytes / unit, color="black", linestyle="--", label=f"as it is, batch size {plan.current.batch_size}")
-    axes.set_yticks(range(len(rows)), [row.saving for row in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.saving, 56) for row in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.3)
+    axes.margins(x=0.5, y=0.01)
     axes.set_xlim(left=0)
     kind = "allocated" if plan.current.peak_reserved_bytes is None else "reserved"
     axes.set_xlabel(f"{kind} peak ({unit_name}), predicted")
     axes.set_title(f"What savings would buy on {plan.device_name}")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper right")
     return _pixels(figure)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -21,6 +22,7 @@ from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernels import Give, Kernel, Take, completed
 from memcallback.ledger import Entry, Ledger
 from memcallback.output_memo import OutputMemo
+from memcallback.packed_sequences import batch_sizes_of, known_values, pack
 from memcallback.sparse_operators import sparse_operator
 from memcallback.sparse_parts import dense_parts, sparse_tensor
 from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_shape, stand_in_value
@@ -30,6 +32,8 @@ _DEVICE = torch.ops.prim.device.default
 _READ = _aten._local_scalar_dense.default
 #: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
 _READS_REAL = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _READ})
+#: Of whole numbers in a tensor that is made of Python's.
+_MOST_NUMBERS_KEPT = 65_536
 CUDA = torch.device("cuda", 0)
 _MEMO = OutputMemo()
 
@@ -90,10 +94,15 @@ class TraceMode(FakeTensorMode):
             with torch._C.DisableTorchFunction():
                 if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values()))):
                     args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
-                made_of = sparse_operator(func, args, kwargs)
+                made_of = self._pack if func is _aten._pack_padded_sequence.default else sparse_operator(func, args, kwargs)
                 return self._write_down(func, types, args, kwargs) if made_of is None else self._on_parts(made_of, func, args, kwargs)
         finally:
             self._is_inside, self.tells_cuda = False, told
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """PyTorch asks whether values are kept: those of a number, and here of whole numbers that Python code writes down (lengths)."""
+        is_list = not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided and t.numel() <= _MOST_NUMBERS_KEPT
+        return super().may_turn_const(t) or (is_list and t.device.type == "cpu" and not self.is_our_fake(t))
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -132,12 +141,19 @@ class TraceMode(FakeTensorMode):
                 indices, values = map(self._fake_of, dense_parts(tensor))
                 fake = sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
             else:
-                with self:
-                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                fake = self._fake_of_strided(tensor)
                 self.ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
             # The real one is kept, so that its id is not given out again.
             self._fakes[id(tensor)] = tensor, fake
         return self._fakes[id(tensor)][1]
+
+    def _fake_of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or not self.may_turn_const(tensor):
+            with self:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        with no_dispatch():
+            values = tensor.clone()
+        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
 
     def _node(self) -> Any:
         """The autograd node that runs, None for none."""
@@ -157,6 +173,23 @@ class TraceMode(FakeTensorMode):
                 return reused.add_(args[1])  # type: ignore[arg-type]
             indices, values = dense_parts(reused)
             return sparse_tensor(indices, values, reused.shape, is_coalesced=reused.is_coalesced())
+
+    def _pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_pack_padded_sequence`, whose second result is on the host."""
+        num_sequences, longest = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        known = known_values(lengths)
+        if len(lengths) != num_sequences:
+            raise ValueError(f"{len(lengths)} lengths are given for {num_sequences} packed sequences: give one for each.")
+        if known is None:
+            known = [longest] * num_sequences
+            self.assumed["Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"] = None
+        sizes = batch_sizes_of(known)
+        data = pack(x, sizes, batch_first)
+        before, self.target = self.target, "host"
+        try:
+            return data, torch.tensor(sizes, device="cpu")
+        finally:
+            self.target = before
 
     def _write_down(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self.operator = _name(func)

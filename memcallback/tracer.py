@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memcallback.batch_trace import TracedStep
+from memcallback.cuda_composites import registered
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
@@ -93,7 +94,7 @@ def trace(
             tracer.add_batch(fresh)
             return fresh
 
-        with cuda_semantics(mode, device) if device else mode, torch.enable_grad():
+        with cuda_semantics(mode, device) if device else _cpu_semantics(mode), torch.enable_grad():
             try:
                 if step.prepare is not None:
                     batch = step.prepare(model, batch)
@@ -137,6 +138,12 @@ def trace(
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _NUM_CHARACTERS else f"{text[:_NUM_CHARACTERS].rstrip()} ..."
+
+
+@contextmanager
+def _cpu_semantics(mode: TraceMode) -> Iterator[None]:
+    with registered(None), mode:
+        yield
 
 
 def _in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -37,7 +37,16 @@ PLAIN = [
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
 KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
 KERNELS = ["cuda_kernels_plan", "cuda_kernels_reduce", *(f"cuda_kernels_{name}" for name in KERNEL_RULES), "cuda_kernels"]
-COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_norms", "cuda_rnn", "cuda_composites", "cuda_autocast"]
+COMPOSITES = [
+    "packed_sequences",
+    "cuda_attention_choice",
+    "cuda_attention",
+    "cuda_outputs",
+    "cuda_norms",
+    "cuda_rnn",
+    "cuda_composites",
+    "cuda_autocast",
+]
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
 ON_FAKES = [
     "output_memo",

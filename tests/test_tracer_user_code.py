@@ -19,7 +19,7 @@ CARD = find_device(RECORDED["device"])
 #: What is not compared with a real run on a CPU, and why.
 NOT_ON_A_CPU = {
     "an_lstm": "oneDNN's layer keeps a workspace, which the trace does not have",
-    "packed_sequences": "oneDNN's layer keeps a workspace, which the trace does not have",
+    "packed_sequences": "those of one length are run by oneDNN's layer",
     "bfloat16_autocast": "layer norm keeps its statistics in single precision there",
     "a_jvp": "operators that have no derivative forward for fakes are decomposed",
     "a_sparse_embedding_with_accumulation": "where sparse gradients are summed, equal elements next to each other become one there",
@@ -63,10 +63,6 @@ def boundaries(traced):
     return steps
 
 
-#: What is not traced rightly yet: packed sequences.
-NOT_YET = {"packed_sequences"}
-
-
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, at what some of the user code does
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()])
 def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
@@ -84,7 +80,7 @@ def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET])
+@pytest.mark.parametrize("name", STEPS)
 def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
     traced = steady(boundaries(trace(STEPS[name](), CARD)))
     if name not in NOT_RECORDED:
@@ -114,7 +110,7 @@ def test_no_more_rows_than_there_are_have_sparse_gradients_once_these_are_coales
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET])
+@pytest.mark.parametrize("name", STEPS)
 def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypatch):
     step = STEPS[name]()
     # The first trace fills the memory of operators, the second is made from it, the third goes without.

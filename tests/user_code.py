@@ -1000,6 +1000,50 @@ def packed_sequences():
     return plain(Packed(nn.LSTM), batch=[torch.randn(16, 5, 32), classes()])
 
 
+class OfLengths(nn.Module):
+    """Packs sequences whose lengths Python code knows, and pads what comes out."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(32, 24, batch_first=True, **options)
+        self.head = nn.Linear(24 * (2 if options.get("bidirectional") else 1), 10)
+
+    def forward(self, x):
+        lengths = [5, 5, 4, 4, 4, 4, 4, 3, 3, 2, 2, 2, 2, 2, 1, 1]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        output, lengths = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=6)
+        return self.head(output[torch.arange(16), lengths - 1])
+
+
+@case
+def packed_sequences_of_different_lengths():
+    return plain(OfLengths(nn.LSTM), batch=[torch.randn(16, 5, 32), classes()])
+
+
+@case
+def a_packed_gru_in_both_directions():
+    return plain(OfLengths(nn.GRU, bidirectional=True, num_layers=2), batch=[torch.randn(16, 5, 32), classes()])
+
+
+@case
+def a_packed_lstm_with_projections():
+    class Projected(OfLengths):
+        def __init__(self):
+            super().__init__(nn.LSTM, proj_size=12, bidirectional=True)
+            self.head = nn.Linear(24, 10)
+
+    return plain(Projected(), batch=[torch.randn(16, 5, 32), classes()])
+
+
+@case
+def a_sequence_of_tensors_that_is_packed():
+    def loss(model, batch):
+        packed = nn.utils.rnn.pack_sequence([x[: 5 - index // 4] for index, x in enumerate(batch[0])])
+        return F.cross_entropy(model.head(model.rnn(packed)[1][-1]), batch[1])
+
+    return plain(Recurrent(nn.RNN), batch=[torch.randn(16, 5, 32), classes()], loss=loss)
+
+
 @case
 def padded_sequences():
     def loss(model, batch):
