@@ -14,15 +14,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils._mode_utils import no_dispatch
 
+from memcallback.tensor_parts import known_values
+
 #: Parameters of one layer and direction: weights of the input and of the hidden state, biases or None, the projection or None.
 _Cell = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def known_values(tensor: torch.Tensor) -> list[int] | None:
-    """The values of a tensor of whole numbers that stands for one on the host, where Python code wrote them down."""
-    constant: torch.Tensor | None = getattr(tensor, "constant", None)
-    with no_dispatch():
-        return None if constant is None else constant.tolist()
 
 
 def batch_sizes_of(lengths: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
+from memcallback.cuda_composites import composite
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
 from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES, corrected_outputs, kernel, uses_cublas, uses_cublaslt
 from memcallback.cuda_outputs import output_bytes
@@ -22,17 +24,25 @@ from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernels import Give, Kernel, Take, completed
 from memcallback.ledger import Entry, Ledger
 from memcallback.output_memo import OutputMemo
-from memcallback.packed_sequences import batch_sizes_of, known_values, pack
+from memcallback.packed_sequences import batch_sizes_of, pack
 from memcallback.sparse_operators import sparse_operator
-from memcallback.sparse_parts import dense_parts, sparse_tensor
 from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_shape, stand_in_value
+from memcallback.tensor_parts import dense_parts, known_values, new_ragged_size, sparse_tensor
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READ = _aten._local_scalar_dense.default
 #: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
 _READS_REAL = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _READ})
-#: Of whole numbers in a tensor that is made of Python's.
+#: Operators that make tensors of numbers from nothing; and of how many whole numbers in a tensor the values are kept.
+_NUMBERS = frozenset(
+    {
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        *(getattr(_aten.arange, name) for name in ("default", "start", "start_step")),
+    }
+)
 _MOST_NUMBERS_KEPT = 65_536
 CUDA = torch.device("cuda", 0)
 _MEMO = OutputMemo()
@@ -71,6 +81,7 @@ class TraceMode(FakeTensorMode):
         self.modules: Callable[[int], str] | None = None
         self._is_inside = False
         self._is_in_backward = False
+        self._is_in_wrapper = False
         self._handles: set[tuple[str, bool]] = set()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
@@ -87,6 +98,8 @@ class TraceMode(FakeTensorMode):
         if func is _DEVICE:
             return args[0].fake_device  # type: ignore[attr-defined]
         kwargs = kwargs or {}
+        if any(map(_is_wrapper, types)):
+            return self._by_wrapper(func, types, args, kwargs)
         if self._is_inside or not self.is_recording:
             return self.dispatch(func, types, args, kwargs)
         told, self._is_inside, self.tells_cuda = self.tells_cuda, True, False
@@ -94,24 +107,47 @@ class TraceMode(FakeTensorMode):
             with torch._C.DisableTorchFunction():
                 if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values()))):
                     args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
-                made_of = self._pack if func is _aten._pack_padded_sequence.default else sparse_operator(func, args, kwargs)
+                made_of = self._made_of(func, args, kwargs)
                 return self._write_down(func, types, args, kwargs) if made_of is None else self._on_parts(made_of, func, args, kwargs)
         finally:
             self._is_inside, self.tells_cuda = False, told
 
+    def _made_of(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[..., Any] | None:
+        """What to call in the place of an operator that is made of others; None for one that is not."""
+        if func is _aten._pack_padded_sequence.default:
+            return self._pack
+        is_composite = self._is_in_wrapper and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        return composite(func, self.spec) if is_composite else sparse_operator(func, args, kwargs)
+
+    def _by_wrapper(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Let a tensor that consists of others (a nested one) take the operator apart, in code that knows the device of fakes alone.
+
+        It does so below autograd, and composite operators come as a whole from there.
+        """
+        before, self.tells_cuda, self._is_in_wrapper = (self.tells_cuda, self._is_in_wrapper), False, True
+        try:
+            with self, torch._C.DisableTorchFunction():
+                return next(filter(_is_wrapper, types)).__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
+        finally:
+            self.tells_cuda, self._is_in_wrapper = before
+
     def may_turn_const(self, t: torch.Tensor) -> bool:
         """PyTorch asks whether values are kept: those of a number, and here of whole numbers that Python code writes down (lengths)."""
         is_list = not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided and t.numel() <= _MOST_NUMBERS_KEPT
-        return super().may_turn_const(t) or (is_list and t.device.type == "cpu" and not self.is_our_fake(t))
+        return super().may_turn_const(t) or (is_list and t.device.type == "cpu")
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
+        """PyTorch asks for the ragged size of a nested tensor that is made in the step."""
+        return new_ragged_size()
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Nothing is written down inside."""
-        was, self.is_recording = self.is_recording, False
+        """Nothing is written down inside, and tensors are where fakes are."""
+        before, self.is_recording, self.tells_cuda = (self.is_recording, self.tells_cuda), False, False
         try:
             yield
         finally:
-            self.is_recording = was
+            self.is_recording, self.tells_cuda = before
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -124,12 +160,17 @@ class TraceMode(FakeTensorMode):
 
     def is_on_device(self, tensor: object) -> bool:
         """Whether a tensor stands for one of the device; what the ledger does not know does."""
-        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self:
+        if not isinstance(tensor, torch.Tensor):
             return False
         told, self.tells_cuda = self.tells_cuda, False
-        with torch._C.DisableTorchFunction():
-            entry = self.ledger.find(dense_parts(tensor)[0])
-        self.tells_cuda = told
+        try:
+            with torch._C.DisableTorchFunction():
+                first = dense_parts(tensor)[0]
+                if not isinstance(first, FakeTensor) or first.fake_mode is not self:
+                    return False
+                entry = self.ledger.find(first)
+        finally:
+            self.tells_cuda = told
         return entry is None or not entry.is_host
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +204,7 @@ class TraceMode(FakeTensorMode):
         return None if node is None or torch.is_grad_enabled() else self._in_place.reused(func, args, node)
 
     def _on_parts(self, made_of: Callable[..., Any], func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Run an operator on sparse tensors, and write down the operators that it is made of."""
+        """Run an operator that is made of others, and write these down."""
         reused = self._reused(func, args, self._node())
         self._is_inside = False
         with self:
@@ -206,6 +247,10 @@ class TraceMode(FakeTensorMode):
             if func in SILENT:
                 raise DynamicOutputShapeException(func)
             outputs = self._outputs(func, types, args, kwargs)
+            if func in _NUMBERS and self.may_turn_const(outputs):
+                with no_dispatch():
+                    outputs = func(*args, **{**kwargs, "device": torch.device("cpu")})
+                outputs = self.fake_tensor_converter.from_real_tensor(self, outputs, make_constant=True)
         except DataDependentOutputException:
             entry = self.ledger.find(args[0])  # type: ignore[arg-type]
             value = stand_in_value(func, args, entry)
@@ -395,6 +440,14 @@ def _tensors(values: object) -> list[torch.Tensor]:
             elif isinstance(value, (tuple, list)):
                 found.extend(_tensors(value))
     return found
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ not in (
+        torch.Tensor.__torch_dispatch__,
+        FakeTensor.__torch_dispatch__,
+    )
 
 
 def _name(func: Any) -> str:

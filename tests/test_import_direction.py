@@ -73,7 +73,7 @@ TRACER = [
 ]
 MEASURING = [
     "holdings",
-    "sparse_parts",
+    "tensor_parts",
     "nvml",
     "cpu_meter",
     "meters",
@@ -83,6 +83,7 @@ MEASURING = [
     "recorder",
     "function_copies",
     "fakes",
+    "resizing",
     "shape_pass",
     "optimizer_state",
 ]
