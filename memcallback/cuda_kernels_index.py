@@ -83,7 +83,7 @@ def _sum_by_segment(steps: Steps, call: Call, grad: torch.Tensor, indices: torch
 
 
 def _embedding_bag(call: Call) -> Kernel:
-    """`_embedding_bag_cuda` (EmbeddingBag.cu): sizes of bags, bags of indices, then by mode the output, before or after the largest indices."""
+    """`_embedding_bag_cuda` (EmbeddingBag.cu): sizes of bags, bags of indices, by mode the output before or after the largest indices."""
     steps = Steps()
     steps.make(2, 1, *((0, 3) if call.outputs[3].numel() else (0,)))
     return steps.kernel

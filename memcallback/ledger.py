@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import accumulate, groupby
 
 import torch
 
@@ -63,12 +64,13 @@ class Ledger:
     def __init__(self) -> None:
         self.module = ""
         self.phase: Phase | None = None
-        self._rows: list[Entry | Event] = []
+        #: A list is a place for marks that are known only later.
+        self._rows: list[Entry | Event | list[Event]] = []
         self._by_storage: dict[int, Entry] = {}
         self._num_entries = 0
         self._num_temporaries = 0
         self._call_start = 0
-        self.calls: list[KernelCall] = []
+        self._calls: list[KernelCall] = []
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The allocation that a dense tensor lies in, None if it is not known."""
@@ -113,7 +115,7 @@ class Ledger:
         """
         numbers = tuple(None if entry is None else entry.id for entry in outputs)
         stays = tuple(entry.id for entry in handles if entry.id is not None)
-        self.calls.append(KernelCall(self._call_start, len(self._rows), rule, numbers, stays, operator, self.module))
+        self._calls.append(KernelCall(self._call_start, len(self._rows), rule, numbers, stays, operator, self.module))
 
     def give(self, entry: Entry) -> None:
         """Write down that an allocation was given back."""
@@ -149,11 +151,21 @@ class Ledger:
     def end_phase(self) -> None:
         """The phase is over. What it allocated and still stands is an activation if it was the forward pass."""
         assert self.phase is not None
+        self.label_activations()
+        self._rows.append(PhaseEnd(self.phase))
+        self.phase = None
+
+    def label_activations(self) -> None:
+        """What the forward pass allocated and still stands is an activation, unless something better is known."""
         for entry in self._by_storage.values():
             if entry.category is None and entry.phase is Phase.FORWARD:
                 entry.category = Category.ACTIVATION
-        self._rows.append(PhaseEnd(self.phase))
-        self.phase = None
+
+    def place(self) -> list[Event]:
+        """A place for marks that are known only later, to be filled with them before the trace is asked for."""
+        marks: list[Event] = []
+        self._rows.append(marks)
+        return marks
 
     def start_step(self) -> None:
         """A step begins."""
@@ -167,16 +179,24 @@ class Ledger:
         """Write down nothing more: what vanishes from now on stands at the end of the trace."""
         self._by_storage.clear()
 
+    @property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """The calls of operators that have a rule, by the positions of their events in the trace."""
+        if not any(isinstance(row, list) for row in self._rows):
+            return tuple(self._calls)
+        starts = list(accumulate((len(row) if isinstance(row, list) else 1 for row in self._rows), initial=0))
+        return tuple(replace(call, start=starts[call.start], stop=starts[call.stop]) for call in self._calls)
+
     def trace(self) -> AllocationTrace:
         """All that was written down; what no category was found for is temporary.
 
         What is freed with nothing in between is in the order of its numbers: autocast drops its copies in another order each time, which
         no allocator can tell.
         """
-        inside = {position for call in self.calls for position in range(call.start, call.stop)}
+        inside = {position for call in self._calls for position in range(call.start, call.stop)}
         events: list[Event] = []
         for is_free, rows in groupby(enumerate(self._rows), lambda row: isinstance(row[1], Free) and row[0] not in inside):
-            found = [_event(row) if isinstance(row, Entry) else row for _, row in rows]
+            found = [event for _, row in rows for event in _events(row)]
             events += sorted(found, key=lambda event: event.id if isinstance(event, Free) else 0) if is_free else found
         return AllocationTrace(tuple(events))
 
@@ -189,6 +209,12 @@ class Ledger:
         if self._by_storage.get(key) is entry:
             del self._by_storage[key]
             self.give(entry)
+
+
+def _events(row: Entry | Event | list[Event]) -> list[Event]:
+    if isinstance(row, list):
+        return row
+    return [_event(row) if isinstance(row, Entry) else row]
 
 
 def _event(entry: Entry) -> Alloc:

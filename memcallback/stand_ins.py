@@ -13,6 +13,12 @@ from memcallback.ledger import Entry
 from memcallback.tensor_parts import dense_parts, sparse_tensor
 
 _aten = torch.ops.aten
+
+
+class NoStandIn(NotImplementedError):
+    """Nothing can stand for a value; the text says what to give instead."""
+
+
 #: Operators whose result is read as true: a check of values that are not there is taken to pass.
 _HOLD = frozenset({_aten.all.default, _aten.all.dim, _aten.isfinite.default})
 _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
@@ -114,13 +120,13 @@ def stand_in_shape(func: Any, args: Sequence[object], kwargs: Mapping[str, objec
         What the operator returns.
 
     Raises:
-        NotImplementedError: For an operator with no such bound.
+        NoStandIn: For an operator with no such bound.
     """
     if func is _aten._coalesce.default:
         return _coalesce(args[0], bounds)  # type: ignore[arg-type]
     rule = _SHAPES.get(func)
     if rule is None:
-        raise NotImplementedError(
+        raise NoStandIn(
             f"{func} makes a tensor whose shape depends on values, for which no largest size is known. Compute it outside of the step, "
             "or give the operator the size (repeat_interleave takes output_size, bincount minlength)."
         )
@@ -164,7 +170,7 @@ def _unique_dim(
 
 def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     if not minlength:
-        raise NotImplementedError(
+        raise NoStandIn(
             "aten.bincount makes as many numbers as the largest value says, which is not known. Give it minlength, which stands for it."
         )
     return tensor.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)

@@ -157,8 +157,8 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
         with fake_mode:
             optimizers = step.optimizers_of(fake_copy(step.model, fake_mode))
     for optimizer in optimizers:
-        estimate = optimizer_state_bytes(optimizer, device_type=device.type)
-        if estimate is None:
+        steady = optimizer_state_bytes(optimizer, device_type=device.type)
+        if steady is None:
             text = (
                 f"The state of the optimizer {type(optimizer).__name__} is not known before its first step and counts as none in the "
                 "prediction. Predict again after a step, when its own state can be read."
@@ -166,7 +166,7 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
             caveats.append(text)
             warn(text)
         else:
-            state += estimate.steady_bytes_by_device.get(device.type, 0)
+            state += steady.get(device.type, 0)
         transient = max(transient, _transient_bytes(optimizer, device))
     held = {
         Category.PARAMETER: now[Category.PARAMETER],

@@ -57,3 +57,14 @@ def test_two_cards_are_compared_without_either(tmp_path):
         assert re.search(rf"[\d.]+ GiB +{capacity} +yes +\d+$", row), row
     for label in ("forward", "backward", "optimizer step", "activations", "parameters"):
         assert re.search(rf"^  {label} +[\d.]+ [GM]iB", output, flags=re.MULTILINE)
+
+
+def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):
+    output = run(tmp_path, "savings.py", "--epochs", "6")
+    assert "with accumulate=4, amp='bf16-mixed', checkpoint of (root module)" in output
+    without, peak = re.search(r"^ allocated +([\d.]+) MiB +([\d.]+) MiB", output, flags=re.MULTILINE).groups()
+    assert float(peak) < float(without) / 2
+    measured, predicted = re.search(r"Peak with all three: ([\d.]+) MiB measured, ([\d.]+) MiB predicted", output).groups()
+    assert predicted == peak
+    assert abs(float(measured) - float(predicted)) <= 0.01
+    assert float(re.search(r"Validation accuracy: ([\d.]+)", output)[1]) > 0.9

@@ -14,7 +14,7 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
-DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
+DATA = ["checks", "units", "events", "phase_windows", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
 PLAIN = [
     *DATA,
     "batch_trace",
@@ -27,7 +27,11 @@ PLAIN = [
     "snapshot",
     "textbook_law",
     "differences",
+    "peak_lines",
+    "advice",
     "advise",
+    "segments",
+    "plan",
     "report",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
@@ -44,12 +48,49 @@ COMPOSITES = [
     "cuda_autocast",
 ]
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
-ON_FAKES = ["in_place", "sparse_operators", "trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
-TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
-FAKES = ["function_copies", "fakes", "resizing", "shape_pass"]
-MEASURING = ["holdings", "tensor_parts", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", *FAKES, "optimizer_state"]
-TORCH = [*MEASURING, *CUDA, *TRACER, "textbook"]
-ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "callback", "targets", "cli", "__main__"]
+ON_FAKES = [
+    "output_memo",
+    "operator_calls",
+    "in_place",
+    "sparse_operators",
+    "trace_mode",
+    "own_thread",
+    "fake_answers",
+    "cuda_functions",
+    "cuda_answers",
+    "cuda_semantics",
+]
+TRACER = [
+    "cuda_calls",
+    "ledger",
+    "stand_ins",
+    *ON_FAKES,
+    "optimizer_copy",
+    "loops",
+    "tracer",
+    "device_here",
+    "tracing",
+    "suggestion",
+]
+MEASURING = [
+    "holdings",
+    "tensor_parts",
+    "nvml",
+    "cpu_meter",
+    "meters",
+    "lightning_step",
+    "step_checks",
+    "steps",
+    "recorder",
+    "function_copies",
+    "fakes",
+    "resizing",
+    "shape_pass",
+    "optimizer_state",
+]
+SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "what_if"]
+TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "savings_lightning", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 

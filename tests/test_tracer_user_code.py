@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_tracer import boundaries
 from user_code import NEEDS_CUDA, STEPS, run_on_cpu, steady
 
 from memcallback.batch_trace import BatchTrace
 from memcallback.devices import find_device
-from memcallback.events import Alloc, Free, PhaseEnd, PhaseStart, StepStart
+from memcallback.events import Alloc
 from memcallback.stand_ins import Bounds
 from memcallback.tracer import trace
 
@@ -45,22 +46,6 @@ def real():
         warnings.simplefilter("ignore")
         with torch.compiler.set_stance("force_eager"):
             return run_on_cpu([name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()])
-
-
-def boundaries(traced):
-    """Bytes alive at the start and the end of each phase, step by step."""
-    sizes, alive, steps = {}, 0, []
-    for event in traced.trace.events:
-        if isinstance(event, Alloc):
-            sizes[event.id] = event.size_bytes
-            alive += event.size_bytes
-        elif isinstance(event, Free):
-            alive -= sizes[event.id]
-        elif isinstance(event, StepStart):
-            steps.append([])
-        elif isinstance(event, (PhaseStart, PhaseEnd)):
-            steps[-1].append(alive)
-    return steps
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, at what some of the user code does
@@ -110,3 +95,14 @@ def test_no_more_rows_than_there_are_have_sparse_gradients_once_these_are_coales
         coalesced = {event.size_bytes for event in traced.trace.events if isinstance(event, Alloc) and event.operator == "aten::mul"}
         assert coalesced == {rows * 10 * 4}
         assert any("aten::_coalesce has a shape that depends on values" in caveat for caveat in traced.caveats)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STEPS)
+def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypatch):
+    step = STEPS[name]()
+    # The first trace fills the memory of operators, the second is made from it, the third goes without.
+    trace(step, CARD)
+    remembered = trace(step, CARD)
+    monkeypatch.setattr("memcallback.output_memo.OutputMemo.ask", lambda *_: None)
+    assert trace(step, CARD) == remembered

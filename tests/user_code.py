@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import sys
 from collections import namedtuple
@@ -1384,7 +1385,7 @@ class _Marks:
 
     def __init__(self, batch, device, at_boundary):
         self.batch, self.device, self.at_boundary = batch, device, at_boundary
-        self.steps = []
+        self.steps, self.boundaries = [], []
 
     @contextmanager
     def step(self):
@@ -1400,6 +1401,16 @@ class _Marks:
         self.steps[-1].append(self.at_boundary())
         yield
         self.steps[-1].append(self.at_boundary())
+
+    def runs(self, phase):
+        return phase
+
+    def boundary(self):
+        self.boundaries.append(self.at_boundary())
+
+    def add_windows(self, windows):
+        self.steps[-1] += [self.boundaries[number] for _, *both in windows for number in both]
+        self.boundaries = []
 
     def label_states(self, optimizers):
         pass
@@ -1450,13 +1461,18 @@ def run_on_cpu(names):
         with torch.autograd.profiler.record_function(f"{_BOUNDARY} {label}"):
             pass
 
+    def phase():
+        mark("phase")
+        return next(numbers)
+
     results = {}
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         for name in names:
             gc.collect()
             gc.freeze()
             mark("begin")
-            results[name] = run(STEPS[name], "cpu", lambda: mark("phase"))
+            numbers = itertools.count()
+            results[name] = run(STEPS[name], "cpu", phase)
     gc.unfreeze()
     pending, events = list(profiler.kineto_results.experimental_event_tree()), []
     while pending:
@@ -1473,8 +1489,7 @@ def run_on_cpu(names):
         elif event.name == f"{_BOUNDARY} phase":
             cases[-1].append(alive - start)
     for name, case in zip(names, cases, strict=True):
-        remaining = iter(case)
-        results[name] = [[next(remaining) for _ in step] for step in results[name]]
+        results[name] = [[case[number] for number in step] for step in results[name]]
     return results
 
 
