@@ -50,6 +50,7 @@ COMPOSITES = [
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
 ON_FAKES = [
     "output_memo",
+    "operator_calls",
     "in_place",
     "sparse_operators",
     "trace_mode",
