@@ -25,13 +25,13 @@ from memcallback.warn import MemoryWarning
 
 if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
+    from memcallback.planning import what_if
     from memcallback.recorder import MemoryRecorder
     from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
     from memcallback.suggestion import suggest_batch_size
     from memcallback.tracing import predict
-    from memcallback.what_if import what_if
 
 __version__ = "0.1.0"
 
@@ -81,7 +81,7 @@ _ON_FIRST_USE = {
     "layers": "shape_pass",
     "predict": "tracing",
     "suggest_batch_size": "suggestion",
-    "what_if": "what_if",
+    "what_if": "planning",
 }
 
 

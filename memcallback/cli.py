@@ -187,7 +187,7 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
 def _run_what_if(arguments: argparse.Namespace) -> None:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
     headroom = _parse_headroom(arguments.headroom)
-    plan = _ask(arguments, "what_if", "what_if", of="savings", headroom=headroom, batch_size=batch_size)
+    plan = _ask(arguments, "planning", "what_if", of="savings", headroom=headroom, batch_size=batch_size)
     print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan.to_text(), end="\n" if arguments.json else "")
 
 

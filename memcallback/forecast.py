@@ -15,12 +15,12 @@ from memcallback.device_here import device_here
 from memcallback.devices import HostSpec
 from memcallback.holdings import storage_bytes
 from memcallback.plan import Plan
+from memcallback.planning import what_if
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.steps import PredictionError, TrainingStep, infer_batch_size, is_sharded
 from memcallback.units import format_bytes
 from memcallback.warn import warn
-from memcallback.what_if import what_if
 
 
 def forecast(

@@ -88,7 +88,7 @@ MEASURING = [
     "shape_pass",
     "optimizer_state",
 ]
-SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "what_if"]
+SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "planning"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "savings_lightning", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
@@ -184,3 +184,8 @@ def test_every_public_name_is_there():
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = memcallback.nothing
+
+
+def test_no_module_takes_the_place_of_a_public_name():
+    # Once a module is imported, it is an attribute of the package.
+    assert not set(memcallback.__all__) & set(sources())
