@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from memcallback.advise import BatchSizeAdvice
 from memcallback.events import Category, Phase
+from memcallback.fitted import FittedBatchSize
 from memcallback.layer_table import Layer, LayerTable
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
@@ -24,6 +25,7 @@ from memcallback.warn import MemoryWarning
 
 if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
+    from memcallback.fit import fit_batch_size
     from memcallback.recorder import MemoryRecorder
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
@@ -35,6 +37,7 @@ __all__ = [
     "BatchSizeAdvice",
     "Category",
     "DeviceMemory",
+    "FittedBatchSize",
     "Kind",
     "Layer",
     "LayerTable",
@@ -49,6 +52,7 @@ __all__ = [
     "StepMemory",
     "TextbookPrediction",
     "TrainingStep",
+    "fit_batch_size",
     "format_bytes",
     "layers",
     "parse_bytes",
@@ -61,6 +65,7 @@ _ON_FIRST_USE = {
     "MemoryRecorder": "recorder",
     "PredictionError": "steps",
     "TrainingStep": "steps",
+    "fit_batch_size": "fit",
     "layers": "shape_pass",
     "predict": "tracing",
     "suggest_batch_size": "tracing",

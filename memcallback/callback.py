@@ -15,6 +15,9 @@ import torch
 from memcallback.advise import DEFAULT_HEADROOM
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
+from memcallback.fit import fit_in_place
+from memcallback.fit_search import FitSettings
+from memcallback.fitted import FittedBatchSize
 from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
 from memcallback.predicted import PredictedSteps, StepPrediction
@@ -87,11 +90,14 @@ class MemoryCallback(Callback):
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
+        fit_batch_size: Whether to find the largest batch size that fits before training, and train with it (see
+            `memcallback.fit_batch_size`). If none can be found, a warning says why, and training goes on with the size as it is.
 
     Attributes:
         recorder: The recorder of the current or last fit; None before.
         prediction: The prediction of the current or last fit; None if there is none.
         report: The last report; None before.
+        fitted: The batch size that was found for the current or last fit; None if none was.
 
     Raises:
         ValueError: If a size, the headroom or the batch size is out of range.
@@ -108,6 +114,7 @@ class MemoryCallback(Callback):
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         reset_peaks: bool = True,
+        fit_batch_size: bool = False,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
@@ -118,6 +125,8 @@ class MemoryCallback(Callback):
         self._headroom = headroom
         self._predicts = predict
         self._reset_peaks = reset_peaks
+        self._fits_batch_size = fit_batch_size
+        self.fitted: FittedBatchSize | None = None
         self.recorder: MemoryRecorder | None = None
         self.prediction: StepPrediction | None = None
         self.report: Report | None = None
@@ -139,8 +148,10 @@ class MemoryCallback(Callback):
     # When something begins and ends.
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Whatever went wrong in an earlier fit, this one is recorded."""
+        """Whatever went wrong in an earlier fit, this one is recorded; before that its batch size is found, if that is wanted."""
         self._is_broken = False
+        if self._fits_batch_size:
+            self._fit_batch_size(trainer, pl_module)
 
     @_never_stops_training
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -302,6 +313,16 @@ class MemoryCallback(Callback):
             else:
                 # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
                 self.recorder.end_reading()
+
+    def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        self.fitted = None
+        settings = FitSettings(capacity_bytes=self._capacity_bytes, headroom=self._headroom)
+        try:
+            self.fitted = fit_in_place(trainer, pl_module, settings, lambda text: _print(pl_module, text))
+        except Exception as error:  # also the step's own, which training will meet again
+            warn(f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}")
+        if self.fitted is not None:
+            _print(pl_module, self.fitted.to_text())
 
     def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.recorder is not None
