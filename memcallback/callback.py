@@ -120,6 +120,10 @@ class MemoryCallback(Callback):
             raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
         if not 0 <= headroom < 1:
             raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
+        if batch_size is not None and fit_batch_size:
+            raise ValueError(
+                f"batch_size={batch_size} says how many samples a batch has, and fit_batch_size=True is to find that out. Leave one of the two out."
+            )
         self._batch_size = batch_size
         self._capacity_bytes = None if device is None else parse_bytes(device)
         self._headroom = headroom

@@ -102,9 +102,10 @@ def fit_batch_size(
         release_memory(device)
     if finder.error is not None:
         raise finder.error
+    found: FittedBatchSize = finder.found
     for place in places(module, datamodule):
-        place.set(finder.found.batch_size)
-    return finder.found
+        place.set(found.batch_size)
+    return found
 
 
 class Finder:

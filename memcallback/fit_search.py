@@ -193,7 +193,9 @@ class FitSearch:
         finally:
             self._state.restore()
         if probe.batch is None or probe.batch_size is None:
-            raise ValueError("The training loader gives no batch, so there is nothing to try. Give it data, and limit_train_batches above 0.")
+            raise ValueError(
+                "The training loader gives no batch, so there is nothing to try. Give it data, and limit_train_batches above 0."
+            )
         num_samples: int | None = probe.num_samples
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
         self._is_inferred = infer_batch_size(probe.batch).batch_size == given
@@ -223,7 +225,7 @@ class FitSearch:
         """The size to try first: what is predicted, without a prediction the size as it is."""
         if advice is not None:
             return max(1, advice.batch_size)
-        is_endless = isinstance(self._prediction, Prediction) and self._prediction.trace.grows
+        is_endless = isinstance(self._prediction, Prediction) and self._prediction.trace.is_any_batch_size_known
         if not is_endless:
             return previous
         if cap is None:
@@ -367,7 +369,9 @@ class FitSearch:
 
 def _check_supported(trainer: Any, module: Any) -> None:
     if trainer.fast_dev_run:
-        raise ValueError("Trainer(fast_dev_run=True) trains with a few batches of any size, and none is looked for. Leave one of the two out.")
+        raise ValueError(
+            "Trainer(fast_dev_run=True) trains with a few batches of any size, and none is looked for. Leave one of the two out."
+        )
     model = trainer.strategy.model
     if model is not module and type(model).__name__ not in ("DistributedDataParallel", "OptimizedModule"):
         raise ValueError(

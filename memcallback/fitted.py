@@ -36,7 +36,9 @@ class Trial:
     @property
     def fits(self) -> bool:
         """Whether it ran, without a retry, within the budget as far as that is known."""
-        return not self.is_out_of_memory and not self.num_alloc_retries and (self.peak_bytes is None or self.peak_bytes <= self.budget_bytes)
+        return (
+            not self.is_out_of_memory and not self.num_alloc_retries and (self.peak_bytes is None or self.peak_bytes <= self.budget_bytes)
+        )
 
     @property
     def outcome(self) -> str:
@@ -83,16 +85,12 @@ class BatchSizeSearch:
 
     def _next(self, expected: int | None) -> int | None:
         best, bad = self.best, self._smallest_bad
-        if bad is None:
-            wanted = best if expected is None else expected
-        elif expected is not None and best < expected < bad:
-            wanted = expected
-        elif expected is not None and best and expected <= best:
-            return None
-        else:
-            wanted = (best + bad) // 2
-        wanted = wanted if self._cap is None else min(wanted, self._cap)
-        return wanted if wanted > best and wanted >= _WORTHWHILE * best else None
+        if expected is not None and best < expected < (bad or expected + 1):
+            wanted = expected if self._cap is None else min(expected, self._cap)
+            return wanted if wanted >= _WORTHWHILE * best and wanted > best else None
+        is_settled = bad is None or (expected is not None and 0 < expected <= best) or bad <= _WORTHWHILE * best
+        middle = (best + (bad or 0)) // 2
+        return None if is_settled or middle <= best else middle
 
 
 @dataclass(frozen=True, kw_only=True)

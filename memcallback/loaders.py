@@ -112,12 +112,15 @@ def _length_of(loader: Any) -> int | None:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     # A sampler can be shorter than its dataset: that of one rank, or of a subset.
-    for source in (getattr(loader.batch_sampler, "sampler", None), loader.sampler, loader.dataset):
-        try:
-            return len(source)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            continue
-    return None
+    sources = (getattr(loader.batch_sampler, "sampler", None), loader.sampler, loader.dataset)
+    return next((length for source in sources if (length := _length(source)) is not None), None)
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _resized(loader: Any, batch_size: int | None) -> Any:
@@ -162,7 +165,9 @@ def places(module: Any, datamodule: Any = None) -> list[Place]:
         module: A LightningModule.
         datamodule: Its LightningDataModule, if there is one.
     """
-    return [place for owner, name in ((module, "module"), (datamodule, "datamodule")) if owner is not None for place in _places(owner, name)]
+    return [
+        place for owner, name in ((module, "module"), (datamodule, "datamodule")) if owner is not None for place in _places(owner, name)
+    ]
 
 
 def _places(owner: Any, name: str) -> Iterator[Place]:

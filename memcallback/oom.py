@@ -20,7 +20,7 @@ _SAYS_SO = re.compile(
     r"|\b(HIPBLAS|ROCBLAS|MIOPEN)_STATUS_ALLOC_FAILED\b"
     r"|\bCUFFT_ALLOC_FAILED\b"
     r"|\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b"
-    r"|\bOUT_OF_(DEVICE|HOST)_MEMORY\b"
+    r"|OUT_OF_(DEVICE|HOST)_MEMORY\b"
     r"|\bRESOURCE_EXHAUSTED\b"
     r"|DefaultCPUAllocator: (can't allocate memory|not enough memory)"
     r"|\bCannot allocate memory\b"

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 
 from memcallback.holdings import storages_of
 
-Restore = Callable[[], None]
+Restore = Callable[[], object]
 
 #: Entries of a larger container are data, not state.
 _MANY = 100_000
@@ -95,6 +95,7 @@ class RunState:
             yield (), _array(obj)
         elif (state := _generator_state(obj)) is not None:
             yield (), state
+            return
         elif isinstance(obj, types.CellType):
             yield _cell(obj)
         elif isinstance(obj, types.MethodType):
@@ -225,12 +226,12 @@ def _container(obj: Any) -> Restore:
 
 
 def _dict(obj: dict[Any, Any]) -> Restore:
-    saved = list(obj.items())
     kind: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
+    saved = list(kind.items(obj))
 
     def restore() -> None:
         if len(obj) == len(saved) and all(
-            key is then_key and value is then for (key, value), (then_key, then) in zip(dict.items(obj), saved, strict=True)
+            key is then_key and value is then for (key, value), (then_key, then) in zip(kind.items(obj), saved, strict=True)
         ):
             return
         kind.clear(obj)
@@ -261,14 +262,14 @@ def _attributes(obj: Any) -> Iterator[tuple[Iterable[object], Restore | None]]:
     if isinstance(attributes, dict):
         yield list(attributes.values()), _dict(attributes)
         yield (), functools.partial(_restore_class, obj, type(obj))
-    slots = {name: getattr(type(obj), name) for kind in type(obj).__mro__ for name in _slots_of(kind)}
-    filled = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
-    if filled:
-        yield list(filled.values()), functools.partial(_restore_slots, obj, filled)
+    slots = [name for kind in type(obj).__mro__ if "__slots__" in vars(kind) for name in _slots_of(kind)]
+    if slots:
+        filled = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
+        yield list(filled.values()), functools.partial(_restore_slots, obj, slots, filled)
 
 
 def _slots_of(kind: type) -> list[str]:
-    return [name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType) and kind.__module__ != "builtins"]
+    return [name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType)]
 
 
 def _restore_class(obj: object, kind: type) -> None:
@@ -276,10 +277,12 @@ def _restore_class(obj: object, kind: type) -> None:
         object.__setattr__(obj, "__class__", kind)
 
 
-def _restore_slots(obj: object, filled: dict[str, object]) -> None:
-    for name, value in filled.items():
-        if getattr(obj, name, None) is not value:
-            object.__setattr__(obj, name, value)
+def _restore_slots(obj: object, slots: list[str], filled: dict[str, object]) -> None:
+    for name in slots:
+        if name in filled:
+            object.__setattr__(obj, name, filled[name])
+        elif hasattr(obj, name):
+            object.__delattr__(obj, name)
 
 
 def _generator_state(obj: Any) -> Restore | None:

@@ -21,8 +21,8 @@ from memcallback.steps import infer_batch_size
 _NUM_EMPTY_EPOCHS = 2
 
 
-class TrialOver(Exception):  # noqa: N818  (not an error: the way out of Lightning's loops)
-    """The trial has seen what it was run for."""
+class TrialOver(Exception):
+    """The trial has seen what it was run for; no error, but the way out of Lightning's loops."""
 
 
 def lightning_of(trainer: Any) -> str:
@@ -56,7 +56,9 @@ class Probe:
         num_run: Batches that were run.
     """
 
-    def __init__(self, gauge: Gauge, num_batches: int, *, batch_size: int | None = None, is_inferred: bool = False, asked: str = "") -> None:
+    def __init__(
+        self, gauge: Gauge, num_batches: int, *, batch_size: int | None = None, is_inferred: bool = False, asked: str = ""
+    ) -> None:
         self._gauge = gauge
         self.num_batches = num_batches
         self.batch: object = None
