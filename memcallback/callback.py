@@ -16,7 +16,7 @@ from memcallback.advise import DEFAULT_HEADROOM
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category
 from memcallback.fit import fit_in_place
-from memcallback.fit_search import FitSettings
+from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
 from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory

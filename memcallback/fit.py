@@ -9,7 +9,8 @@ from typing import Any
 
 from memcallback.advise import DEFAULT_HEADROOM
 from memcallback.fakes import untouched_globals
-from memcallback.fit_search import FitSearch, FitSettings
+from memcallback.fit_search import FitSearch
+from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
 from memcallback.loaders import leaves, places
 from memcallback.oom import release_memory
@@ -35,10 +36,11 @@ def fit_batch_size(
 ) -> FittedBatchSize:
     """Find the largest batch size that fits, and set it.
 
-    The step is predicted from its first batch (`memcallback.predict`), and the size that is predicted to fit is run by the Trainer itself:
-    sanity check, a few optimizer updates, validation. If the measured peak is not what was predicted, the prediction is corrected by it and the
-    corrected size is run; if memory runs out, the error is caught, the memory released and a smaller size run. So the size that is returned
-    has been run. Usually that is one trial, without an error.
+    The step is predicted from its first batch (`memcallback.predict`), and the size that is predicted to leave the headroom free is run by the
+    Trainer itself: sanity check, a few optimizer updates, validation. It is taken if half of the headroom is still free then, since a
+    prediction is of the training step alone. If not, or if much more is free than was predicted, the prediction is corrected by what was
+    measured and the corrected size is run; if memory runs out, the error is caught, the memory released and a smaller size run. So the
+    size that is returned has been run. Usually that is one trial, without an error.
 
     Nothing else is changed: parameters, buffers, optimizers, schedulers, callbacks, metrics, loops, random generators and the attributes of
     Trainer, module and data module are put back bit by bit into the same objects (`memcallback.run_state`), the loggers get nothing, and
@@ -64,6 +66,7 @@ def fit_batch_size(
 
     Raises:
         ValueError: If an argument is out of range, the batch size cannot be read or set, or nothing limits it.
+        TypeError: If `trainer` is no Trainer, or `datamodule` no LightningDataModule.
         RuntimeError: If not even one sample fits.
         Exception: What the module's own code raises, out of memory aside.
 
@@ -84,6 +87,10 @@ def fit_batch_size(
             f"The strategy {type(trainer.strategy).__name__} trains in processes of its own, which what is found here does not reach. Use "
             "Trainer(strategy='ddp'), or let the training find it: MemoryCallback(fit_batch_size=True)."
         )
+    if hasattr(train_dataloaders, "prepare_data"):  # a data module in their place, as fit takes it
+        datamodule, train_dataloaders = train_dataloaders, None
+    if datamodule is not None and not hasattr(datamodule, "prepare_data"):
+        raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}. Give loaders as train_dataloaders=...")
     compiled, module = module, getattr(module, "_orig_mod", module)
     given = (*leaves(train_dataloaders), *leaves(val_dataloaders))
     device = trainer.strategy.root_device

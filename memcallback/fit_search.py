@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, counted_peak, suggest
-from memcallback.devices import CONTEXT_BYTES
-from memcallback.events import Category
-from memcallback.fitted import BatchSizeSearch, FittedBatchSize, Trial
+from memcallback.advise import BatchSizeAdvice, TracedPeak, counted_peak, suggest
+from memcallback.fit_settings import FitSettings, check_supported, room_on
+from memcallback.fitted import BatchSizeSearch, FittedBatchSize, Trial, nothing_fits
 from memcallback.forecast import forecast
 from memcallback.gauge import Gauge
 from memcallback.loaders import NAME, places, resized
@@ -25,67 +24,11 @@ from memcallback.run_state import RunState
 from memcallback.stats import StepMemory
 from memcallback.steps import infer_batch_size
 from memcallback.trial import Probe, as_callback, ask_loaders, given_loaders, loaders_in, run
-from memcallback.units import format_bytes
 
 #: Of ranks that agree on what came of a trial, the smallest counts.
 _FAILED, _TOO_LARGE, _FITS = range(3)
 _MAX_TRIALS = 20
-#: What is held throughout a step, whatever the batch size.
-_HELD = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 _UNKNOWN = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitSettings:
-    """How a batch size is looked for.
-
-    Attributes:
-        capacity_bytes: The memory to plan for; None for that of the device that trains.
-        headroom: The fraction of it to keep free, at least 0 and below 1.
-        num_updates: Optimizer updates in a trial, at least 2: the second is the first that has optimizer state and gradients.
-        max_batch_size: The largest size to consider; None for no end but the data's.
-
-    Raises:
-        ValueError: If one of them is out of range.
-    """
-
-    capacity_bytes: int | None = None
-    headroom: float = DEFAULT_HEADROOM
-    num_updates: int = 3
-    max_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.headroom < 1:
-            raise ValueError(f"headroom must be at least 0 and below 1, got {self.headroom}. 0.05 keeps 5 % of the device free.")
-        if self.num_updates < 2:
-            raise ValueError(
-                f"num_updates must be at least 2, got {self.num_updates}: the first update has neither optimizer state nor gradients before it. "
-                "Leave it out for 3."
-            )
-        if self.max_batch_size is not None and self.max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}. Leave it out for no limit but the data's.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """What may be used of a device.
-
-    Attributes:
-        capacity_bytes: Its memory.
-        headroom: The fraction to keep free.
-        is_given: Whether the capacity was given, so that nothing is known of what else is on such a device.
-        outside_bytes: What others than this process's allocator use.
-    """
-
-    capacity_bytes: int
-    headroom: float
-    is_given: bool
-    outside_bytes: int
-
-    @property
-    def budget_bytes(self) -> int:
-        """What the allocator may take."""
-        return int(self.capacity_bytes * (1 - self.headroom)) - self.outside_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +66,7 @@ class FitSearch:
     """
 
     def __init__(self, trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]) -> None:
-        _check_supported(trainer, module)
+        check_supported(trainer, module)
         self._trainer, self._module, self._settings, self._say = trainer, module, settings, say
         self._device: torch.device = trainer.strategy.root_device
         self._given = given_loaders(trainer)
@@ -135,7 +78,7 @@ class FitSearch:
             )
         self._gauge = Gauge(self._device, module)
         release_memory(self._device)
-        self._room = _room(self._device, settings)
+        self._room = room_on(self._device, settings)
         self._elsewhere_bytes = self._gauge.elsewhere_bytes()
         self._prediction: StepPrediction | None = None
         self._is_inferred = False
@@ -156,6 +99,7 @@ class FitSearch:
             previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
             advice = self._advise()
+            predicted = None if advice is None else advice.batch_size
             (first,) = self._agree(self._first(previous, advice, cap))
             search = BatchSizeSearch(first, cap=cap)
             while search.next is not None and len(self._trials) < _MAX_TRIALS:
@@ -163,13 +107,13 @@ class FitSearch:
                 fits, expected, advice = self._try(size, advice, folder)
                 search.record(size, fits=fits, expected=expected)
         if not search.best:
-            raise RuntimeError(self._nothing_fits())
+            raise RuntimeError(nothing_fits(self._trials[-1], self._gauge.device_name, self._room.capacity_bytes, self._prediction))
         if search.best == cap:
             self._notes.append(f"{why}: no larger batch was tried.")
         return FittedBatchSize(
             batch_size=search.best,
             previous_batch_size=previous,
-            predicted_batch_size=None if self._prediction is None else first,
+            predicted_batch_size=predicted,
             trials=tuple(self._trials),
             device_name=self._gauge.device_name,
             capacity_bytes=self._room.capacity_bytes,
@@ -252,12 +196,13 @@ class FitSearch:
 
     def _try(self, size: int, advice: BatchSizeAdvice | None, folder: str) -> tuple[bool, int | None, BatchSizeAdvice | None]:
         """Run a size: whether it fits on all ranks, up to which size is expected to fit after it, and what that rests on."""
+        self._say(f"Trying batch size {size}.")
         shown = self._run(size, folder)
         trial = Trial(
             batch_size=size,
             peak_bytes=shown.peak_bytes,
             predicted_bytes=None if advice is None else advice.line.at(size),
-            budget_bytes=self._room.budget_bytes,
+            budget_bytes=self._room.verified_budget_bytes,
             is_out_of_memory=shown.is_out_of_memory,
             num_alloc_retries=shown.num_alloc_retries,
         )
@@ -272,11 +217,23 @@ class FitSearch:
         return status == _FITS, None if expected == _UNKNOWN else expected, corrected or advice
 
     def _expected(self, trial: Trial, advice: BatchSizeAdvice) -> int:
-        """The largest size that is expected to fit after a trial. Advice is never less than predicted; a trial can show that it may be."""
-        spare_bytes = advice.line.at(trial.batch_size) - (trial.peak_bytes or 0)
-        if not trial.fits or spare_bytes <= 0:
+        """The largest size that is expected to fit after a trial.
+
+        Advice is on the safe side of a measurement: what was measured more is taken off a smaller batch not at all, and what was measured less is
+        not counted. What comes of it is run, so the likelier figure will do.
+        """
+        line, budget_bytes, size = advice.line, self._room.budget_bytes, trial.batch_size
+        spare_bytes = line.at(size) - (trial.peak_bytes or 0)
+        if trial.fits and spare_bytes > 0:
+            return line.largest_within(budget_bytes + spare_bytes) or advice.batch_size
+        if trial.fits or not isinstance(line, TracedPeak):
             return advice.batch_size
-        return advice.line.largest_within(self._room.budget_bytes + spare_bytes) or advice.batch_size
+
+        def is_likely(one: Prediction) -> bool:
+            less_bytes = line.shift_bytes * (size - one.batch_size) // size
+            return one.fits_without_retry and line.at(one.batch_size) - less_bytes <= budget_bytes
+
+        return line.prediction.largest_batch_size(is_likely) or advice.batch_size
 
     def _run(self, size: int, folder: str) -> _Shown:
         """Run a size for a few updates and put everything back."""
@@ -336,64 +293,3 @@ class FitSearch:
         agreed = torch.tensor(figures, device="cpu" if is_host else self._device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         return [int(figure) for figure in agreed.tolist()]
-
-    def _nothing_fits(self) -> str:
-        trial, budget = self._trials[-1], self._room.budget_bytes
-        needs = f"It ran out of memory, with {format_bytes(max(0, budget))} to use"
-        if not trial.is_out_of_memory and trial.peak_bytes is not None:
-            needs = f"It takes {format_bytes(trial.peak_bytes)}, and {format_bytes(max(0, budget))} may be used"
-        text = f"No batch size fits {self._gauge.device_name}: {trial.batch_size} is the smallest that was tried. {needs}"
-        return f"{text} of {format_bytes(self._room.capacity_bytes)}. {self._way_out()}"
-
-    def _way_out(self) -> str:
-        """What would make one sample fit, by what stands at the peak that is predicted for it."""
-        try:
-            alone = None if self._prediction is None else self._prediction.at(1)
-        except ValueError:
-            alone = None
-        if alone is None:
-            return "A smaller model, a precision of 16 bits or recomputing activations (torch.utils.checkpoint) takes less."
-        found = alone.by_category
-        held = sum(found.get(category, 0) for category in _HELD)
-        rest = sum(found.values()) - held
-        if held > rest:
-            return (
-                f"Parameters, gradients and optimizer state are {format_bytes(held)} of it: a smaller model, an optimizer with less state, "
-                "precision='bf16-true' or sharding over several devices takes less; a smaller batch does not."
-            )
-        return (
-            f"{format_bytes(rest)} of it are activations and temporary memory of one sample: precision='bf16-mixed', recomputing activations "
-            "(torch.utils.checkpoint), or smaller or shorter samples take less."
-        )
-
-
-def _check_supported(trainer: Any, module: Any) -> None:
-    if trainer.fast_dev_run:
-        raise ValueError(
-            "Trainer(fast_dev_run=True) trains with a few batches of any size, and none is looked for. Leave one of the two out."
-        )
-    model = trainer.strategy.model
-    if model is not module and type(model).__name__ not in ("DistributedDataParallel", "OptimizedModule"):
-        raise ValueError(
-            f"The strategy {type(trainer.strategy).__name__} wraps the module in a {type(model).__name__}, which cannot be run on one rank alone "
-            "and put back. A batch size is found for a single device and for DistributedDataParallel (strategy='ddp')."
-        )
-
-
-def _room(device: torch.device, settings: FitSettings) -> _Room:
-    capacity, outside = settings.capacity_bytes, 0
-    if capacity is None and device.type == "cpu":
-        raise ValueError(
-            "The module trains on a CPU, whose memory the whole machine shares: a batch that fills it stops other programs. Say how much may be "
-            "used, such as capacity='8GiB' (MemoryCallback(device='8GiB'))."
-        )
-    if capacity is None:
-        memory = device_memory(device)
-        capacity, outside = memory.capacity_bytes, memory.non_pytorch_bytes or 0
-    if capacity is None:
-        raise ValueError(
-            f"How much memory {device} has is not known here. Say how much may be used, such as capacity='16GiB' (MemoryCallback(device='16GiB'))."
-        )
-    # A context grows with the first kernels.
-    outside = max(outside, CONTEXT_BYTES) if device.type == "cuda" else outside
-    return _Room(capacity_bytes=capacity, headroom=settings.headroom, is_given=settings.capacity_bytes is not None, outside_bytes=outside)

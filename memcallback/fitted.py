@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from memcallback.events import Category
+from memcallback.predicted import StepPrediction
 from memcallback.tables import Table
 from memcallback.units import format_bytes
 
+#: What is held throughout a step, whatever the batch size.
+_HELD = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 #: A larger size is worth another trial if it is so many times the one that fits.
-_WORTHWHILE = 1.1
+_WORTHWHILE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class Trial:
         peak_bytes: The most that was needed at once, of reserved memory, on a CPU of allocated; before an error the most until then; None
             if it could not be read.
         predicted_bytes: The peak that was expected before the trial; None if none was.
-        budget_bytes: What may be needed.
+        budget_bytes: What may be measured: the capacity less what is outside the allocator and half of the headroom.
         is_out_of_memory: Whether memory ran out.
         num_alloc_retries: How often the allocator had to give back its cache and try again.
     """
@@ -100,12 +104,12 @@ class FittedBatchSize:
     Attributes:
         batch_size: That size.
         previous_batch_size: The size before.
-        predicted_batch_size: The size that was predicted before anything ran; None if there was no prediction.
+        predicted_batch_size: The size that was predicted to fit before anything ran, whatever the data allow; None if none was.
         trials: The sizes that were run, in order.
         device_name: The device.
         capacity_bytes: The memory that was planned for.
         outside_bytes: Of it, what is used by others than this process's allocator.
-        headroom: The fraction of the capacity that is kept free.
+        headroom: The fraction of the capacity that a predicted size leaves free; half of it is left when validation has run.
         counts: Which memory is meant: `reserved`, on a CPU `allocated`.
         num_updates: Optimizer updates in each trial.
         has_validation: Whether validation was part of each trial.
@@ -188,6 +192,46 @@ class FittedBatchSize:
             "corrections": list(self.corrections),
             "notes": list(self.notes),
         }
+
+
+def nothing_fits(trial: Trial, device_name: str, capacity_bytes: int, prediction: StepPrediction | None) -> str:
+    """Why no batch size fits, and what would make one fit.
+
+    Args:
+        trial: That of the smallest size.
+        device_name: The device.
+        capacity_bytes: Its memory.
+        prediction: The step at any batch size; None if there is none.
+    """
+    budget = format_bytes(max(0, trial.budget_bytes))
+    needs = f"It ran out of memory, with {budget} to use"
+    if not trial.is_out_of_memory and trial.peak_bytes is not None:
+        needs = f"It takes {format_bytes(trial.peak_bytes)}, and {budget} may be used"
+    text = (
+        f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. {needs} of {format_bytes(capacity_bytes)}."
+    )
+    return f"{text} {_way_out(prediction)}"
+
+
+def _way_out(prediction: StepPrediction | None) -> str:
+    """What would make one sample fit, by what stands at the peak that is predicted for it."""
+    try:
+        found = {} if prediction is None else prediction.at(1).by_category
+    except ValueError:
+        found = {}
+    held = sum(found.get(category, 0) for category in _HELD)
+    rest = sum(found.values()) - held
+    if not found:
+        return "A smaller model, a precision of 16 bits or recomputing activations (torch.utils.checkpoint) takes less."
+    if held > rest:
+        return (
+            f"Parameters, gradients and optimizer state are {format_bytes(held)} of it: a smaller model, an optimizer with less state, "
+            "precision='bf16-true' or sharding over several devices takes less; a smaller batch does not."
+        )
+    return (
+        f"{format_bytes(rest)} of it are activations and temporary memory of one sample: precision='bf16-mixed', recomputing activations "
+        "(torch.utils.checkpoint), or smaller or shorter samples take less."
+    )
 
 
 def _ran(trial: Trial) -> str:

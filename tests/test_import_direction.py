@@ -14,7 +14,7 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
-DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table", "fitted"]
+DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
 PLAIN = [
     *DATA,
     "batch_trace",
@@ -29,6 +29,7 @@ PLAIN = [
     "differences",
     "advise",
     "report",
+    "fitted",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
 KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions"]
@@ -38,7 +39,7 @@ CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
 ON_FAKES = ["trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
 TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
 MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
-RUNNING = ["oom", "run_state", "loaders", "gauge"]
+RUNNING = ["oom", "run_state", "loaders", "gauge", "fit_settings"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *RUNNING]
 ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "trial", "fit_search", "fit", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
