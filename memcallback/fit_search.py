@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memcallback.advise import BatchSizeAdvice, TracedPeak, counted_peak, suggest
+from memcallback.advise import BatchSizeAdvice, PeakLine, TracedPeak, counted_peak, suggest
 from memcallback.fit_settings import FitSettings, check_supported, room_on
-from memcallback.fitted import BatchSizeSearch, FittedBatchSize, Trial, nothing_fits
+from memcallback.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
 from memcallback.forecast import forecast
 from memcallback.gauge import Gauge
 from memcallback.loaders import NAME, places, resized
@@ -81,6 +81,7 @@ class FitSearch:
         self._room = room_on(self._device, settings)
         self._elsewhere_bytes = self._gauge.elsewhere_bytes()
         self._prediction: StepPrediction | None = None
+        self._line: LikelyPeak | PeakLine | TracedPeak | None = None
         self._is_inferred = False
         self._notes: list[str] = []
         self._trials: list[Trial] = []
@@ -98,13 +99,15 @@ class FitSearch:
         with tempfile.TemporaryDirectory() as folder:
             previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
-            advice = self._advise()
+            advice = self._advise(measured=None, elsewhere_bytes=self._elsewhere_bytes)
             predicted = None if advice is None else advice.batch_size
-            (first,) = self._agree(self._first(previous, advice, cap))
+            line = None if advice is None else advice.line
+            self._line = LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes) if isinstance(line, TracedPeak) else line
+            (first,) = self._agree(self._first(previous, predicted, cap))
             search = BatchSizeSearch(first, cap=cap)
             while search.next is not None and len(self._trials) < _MAX_TRIALS:
                 size = search.next
-                fits, expected, advice = self._try(size, advice, folder)
+                fits, expected = self._try(size, folder)
                 search.record(size, fits=fits, expected=expected)
         if not search.best:
             raise RuntimeError(nothing_fits(self._trials[-1], self._gauge.device_name, self._room.capacity_bytes, self._prediction))
@@ -165,10 +168,10 @@ class FitSearch:
         size, why = min(limits)
         return size, why.format(size)
 
-    def _first(self, previous: int, advice: BatchSizeAdvice | None, cap: int | None) -> int:
+    def _first(self, previous: int, predicted: int | None, cap: int | None) -> int:
         """The size to try first: what is predicted, without a prediction the size as it is."""
-        if advice is not None:
-            return max(1, advice.batch_size)
+        if predicted is not None:
+            return max(1, predicted)
         is_endless = isinstance(self._prediction, Prediction) and self._prediction.trace.is_any_batch_size_known
         if not is_endless:
             return previous
@@ -180,60 +183,49 @@ class FitSearch:
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap
 
-    def _advise(self, shown: _Shown | None = None) -> BatchSizeAdvice | None:
-        """What is expected to fit, before anything has run or after a trial."""
-        elsewhere = self._elsewhere_bytes if shown is None else 0  # is in what a trial measures
+    def _advise(self, *, measured: StepMemory | None, held_bytes: int | None = None, elsewhere_bytes: int = 0) -> BatchSizeAdvice | None:
         return suggest(
-            measured=shown.step if shown else None,
+            measured=measured,
             predicted=self._prediction,
-            always_held_bytes=shown.held_bytes if shown else None,
+            always_held_bytes=held_bytes,
             capacity_bytes=self._room.capacity_bytes,
-            outside_bytes=self._room.outside_bytes + elsewhere,
+            outside_bytes=self._room.outside_bytes + elsewhere_bytes,
             headroom=self._room.headroom,
         )
 
     # A trial.
 
-    def _try(self, size: int, advice: BatchSizeAdvice | None, folder: str) -> tuple[bool, int | None, BatchSizeAdvice | None]:
-        """Run a size: whether it fits on all ranks, up to which size is expected to fit after it, and what that rests on."""
+    def _try(self, size: int, folder: str) -> tuple[bool, int | None]:
+        """Run a size: whether it fits on all ranks, and up to which size is expected to fit after it; None if that is not known."""
         self._say(f"Trying batch size {size}.")
         shown = self._run(size, folder)
         trial = Trial(
             batch_size=size,
             peak_bytes=shown.peak_bytes,
-            predicted_bytes=None if advice is None else advice.line.at(size),
+            predicted_bytes=None if self._line is None else self._line.at(size),
             budget_bytes=self._room.verified_budget_bytes,
             is_out_of_memory=shown.is_out_of_memory,
             num_alloc_retries=shown.num_alloc_retries,
         )
-        corrected = self._advise(shown) if shown.step else None
+        is_corrected = shown.step is not None and self._correct(trial, shown)
+        largest = self._line.largest_within(self._room.budget_bytes) if is_corrected and self._line else None
         status = _FAILED if shown.error else _FITS if trial.fits else _TOO_LARGE
-        status, expected = self._agree(status, _UNKNOWN if corrected is None else self._expected(trial, corrected))
+        status, expected = self._agree(status, _UNKNOWN if largest is None else largest)
         if shown.error is not None:
             raise shown.error
         if status == _FAILED:
             raise RuntimeError(f"The trial of batch size {size} failed on another rank, whose error says why.")
         self._trials.append(trial)
-        return status == _FITS, None if expected == _UNKNOWN else expected, corrected or advice
+        return status == _FITS, None if expected == _UNKNOWN else expected
 
-    def _expected(self, trial: Trial, advice: BatchSizeAdvice) -> int:
-        """The largest size that is expected to fit after a trial.
-
-        Advice is on the safe side of a measurement: what was measured more is taken off a smaller batch not at all, and what was measured less is
-        not counted. What comes of it is run, so the likelier figure will do.
-        """
-        line, budget_bytes, size = advice.line, self._room.budget_bytes, trial.batch_size
-        spare_bytes = line.at(size) - (trial.peak_bytes or 0)
-        if trial.fits and spare_bytes > 0:
-            return line.largest_within(budget_bytes + spare_bytes) or advice.batch_size
-        if trial.fits or not isinstance(line, TracedPeak):
-            return advice.batch_size
-
-        def is_likely(one: Prediction) -> bool:
-            less_bytes = line.shift_bytes * (size - one.batch_size) // size
-            return one.fits_without_retry and line.at(one.batch_size) - less_bytes <= budget_bytes
-
-        return line.prediction.largest_batch_size(is_likely) or advice.batch_size
+    def _correct(self, trial: Trial, shown: _Shown) -> bool:
+        """Take what a trial has shown into what is expected of others; whether there is anything to expect."""
+        if isinstance(self._line, LikelyPeak):
+            self._line = self._line.after(trial)
+        else:
+            advice = self._advise(measured=shown.step, held_bytes=shown.held_bytes)
+            self._line = self._line if advice is None else advice.line
+        return self._line is not None
 
     def _run(self, size: int, folder: str) -> _Shown:
         """Run a size for a few updates and put everything back."""

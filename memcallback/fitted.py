@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from memcallback.advise import TracedPeak
 from memcallback.events import Category
 from memcallback.predicted import StepPrediction
 from memcallback.tables import Table
@@ -54,6 +55,40 @@ class Trial:
         if self.peak_bytes is None:
             return "ran; its peak could not be read"
         return "fits" if self.fits else f"more than the {format_bytes(self.budget_bytes)} that may be used"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelyPeak:
+    """The replayed peak over batch sizes, with what trials have shown beside it.
+
+    `advise` is on the safe side of a measurement. What comes of this is run, so it takes the likelier figure: what a trial took more or less than was
+    replayed (validation, kernels' own memory, where segments come to lie) is taken to be in proportion to the batch size.
+
+    Attributes:
+        line: The replayed peaks.
+        fixed_bytes: What is allocated besides, at any batch size.
+        extra_bytes: What a trial took more than that, perhaps less than 0.
+        batch_size: The size of that trial.
+    """
+
+    line: TracedPeak
+    fixed_bytes: int = 0
+    extra_bytes: int = 0
+    batch_size: int = 1
+
+    def at(self, batch_size: int) -> int:
+        """The peak expected at a batch size."""
+        return self.line.at(batch_size) + self.fixed_bytes + self.extra_bytes * batch_size // self.batch_size
+
+    def after(self, trial: Trial) -> LikelyPeak:
+        """The same with what a trial has shown, whose peak is known."""
+        assert trial.peak_bytes is not None
+        extra_bytes = trial.peak_bytes - self.line.at(trial.batch_size) - self.fixed_bytes
+        return replace(self, extra_bytes=extra_bytes, batch_size=trial.batch_size)
+
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """The largest batch size whose peak stays within a budget, without a retry; None if there is no end."""
+        return self.line.prediction.largest_batch_size(lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes)
 
 
 class BatchSizeSearch:
