@@ -590,8 +590,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("in_callback", [False, True], ids=["function", "callback"])
-@pytest.mark.parametrize("runs_out", [False, True], ids=["fits", "one runs out"])
+@pytest.mark.parametrize(("in_callback", "runs_out"), [(False, True), (True, False)], ids=["function, one runs out", "callback"])
 def test_ranks_agree_on_a_size_and_none_waits_for_another_that_ran_out(tmp_path, in_callback, runs_out):
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(tests=str(TESTS), in_callback=in_callback, runs_out=runs_out))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import training
+from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import memcallback as mc
 from memcallback.devices import CONTEXT_BYTES
+from memcallback.run_state import RunState
 from memcallback.units import GiB, MiB
 
 pytestmark = pytest.mark.cuda
@@ -168,3 +170,40 @@ def test_the_memory_of_the_device_is_planned_for_by_default(tmp_path):
     assert found.batch_size == 64
     assert found.capacity_bytes == torch.cuda.get_device_properties(0).total_memory
     assert 0 < found.outside_bytes < found.capacity_bytes
+
+
+class Looks(Callback):
+    """Notes the state of a training on its device, at the start of a fit."""
+
+    def on_fit_start(self, trainer, pl_module):
+        tensors = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+        self.places = {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
+        self.values = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        self.generators = torch.cuda.get_rng_state_all()
+        self.optimizer = trainer.optimizers[0].state_dict()
+        self.has_gradients = any(parameter.grad is not None for parameter in pl_module.parameters())
+
+
+def test_the_device_is_as_before_when_training_begins(tmp_path):
+    before, after = Looks(), Looks()
+    callback = mc.MemoryCallback(fit_batch_size=True, device=LIMIT_BYTES + CONTEXT_BYTES, predict=False)
+    module = Convolutions()
+    with torch.no_grad():
+        module.network[1].running_mean.fill_(3)
+    trainer(tmp_path, [before, callback, after], max_steps=2).fit(module)
+    assert callback.fitted.batch_size > 100
+    assert after.places == before.places
+    assert all(torch.equal(after.values[name], value) for name, value in before.values.items())
+    assert all(torch.equal(*pair) for pair in zip(after.generators, before.generators, strict=True))
+    assert after.optimizer == before.optimizer
+    assert not after.has_gradients
+
+
+def test_what_a_kernel_has_changed_on_the_device_is_put_back():
+    values = torch.arange(8.0)
+    tensor = values.cuda()
+    first = tensor.cpu()
+    state = RunState([tensor], device=tensor.device)
+    tensor.mul_(2).add_(1)
+    state.restore()
+    assert torch.equal(tensor.cpu(), first)
