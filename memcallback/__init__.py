@@ -5,7 +5,7 @@
 
 Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`, `replay`, `prediction`,
 `advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`; then the adapters
-`tensorboard`, `sinks`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
+`tensorboard`, `sinks`, `fit`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
 """
 
 from __future__ import annotations

@@ -324,7 +324,8 @@ class MemoryCallback(Callback):
         try:
             self.fitted = fit_in_place(trainer, pl_module, settings, lambda text: _print(pl_module, text))
         except Exception as error:  # also the step's own, which training will meet again
-            warn(f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}")
+            with suppress(MemoryWarning):  # where warnings are errors
+                warn(f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}")
         if self.fitted is not None:
             _print(pl_module, self.fitted.to_text())
 

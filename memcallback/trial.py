@@ -170,7 +170,7 @@ def _alone_among_ranks(trainer: Any) -> None:
     """Let a rank run on its own: where memory runs out on one, no other waits for it.
 
     The module runs without DistributedDataParallel around it, whose buckets stay allocated, and Lightning's own communication is answered
-    by this rank alone.
+    by this rank alone. What the module itself sends (SyncBatchNorm, a torchmetrics metric at the end of an epoch) still goes to all ranks.
     """
     if trainer.world_size == 1:
         return
