@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -W 'ignore:`isinstance(treespec, LeafSpec)` is deprecated:FutureWarning' examples/digits.py
 
 test: $(VENV)/.installed check
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,19 +1,23 @@
 """What a trace costs and how near it comes: ours, a bare fake run and torch's MemTracker on the same steps, side by side.
 
-    python benchmarks/tracing.py
+    python benchmarks/tracing.py [--rounds 5] [--out FOLDER]
 
-Needs no GPU. In each round every way takes two training steps (forward, backward, foreach optimizer) in a process of its own,
-twice: the first time fills PyTorch's caches of fake operators, the second finds them full. Each makes its own copies of the
-model on fake tensors, which is in its time. Quotients are of the processor's times in one round, and given with the least and
-the largest: one thread works at a time, so this is how long it takes where nothing else runs.
+Needs no GPU. It does three things, one after the other, and says on stderr how far it is:
 
-The peaks are set against those that the accuracy proof measured (`benchmarks/results/accuracy`). MemTracker is told of the
-model, the optimizer and the batch before the first step.
+1. Times. Five cases (GPT-2 small in two precisions and two batch sizes, ResNet-50, a small Llama) are each run in three
+   ways: `trace` as `predict` calls it, for an H200; the same steps on fake tensors with nothing that looks on; and those under
+   MemTracker. In each round every way takes two training steps (forward, backward, foreach optimizer) in a process of its own,
+   twice: the first time fills PyTorch's caches of fake operators, the second finds them full. Each makes its own copies of the
+   model on fake tensors, which is in its time. Quotients are of the processor's times in one round, and given with the least and
+   the largest: one thread works at a time, so this is how long it takes where nothing else runs. Times on the wall are in the JSON.
+2. Peaks. The largest allocated figure by `predict` and by MemTracker, which is told of the model, the optimizer and the batch before
+   the first step, against the one that the accuracy proof measured (`benchmarks/results/accuracy`).
+3. A large model. A Llama-like model of 7 billion parameters, made on the meta device, is predicted in a process of its own, which
+   begins with importing PyTorch and is measured as a whole: `--only-large` is that process.
 
-Then a Llama-like model of 7 billion parameters, made on the meta device, is predicted in a process of its own, which begins
-with importing PyTorch and is measured as a whole.
-
-The result goes to `benchmarks/results/tracing/<machine>-<date>/` as JSON and Markdown.
+What is asked of the figures (`judged`) is set against them; the exit code is 1 if something is not met. The result goes to
+`benchmarks/results/tracing/<machine>-<date>/`, or the folder that is named, as `tracing.json` and `tracing.md`, and the latter to
+stdout.
 """
 
 from __future__ import annotations
@@ -183,7 +187,7 @@ class Criterion:
 
 
 def cases() -> list[Case]:
-    """The configurations, and GPT-2 with the batch that the issue names."""
+    """Four configurations of the accuracy proof, and GPT-2 with a larger batch."""
     measured = read_json(MEASURED)["configs"]
     names = ("gpt2-adamw-32-true", "gpt2-adamw-bf16-mixed", "resnet50-momentum-32-true", "llama-adamw-bf16-true")
     configs = {config.name: config for config in CONFIGS if config.name in names}
@@ -325,7 +329,7 @@ def large() -> Large:
 
 
 def judged(rows: Sequence[Row], found: Sequence[Peaks], seven_billion: Large) -> list[Criterion]:
-    """What the issue asks, against the figures. Medians are judged, with full caches unless it says otherwise."""
+    """What is asked of the figures, against them. Medians are judged, with full caches unless it says otherwise."""
     full = [row for row in rows if row.caches == "full"]
     gpt2 = next(row for row in full if row.case == GPT2_8)
     slowest = min(full, key=lambda row: row.theirs_over_ours.median)

@@ -4,7 +4,7 @@
     trainer = Trainer(callbacks=[MemoryCallback()])
 
 Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`, `replay`, `prediction`,
-`advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`; then the adapters
+`advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`, `savings`; then the adapters
 `tensorboard`, `sinks`, `fit`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
 """
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from memcallback.advise import BatchSizeAdvice
+from memcallback.advice import BatchSizeAdvice
 from memcallback.events import Category, Phase
 from memcallback.fitted import FittedBatchSize
 from memcallback.layer_table import Layer, LayerTable
+from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
 from memcallback.textbook_law import TextbookPrediction
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
     from memcallback.fit import fit_batch_size
     from memcallback.recorder import MemoryRecorder
+    from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
-    from memcallback.tracing import predict, suggest_batch_size
+    from memcallback.suggestion import suggest_batch_size
+    from memcallback.tracing import predict
+    from memcallback.what_if import what_if
 
 __version__ = "0.1.0"
 
@@ -37,6 +41,7 @@ __all__ = [
     "BatchSizeAdvice",
     "Category",
     "DeviceMemory",
+    "DryRun",
     "FittedBatchSize",
     "Kind",
     "Layer",
@@ -47,28 +52,41 @@ __all__ = [
     "MemoryWarning",
     "Phase",
     "PhaseMemory",
+    "Plan",
+    "PlanRow",
     "Prediction",
     "PredictionError",
     "StepMemory",
     "TextbookPrediction",
     "TrainingStep",
+    "accumulate",
+    "amp",
+    "checkpoint",
+    "dry_run",
     "fit_batch_size",
     "format_bytes",
     "layers",
     "parse_bytes",
     "predict",
     "suggest_batch_size",
+    "what_if",
 ]
 
 _ON_FIRST_USE = {
+    "DryRun": "savings",
     "MemoryCallback": "callback",
     "MemoryRecorder": "recorder",
     "PredictionError": "steps",
     "TrainingStep": "steps",
+    "accumulate": "savings",
+    "amp": "savings",
+    "checkpoint": "savings",
+    "dry_run": "savings",
     "fit_batch_size": "fit",
     "layers": "shape_pass",
     "predict": "tracing",
-    "suggest_batch_size": "tracing",
+    "suggest_batch_size": "suggestion",
+    "what_if": "what_if",
 }
 
 

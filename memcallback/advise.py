@@ -2,150 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
 from math import ceil
 
+from memcallback.advice import DEFAULT_BOUNDS, DEFAULT_HEADROOM, BatchSizeAdvice, BatchSizeBounds
+from memcallback.checks import share
 from memcallback.differences import RESERVED_SHARE, allocated_band
 from memcallback.events import Phase
+from memcallback.peak_lines import PeakLine, TracedPeak, counted_peak
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
-from memcallback.stats import StepMemory, largest
+from memcallback.stats import StepMemory
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import format_bytes
-
-DEFAULT_HEADROOM = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakLine:
-    """The peak over batch sizes, as a line through one known point, on the safe side of it in both directions.
-
-    Attributes:
-        batch_size: The batch size of the known point.
-        peak_bytes: The peak there.
-        growth_bytes: What each further sample adds at most.
-        decline_bytes: What each sample less takes off at least; not above `growth_bytes`.
-        floor_bytes: What a step needs at any batch size (an optimizer update).
-    """
-
-    batch_size: int
-    peak_bytes: int
-    growth_bytes: int
-    decline_bytes: int
-    floor_bytes: int
-
-    def at(self, batch_size: int) -> int:
-        """The peak expected at a batch size."""
-        slope = self.growth_bytes if batch_size > self.batch_size else self.decline_bytes
-        return max(self.floor_bytes, self.peak_bytes + (batch_size - self.batch_size) * slope)
-
-    def largest_within(self, budget_bytes: int) -> int:
-        """The largest batch size whose peak stays within a budget; 0 if none does."""
-        room = budget_bytes - self.peak_bytes
-        slope = self.growth_bytes if room >= 0 else self.decline_bytes
-        if self.floor_bytes > budget_bytes or (slope == 0 and room < 0):
-            return 0
-        return max(0, self.batch_size + (room // slope if slope else 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedPeak:
-    """The reserved peak over batch sizes, replayed at each; on a CPU, which reserves nothing, the allocated one.
-
-    Attributes:
-        prediction: The traced step at the known point.
-        shift_bytes: What a measured step at that point has more than was replayed there, at least 0; it is added everywhere.
-        is_shift_per_sample: Whether it may be memory that every sample needs: above that point it is added in proportion to the batch size.
-    """
-
-    prediction: Prediction
-    shift_bytes: int = 0
-    is_shift_per_sample: bool = False
-
-    @property
-    def batch_size(self) -> int:
-        """The batch size of the known point."""
-        return self.prediction.batch_size
-
-    @cached_property
-    def _peaks(self) -> dict[int, int]:
-        return {}
-
-    def at(self, batch_size: int) -> int:
-        """The peak expected at a batch size, of the warm-up step or a steady one."""
-        if batch_size not in self._peaks:
-            shift_bytes = self.shift_bytes
-            if self.is_shift_per_sample and batch_size > self.batch_size:
-                shift_bytes = -(-shift_bytes * batch_size // self.batch_size)
-            self._peaks[batch_size] = (largest(map(counted_peak, self.prediction.at(batch_size).steps)) or 0) + shift_bytes
-        return self._peaks[batch_size]
-
-    def largest_within(self, budget_bytes: int) -> int | None:
-        """The largest batch size whose peak stays within a budget, without a retry; None if the trace cannot tell."""
-        return self.prediction.largest_batch_size(lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes)
-
-
-def counted_peak(step: StepMemory) -> int | None:
-    """The peak that must fit: of reserved memory, on a device without a caching allocator of allocated memory; None if unknown."""
-    return step.peak_allocated_bytes if step.peak_reserved_bytes is None else step.peak_reserved_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSizeAdvice:
-    """The largest batch size that stays within a device.
-
-    Attributes:
-        batch_size: The suggestion; 0 if not even one sample is sure to fit.
-        line: What is expected at each batch size.
-        capacity_bytes: The device's memory.
-        outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
-        headroom: The fraction of the capacity that is kept free.
-        is_measured: Whether the line is that of a measured step of this training on this device; else it is predicted.
-        basis: How it knows, as a part of a sentence.
-        leaves_out: What it does not know, as parts of a sentence.
-    """
-
-    batch_size: int
-    line: PeakLine | TracedPeak
-    capacity_bytes: int
-    outside_bytes: int | None
-    headroom: float
-    is_measured: bool
-    basis: str
-    leaves_out: tuple[str, ...]
-
-    @property
-    def current_batch_size(self) -> int:
-        """The batch size that it starts from."""
-        return self.line.batch_size
-
-    @property
-    def multiple(self) -> float:
-        """How many times the current batch size the suggestion is."""
-        return self.batch_size / self.current_batch_size
-
-    @property
-    def budget_bytes(self) -> int:
-        """What the process's allocator may take: capacity less headroom less what is used outside."""
-        return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
-
-    def sentence(self) -> str:
-        """The suggestion in one sentence."""
-        if self.batch_size == 0:
-            return (
-                f"No batch size is sure to fit: one sample may need {format_bytes(self.line.at(1))}, and "
-                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}."
-            )
-        return (
-            f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}), {self.basis}, "
-            f"within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom."
-        )
-
-
-def _times(multiple: float) -> str:
-    return f"{multiple:,.2f}" if multiple < 10 else f"{multiple:,.0f}"
 
 
 def suggest(
@@ -156,6 +26,7 @@ def suggest(
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
+    bounds: BatchSizeBounds = DEFAULT_BOUNDS,
 ) -> BatchSizeAdvice | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
@@ -164,8 +35,9 @@ def suggest(
     throughout the step (counted: gradients are not, where they are cleared before the activations). A smaller one is taken to
     save in proportion what the peak has above that of a step of no samples, which is at least the measured optimizer step and, by
     the prediction, all that is held and what else does not depend on the batch (autocast's copies of the weights); and not more
-    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or
-    without a count of what is held, the law of the prediction decides, which knows allocated memory only.
+    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching
+    allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or without a count of what is
+    held, the law of the prediction decides, which knows allocated memory only.
 
     A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a measured step reserved more than was
     replayed for it is added everywhere, beyond the band of a prediction in proportion to the batch size.
@@ -177,6 +49,7 @@ def suggest(
         capacity_bytes: The device's memory; None if unknown.
         outside_bytes: What is used of it outside this process's allocator.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
+        bounds: What bounds the batch size besides.
 
     Returns:
         The advice; None where neither a step nor a prediction, no batch size or no capacity is known.
@@ -184,14 +57,16 @@ def suggest(
     Raises:
         ValueError: If `headroom` is out of range.
     """
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
+    check_headroom(headroom)
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
-        traced = _traced(measured, predicted, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        traced = from_trace(predicted, measured, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        if traced is not None and predicted.trace.is_far(traced.batch_size):
+            untried = f"whether the step does the same in so large a batch: the largest that was traced is {predicted.trace.largest_traced}"
+            return replace(traced, leaves_out=(*traced.leaves_out, untried))
         if traced is not None:
-            return traced
+            return replace(traced, bounds=bounds)
     law = predicted if isinstance(predicted, TextbookPrediction) else None
     line = _measured_line(measured, always_held_bytes, law) if measured else None
     is_measured = line is not None
@@ -199,14 +74,15 @@ def suggest(
         line = _predicted_line(law)
     if line is None:
         return None
-    batch_size = line.largest_within(int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0))
+    largest = line.largest_within(int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0))
     leaves_out = _always_left_out(outside_bytes)
     if not is_measured:
         leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
-    elif batch_size < line.batch_size and law is None:
+    elif largest < line.batch_size and law is None:
         leaves_out.append("how much a smaller batch saves, which only a prediction tells: try it before relying on it")
     return BatchSizeAdvice(
-        batch_size=batch_size,
+        largest=largest,
+        bounds=bounds,
         line=line,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside_bytes,
@@ -217,6 +93,16 @@ def suggest(
     )
 
 
+def check_headroom(headroom: object) -> None:
+    """See that a headroom is a fraction of a capacity.
+
+    Raises:
+        ValueError: If it is below 0, or not below 1.
+        TypeError: If it is no number.
+    """
+    share("headroom", headroom, "0.05 keeps 5 % of the device free.")
+
+
 def _always_left_out(outside_bytes: int | None) -> list[str]:
     leaves_out = ["what validation, logging and longer samples need beyond a training step"]
     if outside_bytes is None:
@@ -224,10 +110,26 @@ def _always_left_out(outside_bytes: int | None) -> list[str]:
     return leaves_out
 
 
-def _traced(
-    measured: StepMemory | None, predicted: Prediction, *, capacity_bytes: int, outside_bytes: int | None, headroom: float
+def from_trace(
+    predicted: Prediction,
+    measured: StepMemory | None = None,
+    *,
+    capacity_bytes: int,
+    outside_bytes: int | None = None,
+    headroom: float = DEFAULT_HEADROOM,
 ) -> BatchSizeAdvice | None:
-    """From the replayed peaks; None if the trace cannot tell of other batch sizes."""
+    """As `suggest`, from the replayed peaks alone, whether or not the step was traced near the suggestion.
+
+    Args:
+        predicted: The prediction.
+        measured: As for `suggest`.
+        capacity_bytes: As for `suggest`.
+        outside_bytes: As for `suggest`.
+        headroom: As for `suggest`.
+
+    Returns:
+        The advice; None if the trace cannot tell of other batch sizes, or there is no end.
+    """
     if not predicted.trace.grows:
         return None
     # The memory to plan for need not be that of the device.
@@ -245,8 +147,8 @@ def _traced(
             f", raised by the {format_bytes(shift_bytes)} that were measured more" if is_beyond else ", which the measured step bears out"
         )
     outside = predicted.device.context_bytes if outside_bytes is None else outside_bytes
-    batch_size = line.largest_within(int(capacity_bytes * (1 - headroom)) - outside)
-    if batch_size is None:
+    found = line.largest_within(int(capacity_bytes * (1 - headroom)) - outside)
+    if found is None:
         return None
     leaves_out = _always_left_out(outside)
     if outside_bytes is None and outside:
@@ -254,7 +156,7 @@ def _traced(
     if measured is None and here.peak_reserved_bytes is None:
         leaves_out.append("what operators take for themselves while they run")
     return BatchSizeAdvice(
-        batch_size=batch_size,
+        largest=found,
         line=line,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside,

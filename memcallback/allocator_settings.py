@@ -203,7 +203,7 @@ def _power_of_2(name: str, value: str, *, least: int) -> int:
 
 
 def _divisions(name: str, value: str) -> tuple[int, ...]:
-    """One figure for all, or `[256:1,512:2,>:4]`: sizes in MiB and `>` for all above (`parseRoundUpPower2Divisions`, AllocatorConfig.cpp)."""
+    """One figure for all, or `[256:1,512:2,>:4]`: sizes in MiB, `>` for all above (`parseRoundUpPower2Divisions`, AllocatorConfig.cpp)."""
     if not value.startswith("["):
         return (_power_of_2(name, value, least=1),) * NUM_ROUNDUP_INTERVALS
     divisions, last, is_first = list(_NO_ROUNDUP), 0, True

@@ -10,11 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from memcallback.checks import whole_number
 from memcallback.events import Alloc, AllocationTrace, Event, Free, PhaseEnd, PhaseStart
 from memcallback.kernels import Kernel, KernelRule, Make, Take, completed
 
 #: The number of the first allocation that an operator makes for itself; those of tensors are below it.
 FIRST_TEMPORARY = 1 << 40
+#: What to give for a batch size.
+SAMPLES = "Give how many samples the batch has."
+#: A batch size so many times the largest that was traced is far from it.
+_FAR = 64
 
 
 class BatchDependentPath(ValueError):
@@ -57,16 +62,20 @@ class TracedStep:
         batch_size: Samples in the batch, at least 1.
         calls: The calls of operators that have a rule, in order.
         caveats: What was assumed, one sentence each.
+        num_flops: Floating-point operations from one update to the next, of the operators that PyTorch counts (matrix products,
+            convolutions, attention).
+        num_batches: How many batches those are.
     """
 
     trace: AllocationTrace
     batch_size: int
     calls: tuple[KernelCall, ...] = ()
     caveats: tuple[str, ...] = ()
+    num_flops: int = 0
+    num_batches: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
+        whole_number("batch_size", self.batch_size, SAMPLES)
 
     @cached_property
     def items(self) -> list[Event | KernelCall]:
@@ -151,12 +160,14 @@ class BatchTrace:
         slopes: What each of its `numbers` grows with each sample; None if only the traced batch size is known.
         caveats: What was assumed, one sentence each.
         base: In place of its `numbers`, those of the same step at another sequence length; None for its own.
+        largest_traced: The largest batch size that was traced and agrees; None for that of `traced`.
     """
 
     traced: TracedStep
     slopes: tuple[int, ...] | None = None
     caveats: tuple[str, ...] = ()
     base: tuple[int, ...] | None = None
+    largest_traced: int | None = None
     #: Answers of rules: a batch size is asked for more than once, and many operators ask the same.
     _answers: dict[tuple[object, ...], Kernel] = field(default_factory=dict, repr=False)
 
@@ -192,10 +203,28 @@ class BatchTrace:
         if uneven is not None:
             raise _path_depends(first, second, item_of(first, uneven))
         caveats = dict.fromkeys(first.caveats + second.caveats + (check.caveats if check else ()))
-        fitted = cls(first, tuple(slope for slope, _ in steps), tuple(caveats))
-        if check is not None:
-            fitted._reproduce(check)
-        return fitted
+        fitted = cls(first, tuple(slope for slope, _ in steps), tuple(caveats), largest_traced=second.batch_size)
+        return fitted if check is None else fitted.verified(check)
+
+    def verified(self, check: TracedStep) -> BatchTrace:
+        """The same, known to tell of one more batch size.
+
+        Args:
+            check: The step traced there.
+
+        Raises:
+            BatchDependentPath: If it does not come out to the byte.
+        """
+        self._reproduce(check)
+        return replace(self, largest_traced=max(check.batch_size, self.largest_traced or self.batch_size))
+
+    def is_among_traced(self, batch_size: int) -> bool:
+        """Whether a batch size is none beyond those that were traced, to either side."""
+        return self.batch_size <= batch_size <= (self.largest_traced or self.batch_size)
+
+    def is_far(self, batch_size: int) -> bool:
+        """Whether a batch size is so far beyond the largest that was traced that the program may well take another path there."""
+        return batch_size > _FAR * (self.largest_traced or self.batch_size)
 
     @property
     def batch_size(self) -> int:
@@ -234,8 +263,7 @@ class BatchTrace:
             UnknownBatchSize: If only one batch size is known, and this is another.
             ValueError: If `batch_size` is below 1, or a size comes out negative.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        batch_size = whole_number("batch_size", batch_size, SAMPLES)
         more = batch_size - self.batch_size
         if not more and self.base is None:
             return self.traced.trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -12,22 +12,30 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM
+from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.advise import check_headroom
+from memcallback.checks import whole_number
+from memcallback.device_here import any_device
+from memcallback.devices import CATALOGUE, Device
 from memcallback.events import Phase
-from memcallback.figures import batch_size_curve, step_by_category
+from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
-from memcallback.forecast import forecast, notes_on, warn_of_batch, warn_of_devices
+from memcallback.forecast import forecast, notes_on, plan_for, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
+from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
+from memcallback.plan import Plan
 from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
+from memcallback.savings_checkpoint import CheckpointOption
+from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
-from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.steps import INFERRED
+from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, WHAT_IF_IMAGE_TAG, WHAT_IF_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
-from memcallback.units import parse_bytes
 from memcallback.warn import MemoryWarning, warn
 
 if TYPE_CHECKING:
@@ -74,7 +82,8 @@ def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
 class MemoryCallback(Callback):
     """Records device memory in each phase of each training step, beside a prediction, and suggests the largest batch.
 
-    Nothing of the training changes: weights, losses, random numbers, metrics and checkpoints are the same with and without.
+    Unless a saving is asked for, nothing of the training changes: weights, losses, random numbers, metrics and checkpoints are the same
+    with and without.
     On CUDA a step costs five reads of the allocator's counters; figures are logged at the Trainer's logging interval, and what
     is held by category is counted on the steps of the first three updates and of every 50th after them. On a CPU only the steps
     of the first three updates and of the logging interval are recorded.
@@ -84,56 +93,76 @@ class MemoryCallback(Callback):
 
     Args:
         batch_size: Samples in a batch, if they are not to be inferred from it.
-        device: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains.
+        device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
+            that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
         predict: Whether to predict the step before it first runs.
+        what_if: Whether to predict besides what each saving of memory would buy, which takes some twenty times as long; the plan is printed,
+            and logged as text and picture.
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
         fit_batch_size: Whether to find the largest batch size that fits before training, and train with it (see
             `memcallback.fit_batch_size`). If none can be found, a warning says why, and training goes on with the size as it is.
+        accumulate: Gradient accumulation: batches for each update, as `Trainer(accumulate_grad_batches=...)`; or a mapping from epochs to
+            that number from then on. The batches stay as they are, so to keep the samples of an update make them smaller. Lightning
+            divides the loss of a last window of fewer batches by the same number.
+        amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; a skipped step is told of and counted (see
+            `memcallback.amp`).
+        checkpoint: True, or which modules are computed again in the backward pass (see `memcallback.checkpoint`).
+
+    The three savings hold for a fit; afterwards Trainer and module are as they were before.
 
     Attributes:
         recorder: The recorder of the current or last fit; None before.
         prediction: The prediction of the current or last fit; None if there is none.
         report: The last report; None before.
         fitted: The batch size that was found for the current or last fit; None if none was.
+        plan: What savings would buy, if that was asked for.
 
     Raises:
-        ValueError: If a size, the headroom or the batch size is out of range.
+        ValueError: If the device is none, or one without a known size; if the headroom, the batch size or a saving is out of range; when a
+            fit begins, if a saving cannot be applied.
+        TypeError: If one of them is not of its kind.
 
     Examples:
         >>> callback = MemoryCallback(device="24GiB")
+        >>> callback = MemoryCallback(accumulate=4, amp="bf16-mixed", checkpoint=True)
     """
 
     def __init__(
         self,
         *,
         batch_size: int | None = None,
-        device: str | int | None = None,
+        device: str | int | torch.device | Device | None = None,
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
+        what_if: bool = False,
         reset_peaks: bool = True,
         fit_batch_size: bool = False,
+        accumulate: int | Mapping[int, int] | None = None,
+        amp: str | None = None,
+        checkpoint: CheckpointOption | None = None,
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
-        if not 0 <= headroom < 1:
-            raise ValueError(f"headroom must be at least 0 and below 1, got {headroom}. 0.05 keeps 5 % of the device free.")
+        check_headroom(headroom)
         if batch_size is not None and fit_batch_size:
             raise ValueError(
                 f"batch_size={batch_size} says how many samples a batch has, and fit_batch_size=True is to find that out. Leave one of the two out."
             )
-        self._batch_size = batch_size
-        self._capacity_bytes = None if device is None else parse_bytes(device)
+        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        self._planned = None if device is None else _planned(device)
+        self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
         self._headroom = headroom
         self._predicts = predict
+        self._tries_savings = what_if
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
         self.fitted: FittedBatchSize | None = None
+        self._savings = TrainerSavings(accumulate, amp, checkpoint)
         self.recorder: MemoryRecorder | None = None
         self.prediction: StepPrediction | None = None
         self.report: Report | None = None
+        self.plan: Plan | None = None
         self._restored_peaks: dict[str, int | None] = {}
         self._start_anew()
 
@@ -141,18 +170,27 @@ class MemoryCallback(Callback):
         self.prediction = None
         self._predicted_steps = PredictedSteps(None)
         self.report = None
+        self.plan = None
         self._sinks: Sinks | None = None
         self._hooks: list[Any] = []
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
         self._unlogged: StepMemory | None = None
-        self._notes: tuple[str, ...] = ()
+        # Of a card by name which of several was taken; its architecture is nothing here.
+        is_named = self._planned is not None and any(self._planned.name == card.name for card in CATALOGUE)
+        self._notes: tuple[str, ...] = self._planned.caveats if self._planned and is_named else ()
 
     # When something begins and ends.
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Set the Trainer's accumulation and precision, before it sets itself up."""
+        if stage == "fit":
+            self._savings.setup(trainer, pl_module, lambda text: _print(pl_module, text))
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Whatever went wrong in an earlier fit, this one is recorded; before that its batch size is found, if that is wanted."""
+        """Checkpoint the module, which is whole now; with that find its batch size, if that is wanted. An earlier fit's errors are past."""
+        self._savings.checkpoint(pl_module)
         self._is_broken = False
         if self._fits_batch_size:
             self._fit_batch_size(trainer, pl_module)
@@ -197,6 +235,8 @@ class MemoryCallback(Callback):
                 self._predict(trainer, pl_module, batch)
             if self._sinks is not None:
                 self._sinks.write_layout(has_band=isinstance(self.prediction, TextbookPrediction))
+            if self._tries_savings:
+                self._try_savings(trainer, pl_module, batch)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
         self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
@@ -205,22 +245,20 @@ class MemoryCallback(Callback):
     @_never_stops_training
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Under automatic optimization the forward pass is over."""
-        self._end_forward()
+        if self.recorder:
+            end_forward(self.recorder)
 
     @_never_stops_training
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """The backward pass begins."""
-        self._end_forward()
         if self.recorder:
-            self.recorder.open_phase(Phase.BACKWARD)
+            begin_backward(self.recorder)
 
     @_never_stops_training
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """The backward pass is over; by hand, another forward pass may follow."""
         if self.recorder:
-            self.recorder.close_phase()
-            if not pl_module.automatic_optimization:
-                self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
+            end_backward(self.recorder, by_hand=not pl_module.automatic_optimization)
 
     @_never_stops_training
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -232,9 +270,8 @@ class MemoryCallback(Callback):
         """The step is over, the optimizer's too if the update was skipped."""
         if self.recorder is None:
             return
-        if self.recorder.current_phase is Phase.FORWARD and not pl_module.automatic_optimization:
-            # A loop by hand that calls neither manual_backward nor an optimizer that we know marks nothing.
-            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))
+        if not pl_module.automatic_optimization:
+            end_by_hand(self.recorder)
         record = self.recorder.end_step()
         if record is not None:
             self._publish(trainer, pl_module, record)
@@ -258,9 +295,13 @@ class MemoryCallback(Callback):
                 warn(text)
         self._finish(trainer, pl_module)
 
-    @_never_stops_training
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training has failed: keep what was recorded of the step, and report."""
+        """Training has failed: undo the savings, keep what was recorded of the step, and report."""
+        self._on_failure(trainer, pl_module, exception)
+        self._savings.undo()
+
+    @_never_stops_training
+    def _on_failure(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.recorder is None or not self._is_running:
             return
         record = self.recorder.end_step(is_interrupted=True)
@@ -268,55 +309,42 @@ class MemoryCallback(Callback):
             self._notes = (*self._notes, f"The last step ended with {type(exception).__name__}.")
         self._finish(trainer, pl_module)
 
-    @_never_stops_training
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take back the hooks on the optimizers."""
+        """Undo the savings, and take back the hooks on the optimizers."""
+        self._savings.undo()
+        self._tear_down()
+
+    @_never_stops_training
+    def _tear_down(self) -> None:
         self._release()
 
     def state_dict(self) -> dict[str, Any]:
-        """The peaks over the life of the training."""
-        if self.recorder is None:
-            return dict(self._restored_peaks)
-        return {name: getattr(self.recorder, name) for name in _LIFETIME_PEAKS}
+        """The peaks over the life of the training, and the state of a GradScaler of ours."""
+        peaks = self._restored_peaks if self.recorder is None else {name: getattr(self.recorder, name) for name in _LIFETIME_PEAKS}
+        amp = self._savings.state_dict()
+        return {**peaks, "amp": amp} if amp else dict(peaks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's peaks."""
-        self._restored_peaks = dict(state_dict)
+        """Go on from a checkpoint's peaks and GradScaler."""
+        self._restored_peaks = {name: state_dict.get(name) for name in _LIFETIME_PEAKS}
+        self._savings.load_state_dict(state_dict.get("amp", {}))
 
     # What happens then.
 
-    def _end_forward(self) -> None:
-        if self.recorder is None:
-            return
-        if self.recorder.current_phase is Phase.OPTIMIZER_STEP:
-            # LBFGS has called its closure again, and nothing marks where the forward pass in it began.
-            self.recorder.close_phase(covers=(Phase.OPTIMIZER_STEP, Phase.FORWARD))
-        elif self.recorder.current_phase is Phase.FORWARD:
-            self.recorder.close_phase()
-
     @_never_stops_training
     def _on_update_start(self, is_manual: bool) -> None:
-        if self.recorder is None or self.recorder.current_phase is Phase.OPTIMIZER_STEP:
-            return
-        if self.recorder.current_phase is Phase.FORWARD:
-            # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no backward pass.
-            self.recorder.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if is_manual else ())
-        self.recorder.open_phase(Phase.OPTIMIZER_STEP)
+        if self.recorder is not None:
+            begin_update(self.recorder, by_hand=is_manual)
 
     @_never_stops_training
     def _on_update_end(self, is_manual: bool) -> None:
         if self.recorder is None:
             return
-        if is_manual and self.recorder.current_phase is None:
-            # A closure has run both passes inside the optimizer's step; what came since is the update.
-            self.recorder.open_phase(Phase.OPTIMIZER_STEP)
-        if self.recorder.current_phase is Phase.OPTIMIZER_STEP:
-            self.recorder.close_phase()
-            if is_manual:
-                self.recorder.open_phase(Phase.FORWARD, is_provisional=True)
-            else:
-                # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
-                self.recorder.end_reading()
+        is_in_update = self.recorder.current_phase is Phase.OPTIMIZER_STEP
+        end_update(self.recorder, by_hand=is_manual)
+        if is_in_update and not is_manual:
+            # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
+            self.recorder.end_reading()
 
     def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
         self.fitted = None
@@ -345,6 +373,24 @@ class MemoryCallback(Callback):
         if self.prediction is not None:
             self._notes = (*self._notes, *notes_on(trainer, pl_module))
 
+    def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        assert self.recorder is not None
+        self.plan = plan_for(
+            trainer,
+            pl_module,
+            batch,
+            self._batch_size,
+            device=self.recorder.meter.device,
+            capacity_bytes=self._capacity_bytes,
+            headroom=self._headroom,
+            say=lambda text: _print(pl_module, text),
+        )
+        if self.plan is None or self._sinks is None:
+            return
+        _print(pl_module, self.plan.to_text())
+        self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), _step_number(trainer))
+        self._sinks.log_image(WHAT_IF_IMAGE_TAG, what_if_bars(self.plan), _step_number(trainer))
+
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
         assert self.recorder is not None
         self._unlogged = larger(self._unlogged, record)
@@ -365,8 +411,10 @@ class MemoryCallback(Callback):
     def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
         assert self.recorder is not None
+        batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
+        notes = (*self._notes, *self._savings.notes(batch_size, pl_module.trainer.accumulate_grad_batches))
         self.report = self.recorder.report(
-            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self._notes
+            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )
         if self._sinks is None:
             return
@@ -401,6 +449,16 @@ class MemoryCallback(Callback):
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
+
+
+def _planned(device: str | int | torch.device | Device) -> Device:
+    spec = any_device(device)
+    if spec.capacity_bytes is None:
+        raise ValueError(
+            f"{str(device)!r} does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out for the device "
+            "that trains."
+        )
+    return spec
 
 
 def _log_interval(trainer: Any) -> int:

@@ -9,10 +9,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from memcallback.devices import Device, find_device
-from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step
+from memcallback.devices import Device, find_device, is_cuda_here
+from memcallback.length_trace import MIN_SEQUENCE_LENGTH
+from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step, said
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +26,7 @@ _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
 _STEP = "package.module:make_step"
 _STEP_HELP = f"{TARGET_HELP}: a function that returns a TrainingStep, or a LightningModule with its data"
 _CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
-_DEVICE_HELP = f"{_CARD_HELP}; or cpu"
+_DEVICE_HELP = f"{_CARD_HELP}; cpu; or a device of this machine, such as cuda:0"
 #: The card of an exported history, where none is named: only the workspaces in it and where memory runs out depend on it.
 _DEFAULT_DEVICE = "NVIDIA A100-SXM4-80GB"
 
@@ -87,6 +90,45 @@ def _add_predict(commands: Any) -> None:
     parser.set_defaults(command=_run_predict)
 
 
+def _add_suggest(commands: Any) -> None:
+    parser = commands.add_parser(
+        "suggest",
+        help="the largest batch size that fits on a card that need not be there",
+        description="Suggest the largest batch size whose predicted reserved peak, with headroom, stays within a card. No GPU is needed.",
+    )
+    parser.add_argument("target", metavar=_STEP, help=_STEP_HELP)
+    parser.add_argument("--device", metavar="NAME", required=True, help=_DEVICE_HELP)
+    _add_headroom(parser)
+    parser.add_argument("--multiple-of", metavar="N", help="the batch size is to be a multiple of N, if so many samples fit; 8 by default")
+    parser.add_argument("--max-batch-size", metavar="N", help="it is at most N")
+    parser.add_argument("--dataset-size", metavar="N", help="samples in the dataset")
+    parser.add_argument("--world-size", metavar="N", help="how many ranks train; the batch size is that of one")
+    parser.add_argument(
+        "--sequence-lengths", metavar="N,N", help="a batch size for sequences of each of these lengths; the suggestion is for the longest"
+    )
+    parser.add_argument("--effective-batch-size", metavar="N", help="say too how to have exactly N samples between two updates")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the unit in every key")
+    parser.set_defaults(command=_run_suggest)
+
+
+def _add_what_if(commands: Any) -> None:
+    parser = commands.add_parser(
+        "what-if",
+        help="what each saving of memory would buy and cost",
+        description="Predict a training step with each saving of memory, alone and together. No GPU is needed.",
+    )
+    parser.add_argument("target", metavar=_STEP, help=_STEP_HELP)
+    parser.add_argument("--batch-size", metavar="N", help="samples between two updates; by default as many as the step's own batch has")
+    parser.add_argument("--device", metavar="NAME", required=True, help=_DEVICE_HELP)
+    _add_headroom(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, with the unit in every key")
+    parser.set_defaults(command=_run_what_if)
+
+
+def _add_headroom(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--headroom", metavar="PERCENT", default="5", help="percent of the card to keep free; 5 by default")
+
+
 def _add_export(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
@@ -106,7 +148,7 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 #: Each adds one sub-command, which sets `command` to the function that runs it.
-_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_layers, _add_export)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_suggest, _add_what_if, _add_layers, _add_export)
 
 
 def _run_predict(arguments: argparse.Namespace) -> None:
@@ -114,6 +156,49 @@ def _run_predict(arguments: argparse.Namespace) -> None:
     from memcallback.prediction_text import to_dict, to_text
 
     print(json.dumps(to_dict(prediction), indent=2) if arguments.json else to_text(prediction), end="\n" if arguments.json else "")
+
+
+def _run_suggest(arguments: argparse.Namespace) -> None:
+    names = ("multiple_of", "max_batch_size", "dataset_size", "world_size", "effective_batch_size")
+    given = {name: _parse_number(getattr(arguments, name), f"--{name.replace('_', '-')}", "number of samples") for name in names}
+    effective = given.pop("effective_batch_size")
+    options: dict[str, Any] = {name: number for name, number in given.items() if number is not None}
+    if arguments.sequence_lengths is not None:
+        lengths = arguments.sequence_lengths.split(",")
+        options["sequence_lengths"] = [_parse_number(length.strip(), "--sequence-lengths", "length of a sequence") for length in lengths]
+    advice = _ask(arguments, "suggestion", "suggest_batch_size", headroom=_parse_headroom(arguments.headroom), **options)
+    accumulation = None
+    if effective is not None:
+        try:
+            accumulation = advice.accumulate_for(effective)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if arguments.json:
+        print(json.dumps({**advice.to_dict(), "accumulation": None if accumulation is None else asdict(accumulation)}, indent=2))
+        return
+    print(advice.to_text(), end="")
+    if accumulation is not None:
+        ranks = f" on each of {accumulation.world_size} ranks" if accumulation.world_size > 1 else ""
+        print(
+            f"For {effective} samples between two updates: batch size {accumulation.batch_size}, accumulate {accumulation.accumulate}{ranks}."
+        )
+
+
+def _run_what_if(arguments: argparse.Namespace) -> None:
+    batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
+    headroom = _parse_headroom(arguments.headroom)
+    plan = _ask(arguments, "what_if", "what_if", of="savings", headroom=headroom, batch_size=batch_size)
+    print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan.to_text(), end="\n" if arguments.json else "")
+
+
+def _parse_headroom(text: str) -> float:
+    try:
+        percent = float(text.removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent < 100:
+        raise UsageError(f"--headroom {text!r} is no percentage from 0 to below 100. Write a number, such as --headroom 5.")
+    return percent / 100
 
 
 def _run_export(arguments: argparse.Namespace) -> None:
@@ -136,31 +221,41 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
 def _predict(arguments: argparse.Namespace) -> Prediction:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
-    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence")
-    device = _parse_device(arguments.device)
-    step = load_step(arguments.target)
-    # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    try:
-        predict = importlib.import_module("memcallback.tracing").predict
-        prediction: Prediction = predict(step, device=device, batch_size=batch_size, sequence_length=sequence_length)
-    except Exception as error:  # user code on fakes can fail in any way
-        raise UsageError(f"{arguments.target} cannot be predicted: {type(error).__name__}: {error}") from error
+    sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence", least=MIN_SEQUENCE_LENGTH)
+    prediction: Prediction = _ask(arguments, "tracing", "predict", batch_size=batch_size, sequence_length=sequence_length)
     return prediction
 
 
-def _parse_number(text: str | None, option: str, what: str) -> int | None:
+def _ask(arguments: argparse.Namespace, module: str, function: str, *, of: str = "traces", **options: Any) -> Any:
+    """What a function of the package says of the step and device on the command line."""
+    # What is wrong with a name is said at once; a device of this machine is asked once the step has loaded PyTorch.
+    device: str | Device = arguments.device if is_cuda_here(arguments.device) else _parse_device(arguments.device, find_device)
+    step = load_step(arguments.target)
+    if is_cuda_here(device):
+        _parse_device(arguments.device, importlib.import_module("memcallback.device_here").any_device)
+    # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    tracing = importlib.import_module("memcallback.tracing")
+    progress = tracing.how_far(lambda part: print(f"memcallback: {part}", file=sys.stderr), of)
+    try:
+        with redirect_stdout(sys.stderr):
+            return getattr(importlib.import_module(f"memcallback.{module}"), function)(step, device=device, progress=progress, **options)
+    except (Exception, SystemExit) as error:  # user code on fakes can fail in any way
+        raise UsageError(f"{arguments.target} cannot be predicted: {said(error)}.") from error
+
+
+def _parse_number(text: str | None, option: str, what: str, *, least: int = 1) -> int | None:
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from 1 on, such as {option} 32.")
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{option} {text!r} is no {what}. Write a whole number from {least} on, such as {option} 32.")
     return int(text)
 
 
-def _parse_device(text: str) -> Device:
+def _parse_device(text: str, find: Callable[[str], Device]) -> Device:
     try:
-        return find_device(text)
-    except ValueError as error:
+        return find(text)
+    except (ValueError, RuntimeError) as error:
         raise UsageError(f"--device {error}") from error
 
 
@@ -173,11 +268,12 @@ def _run_layers(arguments: argparse.Namespace) -> None:
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        table = layers(model, *inputs)
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            table = layers(model, *inputs)
+    except (Exception, SystemExit) as error:
         given = " ".join(f"--input {text}" for text in arguments.input)
         raise UsageError(
-            f"{arguments.target} with {given} failed: {type(error).__name__}: {error} Check that the model takes inputs of these sizes."
+            f"{arguments.target} with {given} failed: {said(error)}. Check that the model takes inputs of these sizes."
         ) from error
     print(json.dumps(table.to_dict(), indent=2) if arguments.json else table.to_table().to_text(), end="\n" if arguments.json else "")
 

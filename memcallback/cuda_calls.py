@@ -11,6 +11,7 @@ from memcallback.cuda_convolution import convolution_kernel
 from memcallback.cuda_kernels import has_rule, kernel
 from memcallback.devices import DeviceSpec
 from memcallback.kernels import Kernel, KernelRule
+from memcallback.sparse_parts import dense_parts
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution.default, _aten._convolution.default, _aten.convolution_backward.default})
@@ -45,6 +46,8 @@ def _kernel_of(op: Any, packed: Hashable, device: DeviceSpec, *numbers: int) -> 
 def _pack(value: Any, numbers: list[int]) -> Hashable:
     """A value without its numbers, which are appended to a list."""
     if isinstance(value, torch.Tensor):
+        if value.layout is torch.sparse_coo:
+            return "sparse", _pack((*dense_parts(value), tuple(value.shape)), numbers)
         numbers.extend((*value.shape, *value.stride()))
         return "tensor", value.dtype, value.dim()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -62,6 +65,9 @@ def _unpack(packed: Any, numbers: Iterator[int]) -> Any:
         dtype, num_dims = rest
         shape, strides = ([next(numbers) for _ in range(num_dims)] for _ in range(2))
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    if kind == "sparse":
+        indices, values, shape = _unpack(rest[0], numbers)
+        return torch.sparse_coo_tensor(indices, values, shape, device="meta", check_invariants=False)
     if kind == "number":
         return next(numbers)
     if kind == "sequence":

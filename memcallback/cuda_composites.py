@@ -18,6 +18,7 @@ from memcallback import cuda_rnn
 from memcallback.cuda_attention import scaled_dot_product_attention
 from memcallback.cuda_norms import batch_norm_impl_index, group_norm, rms_norm
 from memcallback.devices import DeviceSpec
+from memcallback.packed_sequences import packed_kernels
 
 aten = torch.ops.aten
 
@@ -50,6 +51,7 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
         "one_hot": one_hot,
         "ctc_loss.IntList": ctc_loss,
         "ctc_loss.Tensor": ctc_loss,
+        **packed_kernels(),
         **cuda_rnn.rnn_kernels(device, own_decomposition),
     }
 
@@ -185,20 +187,20 @@ def own_decomposition(name: str) -> Composite:
 
 
 @contextlib.contextmanager
-def registered(device: DeviceSpec) -> Iterator[None]:
+def registered(device: DeviceSpec | None) -> Iterator[None]:
     """Have fake tensors of device `cpu` decomposed as CUDA tensors would be.
 
     Real tensors, of any thread, keep PyTorch's own decomposition. Nothing stays behind. Only one such block may be open in a process.
 
     Args:
-        device: The card that is stood for.
+        device: The card that is stood for; None for a CPU, of which only those are decomposed anew that read values in C++.
 
     Yields:
         Nothing.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, kernel in composite_kernels(device).items():
+        for name, kernel in (packed_kernels() if device is None else composite_kernels(device)).items():
             library.impl(name, _for_fakes_only(name, kernel), "AutogradCPU")
         for name, shapes in _MISSING_SHAPES.items():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):

@@ -21,6 +21,7 @@ from memcallback import (
     cuda_kernels_other,
     cuda_kernels_reductions,
     cuda_kernels_sort,
+    cuda_kernels_sparse,
 )
 from memcallback.cuda_kernels_matrix import uses_cublas, uses_cublaslt
 from memcallback.cuda_kernels_outputs import CORRECTIONS, Correction
@@ -42,6 +43,7 @@ _RULES: dict[str, Rule] = {
     **cuda_kernels_other.RULES,
     **cuda_kernels_reductions.RULES,
     **cuda_kernels_sort.RULES,
+    **cuda_kernels_sparse.RULES,
 }
 _known: dict[torch._ops.OpOverload, tuple[str, Rule | None, Correction | None]] = {}
 

@@ -12,7 +12,7 @@ from memcallback.kernels import Kernel
 
 
 def _flash(call: Call) -> Kernel:
-    """`mha_fwd` (flash_api.cpp): with dropout the state of the generator is made twice and the first one dropped; without, keys may be split.
+    """`mha_fwd` (flash_api.cpp): with dropout the generator's state is made twice and the first one dropped; without, keys may be split.
 
     Where batch and heads are too few to fill the card, the keys are split, and every part has its own output and logsumexp in float32.
     """

@@ -83,7 +83,7 @@ def _sum_by_segment(steps: Steps, call: Call, grad: torch.Tensor, indices: torch
 
 
 def _embedding_bag(call: Call) -> Kernel:
-    """`_embedding_bag_cuda` (EmbeddingBag.cu): sizes of bags, bags of indices, then by mode the output, before or after the largest indices."""
+    """`_embedding_bag_cuda` (EmbeddingBag.cu): sizes of bags, bags of indices, by mode the output before or after the largest indices."""
     steps = Steps()
     steps.make(2, 1, *((0, 3) if call.outputs[3].numel() else (0,)))
     return steps.kernel
@@ -105,10 +105,8 @@ def _embedding_bag_backward(call: Call) -> Kernel | None:
 
 
 def _embedding_bag_backward_of_either_kind(call: Call) -> Kernel | None:
-    """`_embedding_bag_backward_symint` (EmbeddingBag.cpp): one of the two kinds; of a sparse gradient only the values are made."""
-    grad, indices, _, to_bag, sizes, largest, rows, scale, mode, is_sparse, weights, padding = call.args
-    if is_sparse:
-        return None
+    """`_embedding_bag_backward_symint` (EmbeddingBag.cpp): one of two kinds; `sparse_operators` takes the sparse one apart."""
+    grad, indices, _, to_bag, sizes, largest, rows, scale, mode, _, weights, padding = call.args
     dense = (grad, indices, to_bag, sizes, largest, rows, scale, mode, weights, padding)
     return _embedding_bag_backward(Call("_embedding_bag_dense_backward", dense, call.outputs, call.device))
 

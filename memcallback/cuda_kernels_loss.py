@@ -89,7 +89,7 @@ def _with_logits(call: Call) -> Kernel:
 
 
 def _nll_loss2d(call: Call) -> Kernel:
-    """`nll_loss2d_forward_out_cuda_template` (NLLLoss2d.cu): total weight before a loss per pixel, contiguous copies of input and weight."""
+    """`nll_loss2d_forward_out_cuda_template` (NLLLoss2d.cu): total weight, then a loss per pixel, contiguous copies of input, weight."""
     steps = Steps()
     steps.make(*((1, 0) if call.args[3] == 0 else (0, 1)))
     steps.give(*reversed([steps.take_copy(t) for t in call.args[:3]] if call.args[3] else []))

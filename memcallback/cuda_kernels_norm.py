@@ -67,7 +67,7 @@ def _group_norm(call: Call) -> Kernel:
 
 
 def _group_norm_backward(call: Call) -> Kernel:
-    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums per sample and channel, three factors for the input's gradient."""
+    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums a sample and channel, three factors for the input's gradient."""
     _, x, _, _, weight, n, channels, width, groups, mask = call.args
     wide = accumulate_bytes(x.dtype)
     steps = Steps()
@@ -101,7 +101,7 @@ def _softmax_backward(call: Call) -> Kernel:
 
 
 def batch_norm_grid(rows: int, columns: int) -> tuple[int, int]:
-    """Blocks over channels and over rows: `flexible_launch_configs` with `coop_flag` (Normalization.cuh), tiles of 32 x 16 values a thread."""
+    """Blocks over channels and rows: `flexible_launch_configs` with `coop_flag` (Normalization.cuh), tiles of 32 x 16 values a thread."""
     width = min(1 << (columns.bit_length() - 1), 32)
     height = min(1 << (max(-(-rows // 16), 1).bit_length() - 1), 512 // width)
     if width * height != 512:
@@ -111,7 +111,7 @@ def batch_norm_grid(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batch_norm_staging_bytes(values: int, wide: int, columns: int, rows: int) -> int:
-    """`staging_data` of the channels last kernels: so many values of `wide` bytes for each channel and block of rows; none for one block."""
+    """`staging_data` of the channels last kernels: so many values of `wide` bytes a channel and block of rows; none for one block."""
     along = batch_norm_grid(rows, columns)[1]
     return values * wide * columns * along if along > 1 else 0
 

@@ -1,6 +1,7 @@
 """What a reduction on CUDA takes: where blocks work together on one output, a buffer and its semaphores in global memory.
 
-Follows `setReduceConfig` and `gpu_reduce_kernel` of ATen/native/cuda/Reduce.cuh, and the order and merging of dimensions of ATen/TensorIterator.cpp.
+Follows `setReduceConfig` and `gpu_reduce_kernel` of ATen/native/cuda/Reduce.cuh, and the order and merging of dimensions of
+ATen/TensorIterator.cpp.
 """
 
 from __future__ import annotations

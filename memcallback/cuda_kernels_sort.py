@@ -1,12 +1,15 @@
-"""Rules for sort and scan. They rest on CUB, whose scratch was measured on a virtual device and is approximate: tiles depend on the card."""
+"""Rules for sort and scan.
+
+They rest on CUB, whose scratch was measured on a virtual device and is approximate: tiles depend on the card.
+"""
 
 from __future__ import annotations
 
 from memcallback.cuda_kernels_plan import Call, Rule, Steps, dense_bytes, round_up
 from memcallback.kernels import Kernel
 
-#: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by the bytes of a key with values of 8 bytes;
-#: `narrow`: both of 4.
+#: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by the bytes of a key with values of
+#: 8 bytes; `narrow`: both of 4.
 _SORT_TILES: dict[int, dict[int | str, int]] = {
     9: {1: 5632, 2: 5632, 4: 5376, 8: 4608, "narrow": 5376},
     8: {1: 3072, 2: 3072, 4: 3072, 8: 3840, "narrow": 6144},

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memcallback.devices import DeviceSpec
+from memcallback.packed_sequences import packed_kernels
 
 aten = torch.ops.aten
 
@@ -165,7 +166,7 @@ def rnn_kernels(device: DeviceSpec, own: Callable[[str], Callable[..., Any]]) ->
     def packed(kind: str) -> Callable[..., Any]:
         def kernel(data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
             if not _acceptable(data):
-                return own(f"{kind}.data")(data, batch_sizes, hx, params, *rest)
+                return packed_kernels()[f"{kind}.data"](data, batch_sizes, hx, params, *rest)
             return run(kind, data, hx if kind == "lstm" else [hx], params, *rest, steps=batch_sizes.shape[0])
 
         return kernel

@@ -1,4 +1,4 @@
-"""`device_here`: the CUDA device of this machine as a `DeviceSpec`."""
+"""`device_here`: the CUDA device of this machine as a `DeviceSpec`; `any_device`: that or any other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ from typing import Any
 
 import torch
 
-from memcallback.devices import CATALOGUE, DeviceSpec
+from memcallback.devices import CATALOGUE, Device, DeviceSpec, find_device, is_cuda_here
 from memcallback.steps import PredictionError
+
+
+def any_device(device: str | int | torch.device | Device | None) -> Device:
+    """The device that a person means, be it of this machine or not.
+
+    Args:
+        device: What `find_device` takes; or a device of this machine as PyTorch has it, such as `torch.device("cuda")` or `cuda:1`; None
+            for the current CUDA device.
+
+    Raises:
+        ValueError: As `find_device`; or if the device is one of this machine and is not there.
+        TypeError: As `find_device`.
+        PredictionError: If it is of a kind for which nothing is predicted.
+    """
+    if is_cuda_here(device):
+        device = torch.device(str(device).strip().lower())
+    if device is None or (isinstance(device, torch.device) and device.type != "cpu"):
+        return device_here(device)
+    return find_device("cpu" if isinstance(device, torch.device) else device)
+
+
+def torch_device(device: object) -> torch.device | None:
+    """The CUDA device of this machine that `any_device` takes something for; None if it takes it for another one."""
+    if device is None:
+        return torch.device("cuda")
+    if is_cuda_here(device):
+        device = torch.device(str(device).strip().lower())
+    return device if isinstance(device, torch.device) and device.type == "cuda" else None
 
 
 def device_here(device: torch.device | None = None) -> DeviceSpec:
@@ -18,18 +46,24 @@ def device_here(device: torch.device | None = None) -> DeviceSpec:
         device: The device; by default the current CUDA device.
 
     Raises:
-        ValueError: If none was given and there is no CUDA device.
+        ValueError: If there is no such CUDA device.
         PredictionError: If the device is of another kind.
     """
-    if device is None and not torch.cuda.is_available():
+    if (device is None or device.type == "cuda") and not torch.cuda.is_available():
+        missing = "device is missing, and there is no CUDA device here to predict for."
         raise ValueError(
-            "device is missing, and there is no CUDA device here to predict for. Name a card, such as device='NVIDIA A100-SXM4-80GB', a size "
-            "of memory, such as device='24GiB', or device='cpu'."
+            f"{missing if device is None else f'{str(device)!r} is a CUDA device of this machine, and there is none.'} Name a card, such as "
+            "device='NVIDIA A100-SXM4-80GB', a size of memory, such as device='24GiB', or device='cpu'."
         )
     device = torch.device("cuda") if device is None else device
     if device.type != "cuda" or torch.version.hip is not None:
         kind = "cuda (ROCm)" if device.type == "cuda" else device.type
-        raise PredictionError(f"What a device of type {kind} allocates is not known, only what CUDA devices and CPUs do.")
+        raise PredictionError(
+            f"What a device of type {kind} allocates is not known, only what CUDA devices and CPUs do. Name a card, or 'cpu'."
+        )
+    if device.index is not None and device.index >= (num_devices := torch.cuda.device_count()):
+        known = "'cuda:0'" if num_devices == 1 else f"'cuda:0' to 'cuda:{num_devices - 1}'"
+        raise ValueError(f"{str(device)!r} is not here: this machine's CUDA devices are {known}. Give one of these, or name a card.")
     return _spec(torch.cuda.get_device_properties(device))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from dataclasses import dataclass, replace
 
+from memcallback.checks import described
 from memcallback.units import MiB, format_bytes, parse_bytes
 
 
@@ -183,18 +185,33 @@ CATALOGUE: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for 
 _ANY = _KINDS["A100"][0]
 
 
-def find_device(device: str | int | Device) -> Device:
+#: What PyTorch calls a device of this machine.
+_CUDA_HERE = re.compile(r"cuda(:\d+)?")
+_CPU = re.compile(r"cpu(:\d+)?")
+#: A size, if perhaps with a unit that is none.
+_LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*[kmgt][a-z]*")
+
+
+def is_cuda_here(device: object) -> bool:
+    """Whether a text is what PyTorch calls a CUDA device of this machine: `cuda`, `cuda:1`."""
+    return isinstance(device, str) and _CUDA_HERE.fullmatch(device.strip().lower()) is not None
+
+
+def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -> Device:
     """The device that a person means.
 
     Args:
         device: A name from the catalogue, in full or in short (`A100`, `a100-80gb`, `rtx4090`), upper and lower case alike; a size such
-            as `24GiB` or in bytes for any card of that size; `cpu`; or a device, which is returned.
+            as `24GiB` or in bytes, from 1 MiB on, for any card of that size; `cpu`; or a device, which is returned.
+        like: The card whose architecture one has of which only the size is known.
 
     Returns:
         The device. Its `caveats` say what was assumed: of a size the architecture, of a short name which of several cards was taken.
 
     Raises:
-        ValueError: If the text is neither the name of a device nor a size.
+        ValueError: If the text is neither the name of a device nor a size, or names a device of this machine (`cuda`), which is not asked
+            here.
+        TypeError: If it is neither text nor a whole number nor a device.
 
     Examples:
         >>> find_device("a100-40gb").name
@@ -202,15 +219,23 @@ def find_device(device: str | int | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
-    if isinstance(device, int):
-        return _of_size(parse_bytes(device))
-    if device.strip().lower() == "cpu":
+    if not isinstance(device, str):
+        return _of_size(_large_enough(device, _num_bytes(device)), like or _ANY)
+    text = device.strip().lower()
+    if _CPU.fullmatch(text):
         return HostSpec()
+    if is_cuda_here(text):
+        raise ValueError(
+            f"{device!r} is a device of this machine, which is not asked here. Give it to memcallback.predict, which does; or here the name "
+            "of a card, or the size of its memory, such as '24GiB'."
+        )
     size_bytes = _size(device)
-    if size_bytes is not None:
-        return _of_size(size_bytes)
+    if size_bytes is not None and size_bytes >= MiB:
+        return _of_size(size_bytes, like or _ANY)
     asked = set(_words(device))
     found = [spec for spec in CATALOGUE if asked == set(_words(spec.name))] or [spec for spec in CATALOGUE if _matches(asked, spec)]
+    if not found and size_bytes is not None:
+        _large_enough(device, size_bytes)
     if len([kind for kind, specs in _KINDS.items() if any(spec in found for spec in specs)]) != 1:
         raise ValueError(_unknown(device, [spec.name for spec in found]))
     if len(found) == 1:
@@ -219,22 +244,44 @@ def find_device(device: str | int | Device) -> Device:
     return replace(found[0], caveats=(f"{device!r} was taken for {found[0].name}; it may also mean {others}.",))
 
 
-def _size(text: str) -> int | None:
-    """The bytes in a text that is a size and not the number of a model, such as 4090."""
+def _num_bytes(device: object) -> int:
     try:
-        size_bytes = parse_bytes(text)
+        if not isinstance(device, bool):
+            return parse_bytes(operator.index(device))  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(
+        f"device must be the name of a card, a size of memory or 'cpu', got {described(device)}. Give one such as 'NVIDIA A100-SXM4-80GB' or "
+        "'24GiB'; a device of this machine goes to memcallback.predict."
+    )
+
+
+def _size(text: str) -> int | None:
+    """The bytes in a text that is a size, or the number of a model, such as 4090; None if it is neither."""
+    try:
+        return parse_bytes(text)
     except ValueError:
+        if _LIKE_A_SIZE.fullmatch(text.strip().lower()):
+            raise
         return None
-    return size_bytes if size_bytes >= MiB else None
 
 
-def _of_size(capacity_bytes: int) -> DeviceSpec:
-    major, minor = _ANY.compute_capability
+def _large_enough(device: object, size_bytes: int) -> int:
+    if size_bytes < MiB:
+        raise ValueError(
+            f"{device!r} is neither a card nor its size: a number is a size in bytes, from 1 MiB on. Give the size with its unit, "
+            "such as '24GiB', the name of a card, or 'cuda:0' to predict for a device of this machine."
+        )
+    return size_bytes
+
+
+def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
+    major, minor = like.compute_capability
     text = (
-        f"Only the size of the card is known, {format_bytes(capacity_bytes)}: its architecture was taken to be that of {_ANY.name} "
+        f"Only the size of the card is known, {format_bytes(capacity_bytes)}: its architecture was taken to be that of {like.name} "
         f"(compute capability {major}.{minor}), which decides workspaces and kernels. Name the card for its own."
     )
-    return replace(_ANY, name=f"a card of {format_bytes(capacity_bytes)}", capacity_bytes=capacity_bytes, caveats=(text,))
+    return replace(like, name=f"a card of {format_bytes(capacity_bytes)}", capacity_bytes=capacity_bytes, caveats=(text,))
 
 
 #: Words that do not tell one card from another: makers' and series' names.

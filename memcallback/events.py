@@ -90,9 +90,11 @@ class PhaseStart:
 
     Attributes:
         phase: The phase.
+        covers: All the phases in it, where nothing marks the boundary between them; none for the phase alone.
     """
 
     phase: Phase
+    covers: tuple[Phase, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class _Names:
         return self._index[name]
 
 
-def _to_row(event: Event, names: _Names) -> list[int | str | None]:
+def _to_row(event: Event, names: _Names) -> list[object]:
     if isinstance(event, Alloc):
         category = None if event.category is None else event.category.value
         return ["a", event.id, event.size_bytes, event.stream, category, names.index(event.operator), names.index(event.module)]
@@ -206,6 +208,8 @@ def _to_row(event: Event, names: _Names) -> list[int | str | None]:
         return ["f", event.id]
     if isinstance(event, (StepStart, StepEnd)):
         return ["step" if isinstance(event, StepStart) else "step end"]
+    if isinstance(event, PhaseStart) and event.covers:
+        return ["start", event.phase.value, [phase.value for phase in event.covers]]
     return ["start" if isinstance(event, PhaseStart) else "end", event.phase.value]
 
 
@@ -219,7 +223,8 @@ def _from_row(row: Sequence[Any], names: Sequence[str]) -> Event:
         return Free(*values)
     if code in ("start", "end"):
         phase = Phase(values[0])
-        return PhaseStart(phase) if code == "start" else PhaseEnd(phase)
+        covers = tuple(map(Phase, values[1])) if len(values) > 1 else ()
+        return PhaseStart(phase, covers) if code == "start" else PhaseEnd(phase)
     if code in ("step", "step end"):
         return StepStart() if code == "step" else StepEnd()
     raise ValueError(f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the trace again")

@@ -18,6 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset
 
+from memcallback.function_copies import FunctionCopies, hooks_of
+from memcallback.sparse_parts import dense_parts, sparse_tensor
+
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
@@ -44,7 +47,10 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - A dataset or data loader that is an attribute of a module is shared with the original, since it can be as large as the data.
     - What cannot be deep-copied (a lock, an open file, a generator) is shared with the original; what holds it is copied.
 
-    As in `copy.deepcopy`, functions are shared, with what their closures hold.
+    - A function that holds a part of a copied module (a hook that knows its module by a closure) is copied, and holds the copied part.
+    - Hooks of parameters are copied with them.
+
+    As in `copy.deepcopy`, other functions are shared, with what their closures hold.
 
     Args:
         obj: A module, a batch (containers nested in any way, dataclasses, objects of any class), or a tuple of several
@@ -55,7 +61,7 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
         The copy.
 
     Raises:
-        ValueError: If a tensor has no strided storage (sparse, nested, lazily initialised) or is of a subclass with a
+        ValueError: If a tensor is neither strided nor sparse (COO), is nested or lazily initialised, or of a subclass with a
             `__torch_dispatch__` of its own, or if a module refuses to be copied.
     """
     return _copy_with(obj, _FakeFactory(fake_mode))
@@ -73,7 +79,8 @@ def resize_batch(batch: T, batch_size: int, new_batch_size: int, *, lengths: tup
     Returns:
         A copy in which every tensor whose first dimension is `batch_size` has `new_batch_size` there, and in which every other
         dimension as long as the sequences has their new length. Each tensor has its dimensions in the same order in memory as
-        before and a storage of its own, as after a copy to another device.
+        before and a storage of its own, as after a copy to another device. In a sparse tensor every sparse dimension of that size is
+        resized, and as many elements are specified for each further sample as there are for one now, rounded up.
 
     Raises:
         ValueError: If a size is negative.
@@ -84,11 +91,20 @@ def resize_batch(batch: T, batch_size: int, new_batch_size: int, *, lengths: tup
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(tensor, FakeTensor), type(tensor)
-        has_samples = tensor.dim() > 0 and tensor.shape[0] == batch_size
-        rest = (lengths[1] if lengths and size == lengths[0] else size for size in tensor.shape[1:])
-        shape = (new_batch_size if has_samples else tensor.shape[0], *rest) if tensor.dim() else ()
+        # The sparse matrix of a graph has a row and a column for each sample.
+        num_dims = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 1
+
+        def size_of(dim: int, size: int) -> int:
+            if size == batch_size and dim < num_dims:
+                return new_batch_size
+            return lengths[1] if lengths and dim and size == lengths[0] else size
+
+        shape = tuple(size_of(dim, size) for dim, size in enumerate(tensor.shape))
         with tensor.fake_mode, torch.no_grad():
-            fake = torch.empty_strided(shape, _strides_in_order_of(tensor, shape), dtype=tensor.dtype, device=_CPU)
+            if tensor.layout is torch.sparse_coo:
+                fake = _resized_sparse(tensor, shape)
+            else:
+                fake = torch.empty_strided(shape, _strides_in_order_of(tensor, shape), dtype=tensor.dtype, device=_CPU)
         return fake.requires_grad_(tensor.requires_grad)
 
     return _copy_with(batch, resized)
@@ -131,7 +147,10 @@ class _FakeFactory:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        _refuse_unless_strided(tensor)
+        _refuse_unless_known(tensor)
+        if tensor.layout is torch.sparse_coo:
+            indices, values = map(self, dense_parts(tensor))
+            return sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
         storage = tensor.untyped_storage()
         with no_dispatch(), torch.no_grad():
             if storage._cdata not in self._storages:
@@ -161,7 +180,7 @@ class _CopyMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def _refuse_unless_strided(tensor: torch.Tensor) -> None:
+def _refuse_unless_known(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise _CannotBeFake(
@@ -169,11 +188,11 @@ def _refuse_unless_strided(tensor: torch.Tensor) -> None:
             "Run the model once on a real batch first."
         )
     own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(tensor, FakeTensor)
-    if own_dispatch or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    if own_dispatch or tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
         raise _CannotBeFake(
             f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout {tensor.layout} cannot be made "
-            "fake: only tensors that own one strided storage can. Convert it first, for instance with .to_dense(), "
-            ".dequantize() or .to_local(), or leave it out of the model and the batch."
+            "fake: only strided tensors with a storage of their own and sparse ones (COO) can. Convert it first, for instance with "
+            ".to_sparse_coo(), .to_dense(), .dequantize() or .to_local(), or leave it out of the model and the batch."
         )
 
 
@@ -185,16 +204,20 @@ def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
     for module in _modules_of(obj):
         # A lazy parameter copies itself without a word to the mode below.
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            _refuse_unless_strided(tensor)
+            _refuse_unless_known(tensor)
     shared: list[Any] = _to_share(obj)
+    functions = FunctionCopies(_modules_of(obj))
     while True:
         memo: dict[int, Any] = {id(item): item for item in shared}
         memo.update(dict.fromkeys(map(id, _run_references(obj))))
+        functions.begin(memo)
         try:
             with _CopyMode(make), torch.no_grad():
                 for compiled in _compiled_modules(obj):
                     memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
                 result = copy.deepcopy(obj, memo)
+                functions.complete(memo)
+                _copy_hooks(obj, memo)
         except (_CannotBeFake, RecursionError):
             raise
         except Exception as error:
@@ -210,6 +233,15 @@ def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         else:
             _settle(memo)
             return result
+
+
+def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:
+    """Register the hooks of leaves with their copies."""
+    for tensor in {
+        id(t): t for module in _modules_of(obj) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }.values():
+        for method, hook in hooks_of(tensor):
+            getattr(memo[id(tensor)], method)(copy.deepcopy(hook, memo))
 
 
 def _last_object_copied(traceback: TracebackType | None) -> Any:
@@ -248,6 +280,14 @@ def _settle(memo: dict[int, Any]) -> None:
                 attributes[name] = _CPU
         if attributes.get("_compiled_call_impl") is not None:
             attributes["_compiled_call_impl"] = None
+
+
+def _resized_sparse(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    indices, values = dense_parts(tensor)
+    num_dims, count = indices.shape
+    count += (shape[0] - tensor.shape[0]) * -(-count // max(tensor.shape[0], 1))
+    parts = indices.new_empty(num_dims, max(count, 0)), values.new_empty(max(count, 0), *shape[num_dims:])
+    return sparse_tensor(*parts, shape, is_coalesced=tensor.is_coalesced())
 
 
 def _strides_in_order_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Two pictures: one step by category with the prediction over it, and the peak over batch sizes with the capacity.
+"""Three pictures: one step by category with the prediction over it, the peak over batch sizes with the capacity, what savings would buy.
 
 Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are; and in a thread of its own, since
 the parser of matplotlib's labels keeps exceptions, whose frames would keep the training's batch alive.
@@ -7,12 +7,15 @@ the parser of matplotlib's labels keeps exceptions, whose frames would keep the 
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from memcallback.advise import BatchSizeAdvice, TracedPeak
+from memcallback.advice import BatchSizeAdvice
 from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.peak_lines import TracedPeak
+from memcallback.plan import Plan
 from memcallback.predicted import StepPrediction
 from memcallback.stats import MemoryStats, StepMemory
 from memcallback.textbook_law import TextbookPrediction
@@ -33,6 +36,9 @@ _COLOURS = {
 }
 _REST_COLOUR = "#d4d4d4"
 _PREDICTED_COLOUR = "#c62828"
+_HELPS_COLOUR = "#59a14f"
+#: Of the savings in the picture.
+_NUM_BARS = 24
 
 
 def _in_own_thread(draw: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -143,6 +149,8 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None)
         axes.plot(sizes, [advice.line.at(size) / unit for size in sizes], color="black", label="peak expected from the measured step")
     axes.axhline(advice.capacity_bytes / unit, color="#555555", label="capacity")
     axes.axhline(max(0, advice.budget_bytes) / unit, color="#555555", linestyle=":", label="capacity less headroom and others' use")
+    if (limit := advice.limit_without_retry) and limit <= largest:
+        axes.axvline(limit, color="#555555", linestyle="-.", label=f"limit without a retry {limit}")
     if advice.batch_size:
         axes.axvline(advice.batch_size, color="#59a14f", label=f"suggested batch size {advice.batch_size}")
     axes.axvline(advice.current_batch_size, color="#4e79a7", linestyle="--", label=f"current batch size {advice.current_batch_size}")
@@ -152,6 +160,44 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None)
     axes.set_ylabel(f"peak ({unit_name})")
     axes.set_title("Peak memory over the batch size")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return _pixels(figure)
+
+
+@_in_own_thread
+def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
+    """The peak with each saving beside the present one, with the largest batch size that fits then.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        An image of shape (height, width, 3), 0 to 255.
+
+    Raises:
+        ValueError: If nothing in the plan was predicted.
+    """
+    rows = [row for row in plan.rows if row.peak_bytes is not None][:_NUM_BARS]
+    present_bytes = plan.current.peak_bytes
+    if not rows or present_bytes is None:
+        raise ValueError("The plan has no saving that was predicted.")
+    unit, unit_name = _unit(max(present_bytes, *(row.peak_bytes or 0 for row in rows)))
+    figure, axes = _canvas()
+    figure.set_size_inches(11, 1.4 + 0.3 * len(rows))
+    for position, row in enumerate(rows):
+        colour = _HELPS_COLOUR if plan.helps(row) else _REST_COLOUR
+        axes.barh(position, (row.peak_bytes or 0) / unit, color=colour, height=0.7)
+        fits = "" if row.largest_batch_size is None else f"  fits up to {row.largest_batch_size:,}"
+        extra = f", {row.extra_compute_pct:+.0f} % compute" if row.extra_compute_pct and abs(row.extra_compute_pct) >= 1 else ""
+        axes.text((row.peak_bytes or 0) / unit, position, f"{fits}{extra}", va="center", fontsize=9)
+    axes.axvline(present_bytes / unit, color="black", linestyle="--", label=f"as it is, batch size {plan.current.batch_size}")
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.saving, 56) for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.5, y=0.01)
+    axes.set_xlim(left=0)
+    kind = "allocated" if plan.current.peak_reserved_bytes is None else "reserved"
+    axes.set_xlabel(f"{kind} peak ({unit_name}), predicted")
+    axes.set_title(f"What savings would buy on {plan.device_name}")
+    axes.legend(loc="upper right")
     return _pixels(figure)
 
 

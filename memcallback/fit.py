@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from memcallback.advise import DEFAULT_HEADROOM
+from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.fakes import untouched_globals
 from memcallback.fit_search import FitSearch
 from memcallback.fit_settings import FitSettings
@@ -32,6 +32,7 @@ def fit_batch_size(
     capacity: str | int | None = None,
     headroom: float = DEFAULT_HEADROOM,
     num_updates: int = 3,
+    multiple_of: int = DEFAULT_MULTIPLE,
     max_batch_size: int | None = None,
 ) -> FittedBatchSize:
     """Find the largest batch size that fits, and set it.
@@ -58,6 +59,7 @@ def fit_batch_size(
         capacity: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains. Needed on a CPU.
         headroom: The fraction of it to keep free, at least 0 and below 1.
         num_updates: Optimizer updates in a trial, at least 2.
+        multiple_of: The size is to be a multiple of this, if at least so many samples fit; 1 for any.
         max_batch_size: The largest size to consider; by default there is no end but the data's.
 
     Returns:
@@ -66,7 +68,7 @@ def fit_batch_size(
 
     Raises:
         ValueError: If an argument is out of range, the batch size cannot be read or set, or nothing limits it.
-        TypeError: If `trainer` is no Trainer, or `datamodule` no LightningDataModule.
+        TypeError: If a number is none, `trainer` is no Trainer, or `datamodule` no LightningDataModule.
         RuntimeError: If not even one sample fits.
         Exception: What the module's own code raises, out of memory aside.
 
@@ -78,6 +80,7 @@ def fit_batch_size(
         capacity_bytes=None if capacity is None else parse_bytes(capacity),
         headroom=headroom,
         num_updates=num_updates,
+        multiple_of=multiple_of,
         max_batch_size=max_batch_size,
     )
     lightning = lightning_of(trainer)

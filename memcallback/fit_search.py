@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memcallback.advise import BatchSizeAdvice, PeakLine, TracedPeak, counted_peak, suggest
+from memcallback.advice import BatchSizeAdvice, BatchSizeBounds
+from memcallback.advise import suggest
 from memcallback.fit_settings import FitSettings, check_supported, room_on
 from memcallback.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
 from memcallback.forecast import forecast
@@ -18,6 +19,7 @@ from memcallback.gauge import Gauge
 from memcallback.loaders import NAME, places, resized
 from memcallback.meters import device_memory
 from memcallback.oom import is_out_of_memory, let_go, release_memory
+from memcallback.peak_lines import PeakLine, TracedPeak, counted_peak
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.run_state import RunState
@@ -96,22 +98,23 @@ class FitSearch:
             RuntimeError: If not even one sample fits.
             Exception: What the Trainer's own step raises, out of memory aside.
         """
+        any_size = BatchSizeBounds(multiple_of=self._settings.multiple_of)
         with tempfile.TemporaryDirectory() as folder:
             previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
             advice = self._advise(measured=None, elsewhere_bytes=self._elsewhere_bytes)
-            predicted = None if advice is None else advice.batch_size
+            predicted = None if advice is None else any_size.within(advice.largest)
             line = None if advice is None else advice.line
             self._line = LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes) if isinstance(line, TracedPeak) else line
             (first,) = self._agree(self._first(previous, predicted, cap))
-            search = BatchSizeSearch(first, cap=cap)
+            search = BatchSizeSearch(first, BatchSizeBounds(multiple_of=any_size.multiple_of, max_batch_size=cap))
             while search.next is not None and len(self._trials) < _MAX_TRIALS:
                 size = search.next
                 fits, expected = self._try(size, folder)
                 search.record(size, fits=fits, expected=expected)
         if not search.best:
             raise RuntimeError(nothing_fits(self._trials[-1], self._gauge.device_name, self._room.capacity_bytes, self._prediction))
-        if search.best == cap:
+        if cap is not None and search.best == any_size.within(cap):
             self._notes.append(f"{why}: no larger batch was tried.")
         return FittedBatchSize(
             batch_size=search.best,

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM
+from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
+from memcallback.advise import check_headroom
+from memcallback.checks import whole_number
 from memcallback.devices import CONTEXT_BYTES
 from memcallback.meters import device_memory
 
@@ -21,8 +23,10 @@ class FitSettings:
         headroom: The fraction of it to keep free, at least 0 and below 1.
         num_updates: Optimizer updates in a trial, at least 2: the second is the first that has optimizer state and gradients.
         max_batch_size: The largest size to consider; None for no end but the data's.
+        multiple_of: The size is to be a multiple of this, if at least so many samples fit; at least 1.
 
     Raises:
+        TypeError: If one of them is no number.
         ValueError: If one of them is out of range.
     """
 
@@ -30,17 +34,16 @@ class FitSettings:
     headroom: float = DEFAULT_HEADROOM
     num_updates: int = 3
     max_batch_size: int | None = None
+    multiple_of: int = DEFAULT_MULTIPLE
 
     def __post_init__(self) -> None:
-        if not 0 <= self.headroom < 1:
-            raise ValueError(f"headroom must be at least 0 and below 1, got {self.headroom}. 0.05 keeps 5 % of the device free.")
-        if self.num_updates < 2:
-            raise ValueError(
-                f"num_updates must be at least 2, got {self.num_updates}: the first update has neither optimizer state nor gradients before it. "
-                "Leave it out for 3."
-            )
-        if self.max_batch_size is not None and self.max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}. Leave it out for no limit but the data's.")
+        check_headroom(self.headroom)
+        whole_number(
+            "num_updates", self.num_updates, "The first has neither optimizer state nor gradients before it. Leave it out for 3.", least=2
+        )
+        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
+        if self.max_batch_size is not None:
+            whole_number("max_batch_size", self.max_batch_size, "Leave it out for no limit but the data's.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memcallback.advise import TracedPeak
+from memcallback.advice import BatchSizeBounds
 from memcallback.events import Category
+from memcallback.peak_lines import TracedPeak
 from memcallback.predicted import StepPrediction
 from memcallback.tables import Table
 from memcallback.units import format_bytes
@@ -98,15 +99,15 @@ class BatchSizeSearch:
     now expected to, and where nothing is expected the middle between what fits and what does not.
 
     Args:
-        first: The size to try first.
-        cap: The largest there can be; None for no end.
+        first: The size to try first, at least 1.
+        bounds: What bounds it besides memory.
     """
 
-    def __init__(self, first: int, *, cap: int | None = None) -> None:
-        self._cap = cap
+    def __init__(self, first: int, bounds: BatchSizeBounds) -> None:
+        self._bounds = bounds
         self.best = 0
         self._smallest_bad: int | None = None
-        self.next: int | None = max(1, first if cap is None else min(first, cap))
+        self.next: int | None = bounds.within(first)
 
     def record(self, batch_size: int, *, fits: bool, expected: int | None) -> None:
         """Take note of a trial.
@@ -124,11 +125,11 @@ class BatchSizeSearch:
 
     def _next(self, expected: int | None) -> int | None:
         best, bad = self.best, self._smallest_bad
-        if expected is not None and best < expected < (bad or expected + 1):
-            wanted = expected if self._cap is None else min(expected, self._cap)
-            return wanted if wanted >= _WORTHWHILE * best and wanted > best else None
-        is_settled = bad is None or (expected is not None and 0 < expected <= best) or bad <= _WORTHWHILE * best
-        middle = (best + (bad or 0)) // 2
+        likely = None if expected is None else self._bounds.within(expected)
+        if likely is not None and best < likely < (bad or likely + 1):
+            return likely if likely >= _WORTHWHILE * best else None
+        is_settled = bad is None or (likely is not None and 0 < likely <= best) or bad <= _WORTHWHILE * best
+        middle = self._bounds.within((best + (bad or 0)) // 2)
         return None if is_settled or middle <= best else middle
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from memcallback import textbook, tracing
+from memcallback.cpu_meter import cpu_memory
 from memcallback.device_here import device_here
+from memcallback.devices import HostSpec
 from memcallback.holdings import storage_bytes
+from memcallback.plan import Plan
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.steps import PredictionError, TrainingStep, infer_batch_size, is_sharded
 from memcallback.units import format_bytes
 from memcallback.warn import warn
-
-#: A trace that takes longer says how far it is.
-SLOW_S = 2.0
+from memcallback.what_if import what_if
 
 
 def forecast(
@@ -63,11 +65,47 @@ def forecast(
         reason = _reason(error)
     try:
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
-    except Exception as error:
-        _warn_of_none(f"{reason} The textbook law cannot stand in: {_reason(error)}")
+    except Exception:
+        _warn_of_none(reason)
         return None
-    warn(f"{reason} The textbook law stands in for the traced prediction: an upper estimate with a lower edge.")
+    warn(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
     return law
+
+
+def plan_for(
+    trainer: Any,
+    pl_module: Any,
+    batch: object,
+    batch_size: int | None,
+    *,
+    device: torch.device,
+    capacity_bytes: int | None,
+    headroom: float,
+    say: Callable[[str], None],
+) -> Plan | None:
+    """What savings would buy in the step of a Trainer.
+
+    Args:
+        trainer: The Trainer, about to run its first step.
+        pl_module: Its module.
+        batch: Its first batch.
+        batch_size: Samples in the batch, None to infer them.
+        device: The device that trains.
+        capacity_bytes: The memory to plan for, if it is not the device's own.
+        headroom: The fraction of it that the largest batch sizes keep free.
+        say: Prints a line.
+
+    Returns:
+        The plan; None, with a warning, if there can be none.
+    """
+    try:
+        spec = HostSpec(capacity_bytes=cpu_memory().capacity_bytes) if device.type == "cpu" else device_here(device)
+        spec = spec if capacity_bytes is None else replace(spec, capacity_bytes=capacity_bytes)
+        progress = tracing.how_far(lambda part: say(f"Trying savings before the first step: {part}."), of="savings")
+        return what_if(step_of(trainer, pl_module, batch, batch_size), device=spec, headroom=headroom, progress=progress)
+    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
+        warn(f"No savings could be tried. {_reason(error)} MemoryCallback(what_if=False) leaves them out.")
+        return None
 
 
 def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None) -> TrainingStep:
@@ -104,11 +142,7 @@ def _traced(step: TrainingStep, device: torch.device, say: Callable[[str], None]
             f"The step was not traced: its model is on {len(devices)} devices ({', '.join(devices)}), and a trace has one."
         )
     start = perf_counter()
-
-    def progress(num_done: int, num_all: int) -> None:
-        if (seconds := perf_counter() - start) > SLOW_S:
-            say(f"Tracing the step before it first runs: {num_done} of {num_all} traces after {seconds:.1f} s.")
-
+    progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
     prediction = tracing.predict(step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress)
     _ = prediction.step  # the replay, which is kept
     num_events = len(prediction.trace.traced.trace.events)
@@ -123,9 +157,7 @@ def _reason(error: Exception) -> str:
 
 
 def _warn_of_none(reason: str) -> None:
-    warn(
-        f"The step's memory could not be predicted. {reason} It is still recorded. MemoryCallback(predict=False) leaves the prediction out."
-    )
+    warn(f"The step's memory is recorded and not predicted. {reason} MemoryCallback(predict=False) leaves the prediction out.")
 
 
 def notes_on(trainer: Any, pl_module: torch.nn.Module) -> tuple[str, ...]:

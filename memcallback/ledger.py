@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import accumulate, groupby
 
 import torch
 
 from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall
 from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import KernelRule
+from memcallback.sparse_parts import dense_parts
 
 
 class Entry:
@@ -62,21 +64,22 @@ class Ledger:
     def __init__(self) -> None:
         self.module = ""
         self.phase: Phase | None = None
-        self._rows: list[Entry | Event] = []
+        #: A list is a place for marks that are known only later.
+        self._rows: list[Entry | Event | list[Event]] = []
         self._by_storage: dict[int, Entry] = {}
         self._num_entries = 0
         self._num_temporaries = 0
         self._call_start = 0
-        self.calls: list[KernelCall] = []
+        self._calls: list[KernelCall] = []
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """The allocation that a tensor lies in, None if it is not known."""
+        """The allocation that a dense tensor lies in, None if it is not known."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def add(
         self, tensor: torch.Tensor, category: Category | None, operator: str, *, is_host: bool = False, size_bytes: int | None = None
     ) -> Entry:
-        """Write down the storage of a tensor as a new allocation, of its own size unless another is given."""
+        """Write down the storage of a dense tensor as a new allocation, of its own size unless another is given."""
         storage = tensor.untyped_storage()
         entry = self.take(storage.nbytes() if size_bytes is None else size_bytes, category, operator, is_host=is_host)
         self._follow(storage, entry)
@@ -112,7 +115,7 @@ class Ledger:
         """
         numbers = tuple(None if entry is None else entry.id for entry in outputs)
         stays = tuple(entry.id for entry in handles if entry.id is not None)
-        self.calls.append(KernelCall(self._call_start, len(self._rows), rule, numbers, stays, operator, self.module))
+        self._calls.append(KernelCall(self._call_start, len(self._rows), rule, numbers, stays, operator, self.module))
 
     def give(self, entry: Entry) -> None:
         """Write down that an allocation was given back."""
@@ -135,9 +138,10 @@ class Ledger:
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
         """Say what the storages of some tensors are for, and whose module's they are, once that is known."""
         for module, tensor in tensors:
-            entry = self.find(tensor)
-            if entry is not None and entry.category in (None, Category.TEMPORARY, Category.ACTIVATION):
-                entry.category, entry.module = category, module
+            for part in dense_parts(tensor):
+                entry = self.find(part)
+                if entry is not None and entry.category in (None, Category.TEMPORARY, Category.ACTIVATION):
+                    entry.category, entry.module = category, module
 
     def start_phase(self, phase: Phase) -> None:
         """A phase begins."""
@@ -147,11 +151,21 @@ class Ledger:
     def end_phase(self) -> None:
         """The phase is over. What it allocated and still stands is an activation if it was the forward pass."""
         assert self.phase is not None
+        self.label_activations()
+        self._rows.append(PhaseEnd(self.phase))
+        self.phase = None
+
+    def label_activations(self) -> None:
+        """What the forward pass allocated and still stands is an activation, unless something better is known."""
         for entry in self._by_storage.values():
             if entry.category is None and entry.phase is Phase.FORWARD:
                 entry.category = Category.ACTIVATION
-        self._rows.append(PhaseEnd(self.phase))
-        self.phase = None
+
+    def place(self) -> list[Event]:
+        """A place for marks that are known only later, to be filled with them before the trace is asked for."""
+        marks: list[Event] = []
+        self._rows.append(marks)
+        return marks
 
     def start_step(self) -> None:
         """A step begins."""
@@ -165,16 +179,24 @@ class Ledger:
         """Write down nothing more: what vanishes from now on stands at the end of the trace."""
         self._by_storage.clear()
 
+    @property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """The calls of operators that have a rule, by the positions of their events in the trace."""
+        if not any(isinstance(row, list) for row in self._rows):
+            return tuple(self._calls)
+        starts = list(accumulate((len(row) if isinstance(row, list) else 1 for row in self._rows), initial=0))
+        return tuple(replace(call, start=starts[call.start], stop=starts[call.stop]) for call in self._calls)
+
     def trace(self) -> AllocationTrace:
         """All that was written down; what no category was found for is temporary.
 
         What is freed with nothing in between is in the order of its numbers: autocast drops its copies in another order each time, which
         no allocator can tell.
         """
-        inside = {position for call in self.calls for position in range(call.start, call.stop)}
+        inside = {position for call in self._calls for position in range(call.start, call.stop)}
         events: list[Event] = []
         for is_free, rows in groupby(enumerate(self._rows), lambda row: isinstance(row[1], Free) and row[0] not in inside):
-            found = [_event(row) if isinstance(row, Entry) else row for _, row in rows]
+            found = [event for _, row in rows for event in _events(row)]
             events += sorted(found, key=lambda event: event.id if isinstance(event, Free) else 0) if is_free else found
         return AllocationTrace(tuple(events))
 
@@ -187,6 +209,12 @@ class Ledger:
         if self._by_storage.get(key) is entry:
             del self._by_storage[key]
             self.give(entry)
+
+
+def _events(row: Entry | Event | list[Event]) -> list[Event]:
+    if isinstance(row, list):
+        return row
+    return [_event(row) if isinstance(row, Entry) else row]
 
 
 def _event(entry: Entry) -> Alloc:

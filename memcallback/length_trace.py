@@ -1,8 +1,8 @@
 """`LengthTrace`: a step's allocations at other sequence lengths, from traces at three of them.
 
-Shapes are polynomials of the sequence length: a row of tokens is linear in it, a matrix of attention quadratic. So every size, what it grows
-with each sample, and every number of an operator's own rule is a parabola through its values at three lengths, in whole numbers, as long as
-the program takes the same path at every length. A fourth length shows whether it does.
+Shapes are polynomials of the sequence length: a row of tokens is linear in it, a matrix of attention quadratic. So every size, what it
+grows with each sample, and every number of an operator's own rule is a parabola through its values at three lengths, in whole numbers, as
+long as the program takes the same path at every length. A fourth length shows whether it does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import zip_longest
 from math import gcd, lcm, prod
 
 from memcallback.batch_trace import BatchTrace, KernelCall, TracedStep, event_text, is_same, item_of, item_text
+from memcallback.checks import whole_number
 
 #: The shortest sequence length of which others can be told: four are traced.
 MIN_SEQUENCE_LENGTH = 4
@@ -104,8 +105,11 @@ class LengthTrace:
             sequence_length: The traced one and a multiple of `step` more or less, at least 1.
 
         Raises:
+            ValueError: If it is below 1.
+            TypeError: If it is no whole number.
             UnknownSequenceLength: If it is none of these, or a size there is no whole number of bytes.
         """
+        sequence_length = whole_number("sequence_length", sequence_length, "Give how long the batch's sequences are.")
         if sequence_length == self.sequence_length:
             return self._longest
         if sequence_length not in self._known:
@@ -118,8 +122,6 @@ class LengthTrace:
 
     def _between(self, sequence_length: int) -> BatchTrace:
         own, longest = self.sequence_length, self._longest
-        if sequence_length < 1:
-            raise UnknownSequenceLength(f"sequence_length must be at least 1, got {sequence_length}.")
         if not self.step:
             raise UnknownSequenceLength(
                 f"the step was traced at sequence length {own} alone, which says nothing of sequence length {sequence_length}: trace the "

@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -87,6 +88,13 @@ class LightningLoop:
     def __init__(self, default_dtype: torch.dtype | None = None) -> None:
         self._default_dtype = default_dtype
 
+    @staticmethod
+    def autocast_cache_enabled(module: Any) -> bool:
+        """Whether half-precision copies of weights live until autocast is left; not in those versions of Lightning that turn that off."""
+        package = next(kind.__module__.partition(".core")[0] for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+        plugin = import_module(f"{package}.plugins.precision").MixedPrecision("bf16-mixed", device="cpu")
+        return bool(plugin.autocast_context_manager()._cache_enabled)
+
     def training_step(self, module: Any, batch: object) -> object:
         """What `training_step` returns."""
         # Lightning gives batch_idx to whatever takes a second argument, whatever its name.
@@ -104,7 +112,7 @@ class LightningLoop:
         module: Any,
         optimizers: Sequence[torch.optim.Optimizer],
         manual_backward: Callable[..., None],
-        update: Callable[..., None],
+        update: Callable[..., Any],
     ) -> Iterator[None]:
         """Let a module's `optimizers()` and `manual_backward` do what they are told, inside the context.
 
@@ -112,22 +120,31 @@ class LightningLoop:
             module: The module, a copy.
             optimizers: Its optimizers.
             manual_backward: Called with the loss.
-            update: Called with an optimizer and perhaps a closure in place of the optimizer's `step`.
+            update: Called with an optimizer, a closure and what else is given to the `step` of one of `self.optimizers()`.
         """
         _stand_alone(module)
         wrapped = [_ManualOptimizer(optimizer, optimizers, update) for optimizer in optimizers]
-        module.optimizers = lambda *args, **kwargs: wrapped[0] if len(wrapped) == 1 else wrapped
+
+        def optimizers_of_module(use_pl_optimizer: bool = True) -> Any:
+            found: list[Any] = list(wrapped if use_pl_optimizer else optimizers)
+            return found[0] if len(found) == 1 else found
+
+        module.optimizers = optimizers_of_module
         module.manual_backward = manual_backward
         module.clip_gradients = _clip_gradients
-        module.toggle_optimizer = lambda optimizer, *args: optimizer.toggle()
-        module.untoggle_optimizer = lambda optimizer, *args: optimizer.untoggle()
+
+        def wrapper_of(optimizer: Any) -> Any:
+            return next((one for one in wrapped if one._optimizer is optimizer), optimizer)
+
+        module.toggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).toggle()
+        module.untoggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).untoggle()
         yield
 
 
 class _ManualOptimizer:
     """What `self.optimizers()` gives under manual optimization."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, every: Sequence[torch.optim.Optimizer], update: Callable[..., None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, every: Sequence[torch.optim.Optimizer], update: Callable[..., Any]) -> None:
         self._optimizer = optimizer
         self._every = every
         self._update = update
@@ -136,8 +153,8 @@ class _ManualOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        self._update(self._optimizer, closure)
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return self._update(self._optimizer, closure or (lambda: None), **kwargs)
 
     def toggle(self) -> None:
         """Only this optimizer's parameters require gradients (`LightningModule.toggle_optimizer`)."""
@@ -190,17 +207,15 @@ def _clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, grad
     clip(list(_parameters(optimizer)), gradient_clip_val)
 
 
-def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> torch.Tensor | None:
-    """Run the training step of a copy that has no Trainer; None under manual optimization, where there is no loss to return."""
+def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> Any:
+    """Run the training step of a copy that has no Trainer; the loss that it returns, alone or in a dict, or whatever else it does."""
     nothing = _StandIn()
     optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
     _stand_alone(module)
     module.optimizers = lambda *args, **kwargs: optimizers
     output: Any = loop.training_step(module, batch)
-    loss: torch.Tensor | None = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, torch.Tensor) and module.automatic_optimization:
-        raise ValueError(f"training_step returned {type(loss).__name__}, not a loss.")
-    return loss
+    loss = output.get("loss") if isinstance(output, dict) else None
+    return loss if isinstance(loss, torch.Tensor) else output
 
 
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:

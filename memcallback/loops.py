@@ -12,7 +12,9 @@ from torch import nn
 
 from memcallback.events import Phase
 from memcallback.lightning_step import LightningLoop
-from memcallback.steps import TrainingStep
+from memcallback.phase_windows import PhaseWindow, PhaseWindows, begin_backward, begin_update, end_backward, end_by_hand, end_update
+from memcallback.step_checks import wrong_with_loss
+from memcallback.steps import PredictionError, TrainingStep
 
 
 class Marks(Protocol):
@@ -23,6 +25,15 @@ class Marks(Protocol):
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """A phase is inside the context."""
+
+    def runs(self, phase: Phase | None) -> Phase | None:
+        """What follows belongs to a phase whose window is told later, None for none; returns what it was before."""
+
+    def boundary(self) -> None:
+        """A boundary between phases that are told later is here."""
+
+    def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
+        """Which boundaries since the last windows are those of which phases, by their numbers from 0."""
 
     def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An update was made."""
@@ -59,10 +70,10 @@ def run_window(step: TrainingStep, copies: Copies) -> None:
     if step.uses_grad_scaler and copies.scaler is None:
         copies.scaler = torch.amp.GradScaler("cpu")
     if step.lightning is not None and not copies.model.automatic_optimization:
-        _manual_step(step, copies, step.lightning)
+        _step_by_hand(step, copies, step.lightning)
     elif len(copies.optimizers) == 1 and isinstance(copies.optimizers[0], torch.optim.LBFGS):
         if step.accumulate > 1:
-            raise ValueError(
+            raise PredictionError(
                 f"accumulate={step.accumulate} with LBFGS is not known: it runs the forward pass itself. Leave accumulate out."
             )
         _closure_step(step, copies)
@@ -79,7 +90,7 @@ def _automatic_step(step: TrainingStep, copies: Copies, *, is_first: bool, is_la
         batch = copies.new_batch()
         if is_first and step.zero_grad_before_forward:
             _zero_grad(copies)
-        loss = _forward(step, copies, batch, step.losses[0])
+        loss = _forward(step, copies, batch)
         if is_first and not step.zero_grad_before_forward:
             _zero_grad(copies)
         _backward(copies, loss)
@@ -92,9 +103,9 @@ def _alternating_step(step: TrainingStep, copies: Copies) -> None:
     """Several losses, each with an optimizer of its own, one after the other (a GAN)."""
     with copies.marks.step():
         batch = copies.new_batch()
-        for loss_function, optimizer in zip(step.losses, copies.optimizers, strict=True):
+        for number, optimizer in enumerate(copies.optimizers):
             optimizer.zero_grad(set_to_none=True)
-            loss = _forward(step, copies, batch, loss_function)
+            loss = _forward(step, copies, batch, number)
             _backward(copies, loss)
             _update(step, copies, (optimizer,))
             del loss
@@ -115,7 +126,7 @@ def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None
         with update.interrupted():
             if step.zero_grad_before_forward:
                 _zero_grad(copies)
-            loss = _forward(step, copies, batch, step.losses[0])
+            loss = _forward(step, copies, batch)
             if not step.zero_grad_before_forward:
                 _zero_grad(copies)
             _backward(copies, loss)
@@ -154,44 +165,97 @@ class _Interrupted:
         self._phase.__exit__(None, None, None)
 
 
-def _manual_step(step: TrainingStep, copies: Copies, lightning: LightningLoop) -> None:
-    """A LightningModule that calls `manual_backward` and its optimizers itself; forward is what lies between."""
+def _step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -> None:
+    """A LightningModule that calls `manual_backward` and its optimizers itself; its phases are marked by what `MemoryCallback` is told."""
     marks, module = copies.marks, copies.model
-    forward = _Interrupted(_only_forward(marks))
+    phases = PhaseWindows(marks.boundary)
 
     def manual_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        with forward.interrupted(), marks.phase(Phase.BACKWARD):
-            (copies.scaler.scale(loss) if copies.scaler else loss).backward(*args, **kwargs)
+        scaled = copies.scaler.scale(loss) if copies.scaler else loss
+        begin_backward(phases)
+        before = marks.runs(Phase.BACKWARD)
+        scaled.backward(*args, **kwargs)
+        marks.runs(before)
+        end_backward(phases, by_hand=True)
 
-    def update(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            closure()
-        with forward.interrupted():
-            _update(step, copies, (optimizer,))
+    def update(optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Lightning's `Precision.optimizer_step`, and that of `MixedPrecision` with a scaler."""
+
+        def then_begin() -> Any:
+            result = closure()
+            begin_update(phases, by_hand=True)
+            return result
+
+        if copies.scaler is None:
+            return optimizer.step(closure=then_begin, **kwargs)
+        closure()
+        marks.runs(Phase.OPTIMIZER_STEP)
+        copies.scaler.unscale_(optimizer)
+        begin_update(phases, by_hand=True)
+        result = copies.scaler.step(optimizer, **kwargs)
+        copies.scaler.update()
+        marks.runs(Phase.FORWARD)
+        return result
 
     with marks.step():
         batch = copies.new_batch()
-        with lightning.manual(module, copies.optimizers, manual_backward, update), forward, _autocast(step, copies):
+        phases.open_phase(Phase.FORWARD)
+        marks.runs(Phase.FORWARD)
+        with _updates_marked(copies, phases), lightning.manual(module, copies.optimizers, manual_backward, update), _autocast(step, copies):
             lightning.training_step(module, batch)
+        end_by_hand(phases)
+        phases.end_step()
+        marks.runs(None)
+        marks.add_windows(phases.windows)
         del batch
 
 
-def _only_forward(marks: Marks) -> Marks:
-    """Marks whose phase is always the forward pass."""
+@contextmanager
+def _updates_marked(copies: Copies, phases: PhaseWindows) -> Iterator[None]:
+    """Mark where updates of the optimizers begin and end, whoever makes them."""
+    marks = copies.marks
 
-    class _Forward:
-        def phase(self, phase: Phase) -> AbstractContextManager[None]:
-            return marks.phase(Phase.FORWARD)
+    def begins(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        begin_update(phases, by_hand=True)
+        marks.runs(Phase.OPTIMIZER_STEP)
+        return tuple(map(with_phase, args)), {name: with_phase(value) for name, value in kwargs.items()}
 
-    return _Forward()  # type: ignore[return-value]
+    def with_phase(closure: Any) -> Any:
+        """A closure, which runs the forward pass."""
+        if not callable(closure):
+            return closure
+
+        def run() -> Any:
+            before = marks.runs(Phase.FORWARD)
+            result = closure()
+            marks.runs(before)
+            return result
+
+        return run
+
+    def ends(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        marks.label_states((optimizer,))
+        end_update(phases, by_hand=True)
+        marks.runs(Phase.FORWARD)
+
+    hooks: list[Any] = []
+    for optimizer in copies.optimizers:
+        hooks += [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _forward(step: TrainingStep, copies: Copies, batch: Any, loss_function: Callable[[Any, Any], torch.Tensor | None]) -> Any:
+def _forward(step: TrainingStep, copies: Copies, batch: Any, number: int = 0) -> Any:
+    """The forward pass to one of the losses."""
     with copies.marks.phase(Phase.FORWARD):
         with _autocast(step, copies):
-            loss = loss_function(copies.model, batch)
-        if loss is None:
-            raise ValueError("the loss is None. Return the loss of a batch, a scalar tensor.")
+            loss = step.losses[number](copies.model, batch)
+        if wrong := wrong_with_loss(loss, copies.model, is_lightning=step.lightning is not None):
+            name = "training_step" if step.lightning else "loss" if len(step.losses) == 1 else f"loss[{number}]"
+            raise PredictionError(f"{name} {wrong}")
         return loss / step.accumulate if step.accumulate > 1 else loss
 
 
@@ -228,4 +292,7 @@ def _zero_grad(copies: Copies) -> None:
 
 
 def _autocast(step: TrainingStep, copies: Copies) -> AbstractContextManager[Any]:
-    return nullcontext() if step.autocast_dtype is None else torch.autocast(copies.device_type, dtype=step.autocast_dtype)
+    if step.autocast_dtype is None:
+        return nullcontext()
+    is_cached = step.lightning is None or step.lightning.autocast_cache_enabled(copies.model)
+    return torch.autocast(copies.device_type, dtype=step.autocast_dtype, cache_enabled=is_cached)

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state: what an optimizer holds now, and what it will hold once it has updated its parameters."""
+"""Bytes of optimizer state: what an optimizer will hold once it has updated its parameters."""
 
 from __future__ import annotations
 
@@ -11,36 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerStateEstimate:
-    """The state of an optimizer, in bytes of storages, by the type of the device that they are on.
-
-    Attributes:
-        name: Class of the optimizer.
-        now_bytes_by_device: What is there now; empty before the first update.
-        steady_bytes_by_device: What is there after updates of every parameter that requires gradients. For LBFGS an upper
-            bound, which it reaches once its history is full.
-        from_table: Whether the table of formulas gave some of `steady_bytes_by_device`; if not, the state itself did.
-    """
-
-    name: str
-    now_bytes_by_device: Mapping[str, int]
-    steady_bytes_by_device: Mapping[str, int]
-    from_table: bool
-
-    @property
-    def now_bytes(self) -> int:
-        """Bytes now, on all devices."""
-        return sum(self.now_bytes_by_device.values())
-
-    @property
-    def steady_bytes(self) -> int:
-        """Bytes after updates, on all devices."""
-        return sum(self.steady_bytes_by_device.values())
-
-
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer, *, device_type: str | None = None) -> OptimizerStateEstimate | None:
-    """Find the bytes of an optimizer's state, now and after its first updates.
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer, *, device_type: str | None = None) -> Mapping[str, int] | None:
+    """Find the bytes of an optimizer's state after updates of every parameter that requires gradients.
 
     Where the optimizer has state for a parameter already, that is its size for good. Where it has none, a table of formulas
     says what it will be; it covers every class in torch.optim of torch 2.6 to 2.13, and subclasses of them. Parameters
@@ -53,28 +25,23 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, *, device_type: str 
             tensors, which all say `cpu`; the table then goes before the state that is there.
 
     Returns:
-        The estimate; None if the optimizer's class is unknown and some of its parameters have no state yet.
+        The type of a device -> bytes of storages there, for LBFGS an upper bound, which it reaches once its history is full; None if the
+        optimizer's class is unknown and some of its parameters have no state yet.
     """
     formula = next((_FORMULAS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _FORMULAS), None)
     prefers_table = formula is not None and (formula.grows or device_type is not None)
     steady: dict[str, int] = {}
-    from_table = False
     for group in optimizer.param_groups:
         for members in _members(group, formula):
             part = _sum_by_device(_bytes_by_device(optimizer.state.get(parameter, {})) for parameter in members)
             if not _is_frozen(members) and (prefers_table or not part):
                 if formula is None:
                     return None
-                part, from_table = _from_formula(formula, members, group, device_type or members[0].device.type), True
+                part = _from_formula(formula, members, group, device_type or members[0].device.type)
             elif device_type is not None:
                 part = {device_type: sum(part.values())}
             steady = _sum_by_device((steady, part))
-    return OptimizerStateEstimate(
-        name=type(optimizer).__name__,
-        now_bytes_by_device=_bytes_by_device(dict(optimizer.state)),
-        steady_bytes_by_device=steady,
-        from_table=from_table,
-    )
+    return steady
 
 
 @dataclass(frozen=True, kw_only=True)

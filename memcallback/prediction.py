@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -12,8 +12,9 @@ from typing import TypeVar
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import BatchTrace
-from memcallback.devices import Device, HostSpec
+from memcallback.batch_trace import SAMPLES, BatchTrace
+from memcallback.checks import whole_number
+from memcallback.devices import Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
 from memcallback.length_trace import LengthTrace, UnknownSequenceLength
 from memcallback.replay import Replay, ReplayedStep, Standing, replay, standing_at
@@ -34,8 +35,8 @@ def _settings_here() -> AllocatorSettings:
 class Prediction:
     """What training will ask of a device, and what its allocator will make of it.
 
-    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those of the same device with memory
-    without end, and `fits` says so.
+    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those
+    of the same device with memory without end, and `fits` says so.
 
     Attributes:
         trace: The allocations at any batch size.
@@ -45,6 +46,7 @@ class Prediction:
         source: How it was worked out.
         lengths: The allocations at other sequence lengths; None if it is not known how long the sequences are.
         sequence_length: How long they are; None if that is not known.
+        traced_for: The device that the step was traced for, if it is another than `device`.
 
     Raises:
         ValueError: If the trace has no step, or cannot tell of the batch size.
@@ -57,6 +59,7 @@ class Prediction:
     source: str = SOURCE
     lengths: LengthTrace | None = field(default=None, repr=False)
     sequence_length: int | None = None
+    traced_for: Device | None = None
 
     def __post_init__(self) -> None:
         if not any(isinstance(event, StepEnd) for event in reversed(self.trace.traced.trace.events)):
@@ -84,7 +87,7 @@ class Prediction:
         return cls(
             trace=trace,
             device=device,
-            batch_size=trace.batch_size if batch_size is None else batch_size,
+            batch_size=trace.batch_size if batch_size is None else whole_number("batch_size", batch_size, SAMPLES),
             settings=_settings_here() if settings is None else settings,
             lengths=lengths,
             sequence_length=sequence_length,
@@ -100,9 +103,12 @@ class Prediction:
         Raises:
             UnknownBatchSize: If the trace knows only its own batch size, and this is another.
             UnknownSequenceLength: If nothing is known of this sequence length.
-            ValueError: If `batch_size` is below 1.
+            ValueError: If a number is below 1.
+            TypeError: If a number is not whole.
         """
-        wanted = self.batch_size if batch_size is None else batch_size
+        wanted = self.batch_size if batch_size is None else whole_number("batch_size", batch_size, SAMPLES)
+        if sequence_length is not None:
+            sequence_length = whole_number("sequence_length", sequence_length, "Give how long the batch's sequences are.")
         if sequence_length is None or sequence_length == self.sequence_length:
             return self if wanted == self.batch_size else replace(self, batch_size=wanted)
         if self.lengths is None:
@@ -112,9 +118,24 @@ class Prediction:
             )
         return replace(self, trace=self.lengths.at(sequence_length), batch_size=wanted, sequence_length=sequence_length)
 
-    def on(self, device: Device) -> Prediction:
-        """The same trace on a device of another size. What a card's architecture changes in the trace is not traced anew."""
-        return replace(self, device=device)
+    def on(self, device: str | int | Device) -> Prediction:
+        """The same trace on a device of another size. What a card's architecture changes in the trace is not traced anew.
+
+        Args:
+            device: A card by name or by size, such as `24GiB`; of the size alone it has the architecture of the device here.
+
+        Raises:
+            ValueError: If it is neither, or a CPU where the step was traced for a card or the other way round.
+            TypeError: As `find_device`.
+        """
+        traced_for = self.traced_for or self.device
+        spec = find_device(device, like=traced_for if isinstance(traced_for, DeviceSpec) else None)
+        if isinstance(spec, HostSpec) != isinstance(traced_for, HostSpec):
+            raise ValueError(
+                f"a step that was traced for {traced_for.name} says nothing of {spec.name}: what operators allocate differs. Trace it for that: "
+                "memcallback.predict(step, device=...)."
+            )
+        return replace(self, device=spec, traced_for=traced_for)
 
     @property
     def device_name(self) -> str:
@@ -129,15 +150,35 @@ class Prediction:
     @property
     def caveats(self) -> tuple[str, ...]:
         """What was assumed: by the trace, of the updates after it, of the device, of the allocator."""
-        said = (*self.trace.caveats, *self._shown.caveats, *self.device.caveats)
+        said = (*self.trace.caveats, *self._shown.caveats, *self.device.caveats, *self._of_another_architecture())
         if isinstance(self.device, HostSpec):
-            return tuple(dict.fromkeys(said))
+            return tuple(dict.fromkeys((*said, *self._far())))
         outside = (
             f"{format_bytes(self.device.context_bytes)} of the card are taken to be outside the allocator (CUDA context, driver); what other "
             "processes use is not counted."
         )
         settings = tuple(f"The allocator's setting {name} is not simulated." for name in self.settings.not_simulated)
-        return tuple(dict.fromkeys((*said, outside, *settings)))
+        return tuple(dict.fromkeys((*said, outside, *settings, *self._far())))
+
+    def _of_another_architecture(self) -> Iterator[str]:
+        device, traced_for = self.device, self.traced_for
+        if (
+            isinstance(device, DeviceSpec)
+            and isinstance(traced_for, DeviceSpec)
+            and device.compute_capability != traced_for.compute_capability
+        ):
+            major, minor = traced_for.compute_capability
+            yield (
+                f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), and its workspaces and kernels are those of "
+                f"that card: memcallback.predict(step, device=...) traces it for {device.name}."
+            )
+
+    def _far(self) -> Iterator[str]:
+        if self.trace.is_far(self.batch_size):
+            yield (
+                f"Batch size {self.batch_size} is far beyond the largest that was traced, {self.trace.largest_traced}: whether the step does the "
+                f"same there was not tried. memcallback.predict(step, batch_size={self.batch_size}) traces it there."
+            )
 
     @cached_property
     def steps(self) -> tuple[StepMemory, ...]:
@@ -324,5 +365,5 @@ class Prediction:
             windows=step.windows,
             batch_size=self.batch_size,
             is_warm_up=step.is_warm_up,
-            num_optimizer_updates=sum(window.phase is Phase.OPTIMIZER_STEP for window in step.windows),
+            num_optimizer_updates=sum(window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows),
         )

@@ -42,7 +42,7 @@ def verdict(prediction: Prediction) -> tuple[str, ...]:
     limit, without_retry = prediction.limit, prediction.limit_without_retry
     if limit is not None and without_retry is not None:
         lines.append(
-            f"Largest batch size: {without_retry} without a retry, {limit} at all, with nothing kept free (a larger batch is taken to need no less)."
+            f"Largest batch size: {without_retry} without a retry, {limit} at all, with nothing kept free ({_assumed(prediction, limit)})."
         )
     elif not prediction.trace.is_any_batch_size_known:
         lines.append(_ONE_BATCH_SIZE)
@@ -57,10 +57,20 @@ def _host_verdict(prediction: Prediction) -> tuple[str, ...]:
         f"Fits in the {available}." if prediction.fits else f"Does not fit in the {available}: out of memory in {prediction.out_of_memory}"
     ]
     if prediction.limit is not None:
-        lines.append(f"Largest batch size: {prediction.limit}, with nothing kept free (a larger batch is taken to need no less).")
+        lines.append(f"Largest batch size: {prediction.limit}, with nothing kept free ({_assumed(prediction, prediction.limit)}).")
     elif not prediction.trace.is_any_batch_size_known:
         lines.append(_ONE_BATCH_SIZE)
     return tuple(lines)
+
+
+def _assumed(prediction: Prediction, limit: int) -> str:
+    """What is assumed of larger batches than those traced."""
+    text = "a larger batch is taken to need no less"
+    return (
+        f"{text}, and to do the same: the largest that was traced is {prediction.trace.largest_traced}"
+        if prediction.trace.is_far(limit)
+        else text
+    )
 
 
 def _phases(prediction: Prediction) -> Table:

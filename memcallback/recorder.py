@@ -6,19 +6,22 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, suggest
+from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.advise import suggest
+from memcallback.checks import whole_number
 from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.phase_windows import PhaseWindows, phase_of
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
-from memcallback.steps import infer_batch_size
+from memcallback.steps import INFERRED, infer_batch_size
 
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
@@ -26,19 +29,14 @@ NUM_FIRST_SAMPLED = 3
 
 @dataclass
 class _OpenStep:
-    """A step under way: windows are pairs of positions in the list of the meter's readings."""
+    """A step under way: its windows are pairs of positions in the list of the meter's readings."""
 
     batch: object
     batch_size: int | None
     is_sampled: bool
     num_updates_before: int
-    num_readings: int = 0
-    windows: list[tuple[tuple[Phase, ...], int, int]] = field(default_factory=list)
-    phase: Phase | None = None
-    phase_start: int = 0
-    is_provisional: bool = False
+    phases: PhaseWindows
     stats: tuple[MemoryStats, ...] | None = None
-    is_after_backward: bool = False
 
 
 class MemoryRecorder:
@@ -70,6 +68,7 @@ class MemoryRecorder:
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
+        TypeError: If it is no whole number.
         MeterUnavailableError: If the device cannot be read.
 
     Examples:
@@ -97,8 +96,6 @@ class MemoryRecorder:
         reset_peaks: bool = True,
         use_profiler: bool = True,
     ) -> None:
-        if sample_every_n_steps < 1:
-            raise ValueError(f"sample_every_n_steps must be at least 1, got {sample_every_n_steps}. Leave it out for every 50th step.")
         self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         chosen = torch.device(device) if device is not None else default_device(self._modules)
@@ -114,7 +111,7 @@ class MemoryRecorder:
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
         self.lifetime_peak_resident_bytes: int | None = None
-        self._sample_every_n_steps = sample_every_n_steps
+        self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
@@ -180,7 +177,7 @@ class MemoryRecorder:
     @property
     def current_phase(self) -> Phase | None:
         """The phase that is open and did begin; None between phases, and in one that is provisional."""
-        return self._open.phase if self._open and not self._open.is_provisional else None
+        return self._open.phases.current_phase if self._open else None
 
     def begin_step(self, batch: object = None, *, batch_size: int | None = None, sample: bool = False) -> None:
         """Begin a step.
@@ -192,7 +189,11 @@ class MemoryRecorder:
 
         Raises:
             RuntimeError: If a step is open already.
+            ValueError: If the batch size is below 1.
+            TypeError: If it is no whole number.
         """
+        if batch_size is not None:
+            batch_size = whole_number("batch_size", batch_size, INFERRED)
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
@@ -201,7 +202,7 @@ class MemoryRecorder:
             self._num_steps += 1
             return
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-        self._open = _OpenStep(batch=batch, batch_size=size, is_sampled=is_sampled, num_updates_before=self._num_updates)
+        self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read))
         self.meter.begin()
 
     def _is_due(self) -> bool:
@@ -222,16 +223,8 @@ class MemoryRecorder:
             is_provisional: It begins at the last reading, and did not happen if the step ends or another provisional
                 phase or an optimizer step begins without a reading in between.
         """
-        step = self._open
-        if step is None or step.stats is not None:
-            return
-        if step.phase is not None and step.is_provisional and (is_provisional or phase is Phase.OPTIMIZER_STEP):
-            step.phase = None
-        if step.phase is not None:
-            self.close_phase()
-        elif not (is_provisional or (phase is Phase.OPTIMIZER_STEP and step.is_after_backward)):
-            self._read(step)
-        step.phase, step.phase_start, step.is_provisional = phase, step.num_readings - 1, is_provisional
+        if self._open is not None and self._open.stats is None:
+            self._open.phases.open_phase(phase, is_provisional=is_provisional)
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
         """End the open phase, if there is one.
@@ -239,13 +232,8 @@ class MemoryRecorder:
         Args:
             covers: All the phases that were in this window, where nothing marked the boundary between them.
         """
-        step = self._open
-        if step is None or step.stats is not None or step.phase is None:
-            return
-        self._read(step)
-        covers = covers or (step.phase,)
-        step.windows.append((covers, step.phase_start, step.num_readings - 1))
-        step.phase, step.is_after_backward = None, Phase.BACKWARD in covers
+        if self._open is not None and self._open.stats is None:
+            self._open.phases.close_phase(covers=covers)
 
     def end_reading(self) -> None:
         """No boundary of the open step is read from here on: on a CPU, PyTorch's profiler is free."""
@@ -266,11 +254,11 @@ class MemoryRecorder:
         step = self._open
         if step is None:
             return None
-        if not step.is_provisional:
-            self.close_phase()
-        self._open = None
+        if step.stats is None:
+            step.phases.end_step()
+        self._open, windows = None, step.phases.windows
         self._num_steps += 1
-        if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in step.windows):
+        if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in windows):
             self._num_updates += 1
         stats = self.meter.end() if step.stats is None else step.stats
         self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
@@ -280,7 +268,7 @@ class MemoryRecorder:
             kind=Kind.MEASURED,
             source=self.meter.source,
             device_name=self.meter.device_name,
-            windows=tuple(_window(covers, stats[start : end + 1]) for covers, start, end in step.windows),
+            windows=tuple(_window(covers, stats[start : end + 1]) for covers, start, end in windows),
             index=self._num_steps - 1,
             batch_size=step.batch_size,
             is_warm_up=step.num_updates_before == 0,
@@ -355,13 +343,12 @@ class MemoryRecorder:
             if record.held_bytes is not None:
                 self.steady = larger(self.steady, record, in_all_phases=True)
 
-    def _read(self, step: _OpenStep) -> None:
-        held = None
+    def _read(self) -> None:
+        step, held = self._open, None
+        assert step is not None
         if step.is_sampled and self._modules:
             held = holdings(self._modules, self._optimizers, step.batch, self.meter.device)
         self.meter.read(held)
-        step.num_readings += 1
-        step.is_after_backward = False
 
 
 def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:
@@ -373,8 +360,7 @@ def _window(covers: tuple[Phase, ...], stats: tuple[MemoryStats, ...]) -> PhaseM
     start, end = stats[0], stats[-1]
     inside = stats[1:]
     return PhaseMemory(
-        # A forward and backward pass in one is named for the backward pass, which usually has the peak.
-        phase=max(covers, key=list(Phase).index),
+        phase=phase_of(covers),
         covers=covers,
         start=start,
         end=end,

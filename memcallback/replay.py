@@ -82,7 +82,8 @@ class Replay:
         num_alloc_retries: Retries in all.
         out_of_memory: What failed and where, where the allocator gave up; the replay ends there. None if it did not.
         caveats: Why the last steps may not be those of a steady training, one sentence each.
-        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it, in the last repetition if it was repeated.
+        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it, in the last repetition if it was
+            repeated.
     """
 
     steps: list[ReplayedStep] = field(default_factory=list)
@@ -148,6 +149,7 @@ class _Replayer(Generic[_Block]):
         self.held: dict[Category | None, int] = dict.fromkeys(HELD_CATEGORIES, 0)
         self.windows: list[PhaseMemory] = []
         self.phase: Phase | None = None
+        self.covers: tuple[Phase, ...] = ()
         self.start = MemoryStats()
         self.num_steps = 0
         self.has_updated = False
@@ -222,7 +224,7 @@ class _Replayer(Generic[_Block]):
             self.num_steps += 1
             self.result.steps.append(ReplayedStep(windows=tuple(self.windows), is_warm_up=self.is_warm_up, peak_position=self.peak[1]))
         elif isinstance(event, PhaseStart):
-            self.phase, self.start = event.phase, self.stats()
+            self.phase, self.covers, self.start = event.phase, event.covers or (event.phase,), self.stats()
             self.allocator.reset_peaks()
             if self.allocator.allocated.current > self.peak[0]:
                 self.peak = (self.allocator.allocated.current, position)
@@ -236,7 +238,7 @@ class _Replayer(Generic[_Block]):
         retries = None if end.num_alloc_retries is None else end.num_alloc_retries - (start.num_alloc_retries or 0)
         window = PhaseMemory(
             phase=phase,
-            covers=(phase,),
+            covers=self.covers,
             start=start,
             end=end,
             peak_allocated_bytes=end.peak_allocated_bytes,

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memcallback.advise import BatchSizeAdvice
+from memcallback.advice import BatchSizeAdvice
 from memcallback.differences import differences
 from memcallback.events import HELD_CATEGORIES, Category, Phase
 from memcallback.predicted import StepPrediction
@@ -54,13 +54,12 @@ class Report:
         at_peak = _at_peak_rows(self.prediction) if predicted and isinstance(self.prediction, Prediction) else []
         groups = [phases, categories, *([at_peak] if at_peak else []), self._device_rows(predicted)]
         ends = [sum(len(group) for group in groups[: number + 1]) - 1 for number in range(len(groups) - 1)]
-        columns: tuple[str, ...] = ("", "predicted", "low edge", "measured", "error")
-        rows = tuple(row for group in groups for row in group)
-        if predicted is not None and not any(row[2] for row in rows):
-            # A replay has no band.
-            columns, *rows_without = ((*cells[:2], *cells[3:]) for cells in (columns, *rows))
-            rows = tuple(rows_without)
-        return Table(title=self._title(), columns=columns, rows=rows, rules_after=frozenset(ends))
+        columns: tuple[str, ...] = ("", "predicted", "low edge", "measured", "error" if predicted else "")
+        rows = [row for group in groups for row in group]
+        # A replay has no band; without a prediction there is nothing to compare with.
+        shown = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+        columns, *rows = (tuple(cells[number] for number in shown) for cells in (columns, *rows))
+        return Table(title=self._title(), columns=columns, rows=tuple(rows), rules_after=frozenset(ends))
 
     def lines(self) -> tuple[str, ...]:
         """The suggestion, what it leaves out, and the notes."""

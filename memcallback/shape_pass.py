@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from memcallback.fakes import fake_copy, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.layer_table import Layer, LayerTable
+from memcallback.sparse_parts import dense_parts
 
 __all__ = ["Layer", "LayerTable", "input_dtype", "layers", "shape_pass"]
 
@@ -60,7 +62,7 @@ def layers(
         )
     if input_size is not None:
         inputs = tuple(torch.empty(size, dtype=input_dtype(model), device="meta") for size in _sizes(input_size))
-    with untouched_globals():
+    with untouched_globals(), untouched_variables(model, ()):
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake_model, fake_inputs = fake_copy((model, inputs), fake_mode)
         with fake_mode, torch.enable_grad():
@@ -202,11 +204,12 @@ class _Recorder(TorchDispatchMode):
             self._layers.append(row.finish(output, self.flop_counter.get_total_flops()))
 
     def on_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _address(tensor) in self._made:
-            self._saved[_address(tensor)] = tensor.untyped_storage()
-        # An output that its own node saved would keep itself alive if it were returned as it is.
         self._is_saving = True
         try:
+            for part in dense_parts(tensor):
+                if _address(part) in self._made:
+                    self._saved[_address(part)] = part.untyped_storage()
+            # An output that its own node saved would keep itself alive if it were returned as it is.
             return tensor.detach()
         finally:
             self._is_saving = False
@@ -350,7 +353,7 @@ def _changed_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [part for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) for part in dense_parts(leaf)]
 
 
 def _address(tensor: torch.Tensor) -> int:

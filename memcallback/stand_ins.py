@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,8 +10,15 @@ from typing import Any
 import torch
 
 from memcallback.ledger import Entry
+from memcallback.sparse_parts import dense_parts, sparse_tensor
 
 _aten = torch.ops.aten
+
+
+class NoStandIn(NotImplementedError):
+    """Nothing can stand for a value; the text says what to give instead."""
+
+
 #: Operators whose result is read as true: a check of values that are not there is taken to pass.
 _HOLD = frozenset({_aten.all.default, _aten.all.dim, _aten.isfinite.default})
 _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
@@ -76,23 +84,49 @@ def _number(tensor: torch.Tensor, entry: Entry | None) -> bool | int | float | c
     return float(value) if tensor.is_floating_point() else value
 
 
-def stand_in_shape(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+class Bounds:
+    """Which of two upper bounds of a size is the smaller one, decided once for all traces of a step.
+
+    In traces at other batch sizes the size is the bound that was the smaller in the first of them, and so a straight line over the batch
+    size; at those it is at least as large as it can be.
+    """
+
+    def __init__(self) -> None:
+        self._is_growing: list[bool] = []
+        self._num_asked = 0
+
+    def restart(self) -> None:
+        """A trace begins."""
+        self._num_asked = 0
+
+    def smaller(self, growing: int, fixed: int) -> int:
+        """The smaller of a bound that grows with the batch and one that does not, as it was in the first trace."""
+        if self._num_asked == len(self._is_growing):
+            self._is_growing.append(growing < fixed)
+        self._num_asked += 1
+        return growing if self._is_growing[self._num_asked - 1] else fixed
+
+
+def stand_in_shape(func: Any, args: Sequence[object], kwargs: Mapping[str, object], bounds: Bounds) -> Any:
     """The largest result that an operator can have whose result's shape depends on values.
 
     Args:
         func: The operator.
         args: Its arguments.
         kwargs: Its keyword arguments.
+        bounds: Chooses where there are two upper bounds.
 
     Returns:
         What the operator returns.
 
     Raises:
-        NotImplementedError: For an operator with no such bound.
+        NoStandIn: For an operator with no such bound.
     """
+    if func is _aten._coalesce.default:
+        return _coalesce(args[0], bounds)  # type: ignore[arg-type]
     rule = _SHAPES.get(func)
     if rule is None:
-        raise NotImplementedError(
+        raise NoStandIn(
             f"{func} makes a tensor whose shape depends on values, for which no largest size is known. Compute it outside of the step, "
             "or give the operator the size (repeat_interleave takes output_size, bincount minlength)."
         )
@@ -136,12 +170,24 @@ def _unique_dim(
 
 def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     if not minlength:
-        raise NotImplementedError(
+        raise NoStandIn(
             "aten.bincount makes as many numbers as the largest value says, which is not known. Give it minlength, which stands for it."
         )
     return tensor.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
 
 
+def _coalesce(sparse: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+    """As many elements as are specified, if there is room for them."""
+    indices, values = dense_parts(sparse)
+    count = bounds.smaller(values.shape[0], math.prod(sparse.shape[: indices.shape[0]]))
+    # A single row of them keeps the memory of all.
+    num_kept = max(count, indices.shape[1]) if indices.shape[0] == 1 else count
+    rows = indices.new_empty(indices.shape[0], num_kept)[:, :count]
+    return sparse_tensor(rows, values.new_empty(count, *values.shape[1:]), sparse.shape, is_coalesced=True)
+
+
+#: Operators whose fake kernels do not say that the shape depends on values, and take the smallest.
+SILENT = frozenset({_aten._coalesce.default})
 _SHAPES: dict[Any, Any] = {
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memcallback.checks import above_0, described, whole_number
 from memcallback.holdings import tensors_in
-from memcallback.length_trace import MIN_SEQUENCE_LENGTH
 from memcallback.lightning_step import LightningLoop, configured_optimizers, lightning_loss
+from memcallback.step_checks import check_by_hand, check_losses, check_optimizers, check_sequence_length, name_of, wrong_with_optimizer
 
-Loss = Callable[[Any, Any], torch.Tensor | None]
+Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Prepare = Callable[[torch.nn.Module, Any], Any]
+ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
 
 #: Lightning's names for precisions -> the type that autocast computes in; None where autocast is off.
 AUTOCAST = {
@@ -28,6 +32,8 @@ AUTOCAST = {
 }
 #: Lightning's names -> the type of tensors that a training step makes without naming one, where it is not PyTorch's default.
 _DEFAULT_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
+#: What to give for a batch size.
+INFERRED = "Leave it out to have it inferred from the batch."
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 
@@ -58,8 +64,9 @@ def infer_batch_size(batch: object) -> BatchSize:
         own = _attribute(batch, name)
         if isinstance(own, torch.Size):
             own = own[0] if own else None
-        if isinstance(own, int) and not isinstance(own, bool) and own > 0:
-            return BatchSize(batch_size=own)
+        if not isinstance(own, torch.Tensor):  # on a device, reading it would wait for the device
+            with suppress(TypeError, ValueError):
+                return BatchSize(batch_size=whole_number(name, own, ""))
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0)
     if not sizes:
         return BatchSize(batch_size=None)
@@ -93,14 +100,17 @@ class TrainingStep:
         clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None for no clipping.
 
     Attributes:
+        prepare: Changes the fake copies of the model and the batch before they are traced, and gives the batch; None to leave them.
+        change_optimizers: Gives the optimizers to trace in place of copies of the step's; None to leave them.
         losses: The loss, or several: each is followed by its backward pass and the update of the optimizer at its place.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most loops do. Lightning clears
             them after it, so they live through it.
 
     Raises:
-        ValueError: For an unknown precision, a batch size below 1, or a sequence length that is too short or that no tensor has.
-        TypeError: If the model is not a module.
+        ValueError: For an unknown precision, a number that is out of range, a sequence length that no tensor has, no loss in a list, or an
+            optimizer of another model.
+        TypeError: For anything that is not of its kind, and a function that cannot be called with what it is to be given.
     """
 
     def __init__(
@@ -119,36 +129,41 @@ class TrainingStep:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
-                f"model must be a torch.nn.Module, got {type(model).__name__}. Give the model itself, not a function that makes it."
+                f"model must be a torch.nn.Module, got {described(model)}. Give the model itself, not a function that makes it."
             )
         name = _SHORT.get(str(precision), str(precision))
         if name not in AUTOCAST:
             raise ValueError(f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}.")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out to have it inferred from the batch.")
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {accumulate}. It is how many batches there are for one update.")
+        if batch_size is not None:
+            batch_size = whole_number("batch_size", batch_size, INFERRED)
+        if clip_grad_norm is not None:
+            above_0("clip_grad_norm", clip_grad_norm, "Give the largest norm, such as 1.0, or None for no clipping.")
+        if clip_grad_value is not None:
+            above_0("clip_grad_value", clip_grad_value, "Give the largest value, such as 0.5, or None for no clipping.")
+        check_losses(_sum_of_outputs if loss is None else loss)
+        check_optimizers(model, optimizer)
         self.model = model
         self.batch = batch
         self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss if loss is not None else _sum_of_outputs,)
         if len(self.losses) > 1 and (not isinstance(optimizer, Sequence) or len(optimizer) != len(self.losses)):
-            raise ValueError(f"{len(self.losses)} losses need as many optimizers: give optimizer=[one for each loss].")
-        if len(self.losses) > 1 and accumulate > 1:
-            raise ValueError(
-                f"accumulate={accumulate} with {len(self.losses)} losses is not known: a step of several updates has one batch."
-            )
-        _check_optimizers(self.model, optimizer)
+            given = f"a list of {len(optimizer)}" if isinstance(optimizer, Sequence) else described(optimizer)
+            raise ValueError(f"{len(self.losses)} losses need as many optimizers, got {given}. Give optimizer=[one for each loss].")
         self.precision = name
-        self.accumulate = accumulate
+        self.accumulate = whole_number("accumulate", accumulate, "It is how many batches there are for one update, 1 by default.")
+        if len(self.losses) > 1 and self.accumulate > 1:
+            raise ValueError(
+                f"accumulate={accumulate} with {len(self.losses)} losses is not known: a step of several updates has one batch. Leave "
+                "accumulate out."
+            )
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
         self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
+        self.prepare: Prepare | None = None
+        self.change_optimizers: ChangeOptimizers | None = None
         self._optimizer = optimizer
         self.batch_size = infer_batch_size(batch) if batch_size is None else BatchSize(batch_size=batch_size)
-        if sequence_length is not None:
-            _check_sequence_length(sequence_length, batch)
-        self.sequence_length = sequence_length
+        self.sequence_length = None if sequence_length is None else check_sequence_length(sequence_length, batch)
 
     @property
     def loss(self) -> Loss:
@@ -218,7 +233,18 @@ class TrainingStep:
             accumulate: As for `TrainingStep`.
             clip_grad_norm: As for `TrainingStep`.
             clip_grad_value: As for `TrainingStep`.
+
+        Raises:
+            TypeError: If the module has no `training_step`; and as `TrainingStep`.
+            ValueError: As `TrainingStep`; and for clipping or accumulation with manual optimization, which Lightning refuses too.
         """
+        if not callable(getattr(module, "training_step", None)):
+            raise TypeError(
+                f"module must be a LightningModule, got {described(module)}, which has no training_step. For another loop give "
+                "TrainingStep(model, batch, loss=..., optimizer=...)."
+            )
+        if not getattr(module, "automatic_optimization", True):
+            check_by_hand(accumulate=accumulate, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)
         step = cls(
             module,
             batch,
@@ -236,9 +262,51 @@ class TrainingStep:
         step.zero_grad_before_forward = False
         return step
 
+    def varied(
+        self,
+        *,
+        zero_grad_before_forward: bool | None = None,
+        prepare: Prepare | None = None,
+        change_optimizers: ChangeOptimizers | None = None,
+        **changes: Any,
+    ) -> TrainingStep:
+        """The same step, some things of it otherwise.
+
+        Args:
+            zero_grad_before_forward: As the attribute; None to leave it.
+            prepare: As the attribute, after what this step has; None to leave it.
+            change_optimizers: As the attribute; None to leave it.
+            changes: Arguments of `TrainingStep`.
+        """
+        arguments = {
+            "optimizer": self._optimizer,
+            "precision": self.precision,
+            "batch_size": self.batch_size.batch_size,
+            "sequence_length": self.sequence_length,
+            "accumulate": self.accumulate,
+            "clip_grad_norm": self.clip_grad_norm,
+            "clip_grad_value": self.clip_grad_value,
+        } | changes
+        if self.lightning is None:
+            step = TrainingStep(self.model, self.batch, **{"loss": self.losses, **arguments})
+        else:
+            step = TrainingStep.from_lightning(self.model, self.batch, **arguments)
+        if "batch_size" not in changes:
+            step.batch_size = self.batch_size
+        step.zero_grad_before_forward = self.zero_grad_before_forward if zero_grad_before_forward is None else zero_grad_before_forward
+        step.change_optimizers = change_optimizers or self.change_optimizers
+        step.prepare = _one_after_the_other(self.prepare, prepare)
+        return step
+
     def optimizers_of(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, ...]:
         """The step's optimizers: the given ones, or new ones for a model, which may be a copy of the step's."""
         return _optimizers_of(model, self._optimizer, is_lightning=self.lightning is not None)
+
+
+def _one_after_the_other(first: Prepare | None, second: Prepare | None) -> Prepare | None:
+    if first is None or second is None:
+        return first or second
+    return lambda model, batch: second(model, first(model, batch))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -246,33 +314,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return True
     return any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
-
-
-def _check_optimizers(model: torch.nn.Module, optimizer: object) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    for one in optimizer if isinstance(optimizer, Sequence) else (optimizer,):
-        if isinstance(one, torch.optim.Optimizer):
-            given = [parameter for group in one.param_groups for parameter in group["params"]]
-            if given and not any(id(parameter) in own for parameter in given):
-                raise ValueError(
-                    f"the optimizer {type(one).__name__} has {len(given)} parameters, and none is the model's. Give one that was made of "
-                    "model.parameters(), or a function that makes one."
-                )
-
-
-def _check_sequence_length(sequence_length: int, batch: object) -> None:
-    if sequence_length < MIN_SEQUENCE_LENGTH:
-        raise ValueError(
-            f"sequence_length must be at least {MIN_SEQUENCE_LENGTH}, got {sequence_length}: shorter sequences are traced to tell of others. "
-            "Give a batch of longer ones, or leave it out."
-        )
-    sizes = {size for tensor in tensors_in(batch) for size in tensor.shape[1:]}
-    if sequence_length not in sizes:
-        found = f"these have sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "there are none"
-        raise ValueError(
-            f"sequence_length {sequence_length} must be the size of a dimension after the first of a tensor in the batch, and {found}. Give "
-            "the length of the batch's sequences, or leave it out."
-        )
 
 
 def _optimizers_of(
@@ -286,8 +327,21 @@ def _optimizers_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         return (optimizer,)
     if not isinstance(optimizer, Sequence):
-        return (optimizer(model.parameters()),)
+        return (_made(optimizer, model),)
     return tuple(optimizer)
+
+
+def _made(make: MakeOptimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that a user's function makes of a model's parameters."""
+    try:
+        optimizer = make(model.parameters())
+    except Exception as error:  # a user's function can fail in any way
+        raise PredictionError(
+            f"optimizer {name_of(make)} failed when it was called with the model's parameters: {type(error).__name__}: {error}"
+        ) from error
+    if wrong := wrong_with_optimizer(optimizer, model):
+        raise PredictionError(f"optimizer {name_of(make)} {wrong}")
+    return optimizer
 
 
 def _sum_of_outputs(model: torch.nn.Module, batch: object) -> torch.Tensor:

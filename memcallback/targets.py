@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,15 @@ class UsageError(Exception):
     """What the person at the command line can mend; becomes one line on stderr."""
 
 
+def said(error: BaseException) -> str:
+    """An error in one line: one of ours says it in words, another one needs the name of its class; without a full stop at the end."""
+    text = " ".join(str(error).split()).rstrip(".")
+    raised_in, traceback = "", error.__traceback__
+    while traceback is not None:
+        raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
+    return text if raised_in.partition(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
+
+
 def load_model(target: str) -> nn.Module:
     """The model that a target stands for: a model, or what returns one when it is called without arguments.
 
@@ -30,18 +40,21 @@ def load_model(target: str) -> nn.Module:
 
     value = _load(target)
     if callable(value) and not isinstance(value, nn.Module):
-        try:
-            value = value()
-        except Exception as error:
-            raise UsageError(
-                f"{target} failed: {type(error).__name__}: {error}. It is called without arguments and must return a torch.nn.Module."
-            ) from error
+        value = _called(target, value, "torch.nn.Module")
     if not isinstance(value, nn.Module):
         raise UsageError(
             f"{target} gives a {type(value).__name__}, not a torch.nn.Module. "
             "Name a model, a class of models that needs no arguments, or a function that returns a model."
         )
     return value
+
+
+def _called(target: str, make: Callable[[], Any], kind: str) -> Any:
+    try:
+        with redirect_stdout(sys.stderr):
+            return make()
+    except (Exception, SystemExit) as error:  # a user's function can fail in any way
+        raise UsageError(f"{target} failed: {said(error)}. It is called without arguments and must return a {kind}.") from error
 
 
 def _load(target: str) -> Any:
@@ -51,15 +64,14 @@ def _load(target: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        value: Any = importlib.import_module(module_name)
+        with redirect_stdout(sys.stderr):
+            value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"No module named {error.name!r}, on importing {module_name!r}. Run memcallback in the folder that has it, or install it."
         ) from error
-    except Exception as error:
-        raise UsageError(
-            f"Importing {module_name!r} failed: {type(error).__name__}: {error}. It must import without running a training."
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"Importing {module_name!r} failed: {said(error)}. It must import without running a training.") from error
     for part in name.split("."):
         if not hasattr(value, part):
             raise UsageError(f"{module_name!r} has no attribute {name!r}. Name a function, class or model that is defined there.")
@@ -83,12 +95,7 @@ def load_step(target: str) -> TrainingStep:
     from memcallback.steps import TrainingStep
 
     if callable(value) and not isinstance(value, nn.Module):
-        try:
-            value = value()
-        except Exception as error:
-            raise UsageError(
-                f"{target} failed: {type(error).__name__}: {error}. It is called without arguments and must return a TrainingStep."
-            ) from error
+        value = _called(target, value, "TrainingStep")
     if isinstance(value, TrainingStep):
         return value
     if isinstance(value, nn.Module) and hasattr(value, "training_step") and hasattr(value, "configure_optimizers"):
@@ -103,11 +110,12 @@ def _step_of_module(target: str, module: Any) -> TrainingStep:
     from memcallback.steps import TrainingStep
 
     try:
-        module.setup("fit")
-        batch = next(iter(module.train_dataloader()))
-        return TrainingStep.from_lightning(module, batch)
-    except Exception as error:  # a user's data can fail in any way, and a module without any raises Lightning's own error
-        failure = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        with redirect_stdout(sys.stderr):
+            module.setup("fit")
+            batch = next(iter(module.train_dataloader()))
+            return TrainingStep.from_lightning(module, batch)
+    except (Exception, SystemExit) as error:  # a user's data can fail in any way, and a module without any raises Lightning's own error
+        failure = said(error)
     example = getattr(module, "example_input_array", None)
     if example is None:
         raise UsageError(

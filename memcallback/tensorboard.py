@@ -11,7 +11,7 @@
 | `memory/non_pytorch_gib` | used on the device outside this process's allocator (accelerators) |
 | `memory/capacity_gib` | the device's memory |
 | `memory/capacity_used_pct` | used of it by anybody, in percent |
-| `memory/prediction_error_pct` | predicted over measured peak of the step, in percent, positive where predicted is larger; steady steps only |
+| `memory/prediction_error_pct` | predicted over measured peak of the step, percent, positive where predicted is larger; steady steps only |
 | `memory/num_alloc_retries` | how often the allocator has had to release its cache and try again, since the program began (accelerators) |
 
 `<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes have four digits.
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 REPORT_TAG = "memory/report"
 STEP_IMAGE_TAG = "memory/step_by_category"
 CURVE_IMAGE_TAG = "memory/batch_size_curve"
+WHAT_IF_TAG = "memory/what_if"
+WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
 #: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
 LAYOUT_RUN = "memory_layout"
 

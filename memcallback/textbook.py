@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.holdings import holdings, is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.optimizer_state import optimizer_state_bytes
 from memcallback.shape_pass import LayerTable, shape_pass
@@ -88,7 +89,7 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
     assert given is not None
     failure = ""
     for attempt in ("training step", "forward"):
-        with _quietly(), untouched_globals():
+        with _quietly(), untouched_globals(), untouched_variables(step.model, step.losses):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 model, batch = fake_copy((step.model, step.batch), fake_mode)
@@ -155,8 +156,8 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
         with fake_mode:
             optimizers = step.optimizers_of(fake_copy(step.model, fake_mode))
     for optimizer in optimizers:
-        estimate = optimizer_state_bytes(optimizer, device_type=device.type)
-        if estimate is None:
+        steady = optimizer_state_bytes(optimizer, device_type=device.type)
+        if steady is None:
             text = (
                 f"The state of the optimizer {type(optimizer).__name__} is not known before its first step and counts as none in the "
                 "prediction. Predict again after a step, when its own state can be read."
@@ -164,7 +165,7 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
             caveats.append(text)
             warn(text)
         else:
-            state += estimate.steady_bytes_by_device.get(device.type, 0)
+            state += steady.get(device.type, 0)
         transient = max(transient, _transient_bytes(optimizer, device))
     held = {
         Category.PARAMETER: now[Category.PARAMETER],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from memcallback.batch_trace import SAMPLES
+from memcallback.checks import whole_number
 from memcallback.events import Category, Phase
 from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory
 
@@ -70,15 +72,9 @@ class TextbookPrediction:
 
         Raises:
             ValueError: If `batch_size` is below 1.
+            TypeError: If it is no whole number.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-        return replace(self, batch_size=batch_size)
-
-    @property
-    def model_bytes(self) -> int:
-        """Parameters, buffers, gradients, optimizer state and workspaces: what does not depend on the batch."""
-        return sum(self.held.values()) + self.workspace_bytes
+        return replace(self, batch_size=whole_number("batch_size", batch_size, SAMPLES))
 
     @property
     def per_sample_bytes(self) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
@@ -16,16 +18,24 @@ from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES, corrected_outputs
 from memcallback.cuda_outputs import output_bytes
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
+from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernels import Give, Kernel, Take, completed
 from memcallback.ledger import Entry, Ledger
-from memcallback.stand_ins import is_known_to_hold, stand_in_shape, stand_in_value
+from memcallback.output_memo import OutputMemo
+from memcallback.packed_sequences import batch_sizes_of, known_values, pack
+from memcallback.sparse_operators import sparse_operator
+from memcallback.sparse_parts import dense_parts, sparse_tensor
+from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_shape, stand_in_value
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READ = _aten._local_scalar_dense.default
 #: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
 _READS_REAL = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _READ})
+#: Of whole numbers in a tensor that is made of Python's.
+_MOST_NUMBERS_KEPT = 65_536
 CUDA = torch.device("cuda", 0)
+_MEMO = OutputMemo()
 
 
 class TraceMode(FakeTensorMode):
@@ -40,18 +50,21 @@ class TraceMode(FakeTensorMode):
         assumed: What stood in for values that fakes do not have, one sentence each.
         is_recording: Whether operators are written down.
         operator: The one that ran last.
+        num_flops: Floating-point operations of what was written down, by PyTorch's own formulas (torch.utils.flop_counter).
         target: Where new storages of the call that is running are: "device", "host", or None where that follows from its tensors.
         call: The arguments of the call of a torch function that is running, None where there is none.
         tells_cuda: Whether Python code that asks a tensor for its device is user code.
     """
 
-    def __init__(self, ledger: Ledger, spec: DeviceSpec | None) -> None:
+    def __init__(self, ledger: Ledger, spec: DeviceSpec | None, bounds: Bounds | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.ledger = ledger
         self.spec = spec
+        self._bounds = bounds or Bounds()
         self.assumed: dict[str, None] = {}
         self.is_recording = False
         self.operator = ""
+        self.num_flops = 0
         self.target: str | None = None
         self.call: tuple[object, ...] | None = None
         self.tells_cuda = False
@@ -60,8 +73,7 @@ class TraceMode(FakeTensorMode):
         self._is_in_backward = False
         self._handles: set[tuple[str, bool]] = set()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._alone = (0, 0)
-        self._references: list[tuple[int, int]] | None = None
+        self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,9 +94,15 @@ class TraceMode(FakeTensorMode):
             with torch._C.DisableTorchFunction():
                 if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values()))):
                     args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
-                return self._write_down(func, types, args, kwargs)
+                made_of = self._pack if func is _aten._pack_padded_sequence.default else sparse_operator(func, args, kwargs)
+                return self._write_down(func, types, args, kwargs) if made_of is None else self._on_parts(made_of, func, args, kwargs)
         finally:
             self._is_inside, self.tells_cuda = False, told
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """PyTorch asks whether values are kept: those of a number, and here of whole numbers that Python code writes down (lengths)."""
+        is_list = not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided and t.numel() <= _MOST_NUMBERS_KEPT
+        return super().may_turn_const(t) or (is_list and t.device.type == "cpu" and not self.is_our_fake(t))
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -108,34 +126,86 @@ class TraceMode(FakeTensorMode):
         """Whether a tensor stands for one of the device; what the ledger does not know does."""
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self:
             return False
+        told, self.tells_cuda = self.tells_cuda, False
         with torch._C.DisableTorchFunction():
-            entry = self.ledger.find(tensor)
+            entry = self.ledger.find(dense_parts(tensor)[0])
+        self.tells_cuda = told
         return entry is None or not entry.is_host
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a real tensor that the step's code has from elsewhere: an operator in place would change the user's."""
-        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        if isinstance(tensor, FakeTensor) or tensor.layout not in (torch.strided, torch.sparse_coo):
             return tensor
         if id(tensor) not in self._fakes:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            self.ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
+            if tensor.layout is torch.sparse_coo:
+                indices, values = map(self._fake_of, dense_parts(tensor))
+                fake = sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+            else:
+                fake = self._fake_of_strided(tensor)
+                self.ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
             # The real one is kept, so that its id is not given out again.
             self._fakes[id(tensor)] = tensor, fake
         return self._fakes[id(tensor)][1]
 
+    def _fake_of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or not self.may_turn_const(tensor):
+            with self:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        with no_dispatch():
+            values = tensor.clone()
+        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+
+    def _node(self) -> Any:
+        """The autograd node that runs, None for none."""
+        return torch._C._current_autograd_node() if self.ledger.phase is not Phase.OPTIMIZER_STEP else None
+
+    def _reused(self, func: Any, args: Sequence[object], node: Any) -> torch.Tensor | None:
+        return None if node is None or torch.is_grad_enabled() else self._in_place.reused(func, args, node)
+
+    def _on_parts(self, made_of: Callable[..., Any], func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operator on sparse tensors, and write down the operators that it is made of."""
+        reused = self._reused(func, args, self._node())
+        self._is_inside = False
+        with self:
+            if reused is None:
+                return made_of(*args, **kwargs)
+            if reused.layout is torch.strided:
+                return reused.add_(args[1])  # type: ignore[arg-type]
+            indices, values = dense_parts(reused)
+            return sparse_tensor(indices, values, reused.shape, is_coalesced=reused.is_coalesced())
+
+    def _pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_pack_padded_sequence`, whose second result is on the host."""
+        num_sequences, longest = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        known = known_values(lengths)
+        if len(lengths) != num_sequences:
+            raise ValueError(f"{len(lengths)} lengths are given for {num_sequences} packed sequences: give one for each.")
+        if known is None:
+            known = [longest] * num_sequences
+            self.assumed["Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"] = None
+        sizes = batch_sizes_of(known)
+        data = pack(x, sizes, batch_first)
+        before, self.target = self.target, "host"
+        try:
+            return data, torch.tensor(sizes, device="cpu")
+        finally:
+            self.target = before
+
     def _write_down(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self.operator = _name(func)
-        node = torch._C._current_autograd_node() if self.ledger.phase is not Phase.OPTIMIZER_STEP else None
+        node = self._node()
         number = -1
         if node is not None:
             number = node._sequence_nr()
             if self.modules is not None:
                 self.ledger.module = self.modules(number)
-        reused = self._reused(func, args, node, number) if node is not None and not torch.is_grad_enabled() else None
+        reused = self._reused(func, args, node)
         try:
             if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
                 raise DataDependentOutputException(func)
-            outputs = self.dispatch(func, types, args, kwargs)
+            if func in SILENT:
+                raise DynamicOutputShapeException(func)
+            outputs = self._outputs(func, types, args, kwargs)
         except DataDependentOutputException:
             entry = self.ledger.find(args[0])  # type: ignore[arg-type]
             value = stand_in_value(func, args, entry)
@@ -143,14 +213,15 @@ class TraceMode(FakeTensorMode):
                 self.assumed[f"{_name(func)} reads a value: {value!r} stood for it"] = None
             return value
         except DynamicOutputShapeException:
-            outputs = stand_in_shape(func, args, kwargs)
+            outputs = stand_in_shape(func, args, kwargs, self._bounds)
             self.assumed[f"{_name(func)} has a shape that depends on values: the largest possible stood for it"] = None
+        self.num_flops += _num_flops(func, args, kwargs, outputs)
         if reused is not None:
-            called = _IN_PLACE.get(func, func)
+            called = IN_PLACE.get(func, func)
             # Indices that were right in the forward pass are not checked again.
             arguments = (*args, True) if called is _aten._index_put_impl_.default else args
             self._run_kernel(called, arguments, kwargs, [reused], {}, _name(func), number)
-            self.ledger.move(reused, outputs)  # type: ignore[arg-type]
+            self.ledger.move(reused, outputs)
             return outputs
         if self.spec is None:
             for tensor in _tensors(outputs):
@@ -162,6 +233,17 @@ class TraceMode(FakeTensorMode):
             for tensor in _tensors(outputs):
                 if (entry := self.ledger.find(tensor)) is not None:
                     entry.is_truth = holds
+        return outputs
+
+    def _outputs(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        asked = _MEMO.ask(func, args, kwargs)
+        if asked is None:
+            return self.dispatch(func, types, args, kwargs)
+        recalled = _MEMO.recall(self, *asked)
+        if recalled is not None:
+            return recalled[0]
+        outputs = self.dispatch(func, types, args, kwargs)
+        _MEMO.remember(*asked, outputs)
         return outputs
 
     def _on_cuda(
@@ -269,54 +351,21 @@ class TraceMode(FakeTensorMode):
         return self.call is not None and any(self.is_on_device(tensor) for tensor in _tensors(self.call))
 
     def calibrate(self) -> None:
-        """See on a gradient that is certainly nobody else's how many references to it there are at this point of the code."""
+        """See how many references there are to gradients that are certainly nobody else's."""
         assert not self.is_recording
-        self._references = []
-        with self, torch.enable_grad():
+        with self, torch.enable_grad(), self._in_place.calibrating():
             self.is_recording = True
-            x = torch.empty(2, requires_grad=True, device="cpu")
+            x = torch.empty(2, 2, requires_grad=True, device="cpu")
             (x.sin() + x.cos()).sum().backward()
+            rows = torch.empty(1, dtype=torch.int64, device="cpu")
+            torch.embedding(torch.empty_like(x, requires_grad=True), rows, sparse=True).sum().backward()
             self.is_recording = False
-        self._alone, self._references = min(self._references), None
         self.ledger = Ledger()
 
-    def _reused(self, func: Any, args: Sequence[object], node: Any, number: int) -> FakeTensor | None:
-        """The argument in whose place autograd puts the result of an operator; None for a result of its own.
 
-        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it never does. It adds a
-        gradient to one that nobody else holds (`InputBuffer` in torch/csrc/autograd/input_buffer.cpp), and builds up gradients in
-        zeros of its own (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
-        """
-        is_sum = func is _aten.add.Tensor and len(args) == 2
-        if not is_sum and func not in _IN_PLACE and not (func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"):
-            return None
-        first = args[0]
-        entry = self.ledger.find(first) if isinstance(first, FakeTensor) else None
-        if not isinstance(first, FakeTensor) or entry is None:
-            return None
-        if is_sum:
-            other = args[1]
-            alike = isinstance(other, FakeTensor) and other.shape == first.shape and other.dtype == first.dtype
-            return first if alike and entry.node != number and self._is_alone(first) else None
-        return first if entry.node == number else None
-
-    def _is_alone(self, tensor: FakeTensor) -> bool:
-        counts = (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
-        if self._references is not None:
-            self._references.append(counts)
-        return counts[0] <= self._alone[0] and counts[1] <= self._alone[1] and _is_dense(tensor)
-
-
-#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in their place.
-_IN_PLACE = {
-    _aten.index_put.default: _aten._index_put_impl_.default,
-    _aten.index_add.default: _aten.index_add_.default,
-    _aten.scatter.src: _aten.scatter_.src,
-    _aten.scatter.value: _aten.scatter_.value,
-    _aten.scatter_add.default: _aten.scatter_add_.default,
-}
-#: The same for the gradient of one loss, `sigmoid(x).sub_(target).mul_(gradient)`.
-_LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
+def _num_flops(func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
 def _laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype] | None] | None) -> Any:
@@ -335,29 +384,17 @@ def _with_layout(output: torch.Tensor | None, layout: tuple[Sequence[int], Seque
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    """The tensors in what an operator takes or returns: themselves, and in sequences of them."""
+    """The tensors with a storage in what an operator takes or returns: themselves, in sequences of them, and the parts of sparse ones."""
     if isinstance(values, torch.Tensor):
-        return [values]
+        return [*dense_parts(values)]
     found: list[torch.Tensor] = []
     if isinstance(values, (tuple, list)):
         for value in values:
             if isinstance(value, torch.Tensor):
-                found.append(value)
+                found.extend(dense_parts(value))
             elif isinstance(value, (tuple, list)):
                 found.extend(_tensors(value))
     return found
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its part of the storage, each once."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _name(func: Any) -> str:

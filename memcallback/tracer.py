@@ -7,28 +7,40 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from memcallback.batch_trace import TracedStep
+from memcallback.cuda_composites import registered
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
-from memcallback.events import Category, Phase
+from memcallback.events import Category, Event, Phase, PhaseEnd, PhaseStart
 from memcallback.fake_answers import fakes_as_real
 from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.function_copies import untouched_variables
 from memcallback.holdings import tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
+from memcallback.phase_windows import PhaseWindow, phase_of
+from memcallback.sparse_parts import dense_parts
+from memcallback.stand_ins import Bounds, NoStandIn
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.trace_mode import CUDA, TraceMode
 
 #: How many optimizer updates are traced: the first, which makes gradients and optimizer state, and a steady one.
 NUM_WINDOWS = 2
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
+_ON_FAKES = (
+    "A step is traced on fake tensors, which have shapes and no values. What reads values, calls other libraries with them or changes data in "
+    "place of PyTorch fails there: take it out of the step, or out of the one that is predicted."
+)
+#: Of an error's own text so much is shown; all of it is in the error that caused ours.
+_NUM_CHARACTERS = 160
 #: What stands in for functions of torch is put there and taken away again in order.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -40,6 +52,7 @@ def trace(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     num_windows: int = NUM_WINDOWS,
+    bounds: Bounds | None = None,
 ) -> TracedStep:
     """Trace the model's way to the device and the first updates of a training on it.
 
@@ -51,6 +64,7 @@ def trace(
         batch_size: Samples in the batch; None for as many as it has.
         sequence_length: How long its sequences are; None for as long as they are. Others need a step that says how long that is.
         num_windows: How many optimizer updates; gradient accumulation has several steps for each.
+        bounds: Shared by the traces of a step, so that their sizes are on lines.
 
     Returns:
         The trace.
@@ -60,8 +74,10 @@ def trace(
     """
     given = step.batch_size.batch_size
     lengths = (step.sequence_length, sequence_length) if step.sequence_length and sequence_length else None
-    mode = TraceMode(Ledger(), device)
-    with _ONE_AT_A_TIME, untouched_globals(), fakes_as_real(mode.assumed):
+    bounds = bounds or Bounds()
+    bounds.restart()
+    mode = TraceMode(Ledger(), device, bounds)
+    with _ONE_AT_A_TIME, untouched_globals(), untouched_variables(step.model, step.losses), fakes_as_real(mode.assumed):
         mode.calibrate()
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
         model, batch, parts = fake_copy((step.model, step.batch, parts), mode)
@@ -69,6 +85,7 @@ def trace(
             for name, value in vars(module).items():
                 if isinstance(value, torch.device):
                     vars(module)[name] = CUDA
+
         tracer = _Tracer(mode, model)
 
         def new_batch() -> Any:
@@ -77,35 +94,56 @@ def trace(
             tracer.add_batch(fresh)
             return fresh
 
-        with cuda_semantics(mode, device) if device else mode, torch.enable_grad():
-            if device:
-                flatten_rnn_weights(model)
-            tracer.add_model()
-            mode.is_recording = True
+        with cuda_semantics(mode, device) if device else _cpu_semantics(mode), torch.enable_grad():
             try:
+                if step.prepare is not None:
+                    batch = step.prepare(model, batch)
+                if device:
+                    flatten_rnn_weights(model)
+                tracer.add_model()
+                mode.is_recording = True
+                optimizers = tuple(map(optimizer_from, parts)) if parts else step.optimizers_of(model)
+                if step.change_optimizers is not None:
+                    optimizers = tuple(step.change_optimizers(optimizers))
                 if parts:
-                    optimizers = tuple(map(optimizer_from, parts))
                     tracer.add_states(optimizers)
-                else:
-                    optimizers = step.optimizers_of(model)
                 run_to_the_end(optimizers)
                 device_type = "cuda" if device else "cpu"
                 copies = Copies(model=model, optimizers=optimizers, new_batch=new_batch, marks=tracer, device_type=device_type)
+                num_flops = [0]
                 with tracer.modules_named():
                     for window in range(num_windows):
                         run_window(step, copies)
+                        num_flops.append(mode.num_flops)
                         if window == 0 and fill_history(optimizers):
                             tracer.label_states(optimizers)
                             mode.assumed[_FULL_HISTORY] = None
+            except PredictionError:
+                raise
             except Exception as error:  # user code on fakes can fail in any way
-                raise PredictionError(tracer.describe(error)) from error
+                raise tracer.failure(error) from error
             finally:
                 mode.is_recording = False
         mode.ledger.close()
     assert batch_size or given
     return TracedStep(
-        trace=mode.ledger.trace(), batch_size=batch_size or given or 0, calls=tuple(mode.ledger.calls), caveats=tuple(mode.assumed)
+        trace=mode.ledger.trace(),
+        batch_size=batch_size or given or 0,
+        calls=mode.ledger.calls,
+        caveats=tuple(mode.assumed),
+        num_flops=num_flops[-1] - num_flops[-2],
+        num_batches=step.accumulate,
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _NUM_CHARACTERS else f"{text[:_NUM_CHARACTERS].rstrip()} ..."
+
+
+@contextmanager
+def _cpu_semantics(mode: TraceMode) -> Iterator[None]:
+    with registered(None), mode:
+        yield
 
 
 def _in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,33 +165,36 @@ class _Tracer:
         self._stack: list[str] = [""]
         self._last_phase: Phase | None = None
         self._failed_in: str | None = None
+        self._places: list[list[Event]] = []
         self._error_before = sys.exc_info()[1]
         # Where in the sequence of autograd nodes the running module changed, and to which.
         self._changed_at: list[int] = [0]
         self._changed_to: list[str] = [""]
-        mode.modules = self._module_of
+        mode.modules, mode.operator = self._module_of, ""
 
-    def describe(self, error: Exception) -> str:
-        """Where the step failed and at what, in words."""
+    def failure(self, error: Exception) -> PredictionError:
+        """What failed, where and at which operator, and the way out; what may be behind it is in the notes."""
         where = [f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"]
         if self._failed_in:
             where.append(f"in module {self._failed_in!r}")
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        return (
-            f"The step could not be traced on fake tensors: {', '.join(where)}: {type(error).__name__}: {first_line}. Fakes have shapes and no "
-            "values: take what reads values, calls other libraries or changes data in place of PyTorch out of the step, or give a step "
-            "without it: memcallback.TrainingStep(model, batch, loss=...)."
-        )
+        has_way_out = isinstance(error, NoStandIn)
+        what = first_line if has_way_out else f"{type(error).__name__}: {_shortened(first_line)}"
+        way_out = "" if has_way_out else " Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
+        failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{way_out}")
+        failure.__notes__ = [_ON_FAKES]
+        return failure
 
     def add_model(self) -> None:
         """Write down the model's way to the device."""
         with torch._C.DisableTorchFunction():
             for name, tensor in _in_order_of_moving(self._model):
-                if self._ledger.find(tensor) is None:
-                    category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
-                    self._ledger.add(tensor, category, "Module.to").module = name
+                category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                for part in dense_parts(tensor):
+                    if self._ledger.find(part) is None:
+                        self._ledger.add(part, category, "Module.to").module = name
 
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Write down the state that optimizers came with; a count of steps is on the host unless a kernel reads it."""
@@ -161,7 +202,7 @@ class _Tracer:
             for optimizer in optimizers:
                 on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
                 for owner, state in optimizer.state.items():
-                    for tensor in tensors_in(state):
+                    for tensor in chain.from_iterable(map(dense_parts, tensors_in(state))):
                         is_host = tensor.dim() == 0 and not on_device
                         entry = self._ledger.add(tensor, Category.OPTIMIZER_STATE, "Optimizer", is_host=is_host)
                         entry.module = self._owners.get(id(owner), "")
@@ -169,7 +210,7 @@ class _Tracer:
     def add_batch(self, batch: Any) -> None:
         """Write down a batch that came to the device."""
         with torch._C.DisableTorchFunction():
-            for tensor in tensors_in(batch):
+            for tensor in chain.from_iterable(map(dense_parts, tensors_in(batch))):
                 if self._ledger.find(tensor) is None:
                     self._ledger.add(tensor, Category.INPUT, "Tensor.to")
 
@@ -183,16 +224,44 @@ class _Tracer:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """One phase."""
-        self._last_phase = phase
+        self._enter_phase(phase)
         self._ledger.start_phase(phase)
         try:
             yield
         finally:
-            self._ledger.module = ""
-            with torch._C.DisableTorchFunction():
-                owned = ((self._owners[id(p)], p.grad) for p in self._model.parameters() if p.grad is not None)
-                self._ledger.label(owned, Category.GRADIENT)
+            self._label_gradients()
             self._ledger.end_phase()
+
+    def _label_gradients(self) -> None:
+        self._ledger.module = ""
+        with torch._C.DisableTorchFunction():
+            owned = ((self._owners[id(p)], p.grad) for p in self._model.parameters() if p.grad is not None)
+            self._ledger.label(owned, Category.GRADIENT)
+
+    def runs(self, phase: Phase | None) -> Phase | None:
+        """What follows belongs to a phase whose window is told later."""
+        before, self._ledger.phase = self._ledger.phase, phase
+        if phase is not None:
+            self._enter_phase(phase)
+        return before
+
+    def _enter_phase(self, phase: Phase) -> None:
+        """What failed or ran before is not what fails in this phase."""
+        self._last_phase, self._failed_in, self._mode.operator = phase, None, ""
+
+    def boundary(self) -> None:
+        """A boundary between phases that are told later is here."""
+        self._label_gradients()
+        self._ledger.label_activations()
+        self._places.append(self._ledger.place())
+
+    def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
+        """Which boundaries are those of which phases."""
+        for covers, start, end in windows:
+            phase = phase_of(covers)
+            self._places[start].append(PhaseStart(phase, covers if len(covers) > 1 else ()))
+            self._places[end].append(PhaseEnd(phase))
+        self._places = []
 
     def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Say which tensors are the optimizers' state."""

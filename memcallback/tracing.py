@@ -1,4 +1,4 @@
-"""`predict`: from a `TrainingStep` to a `Prediction`, by tracing it and putting the trace to an allocator; `suggest_batch_size`."""
+"""`predict`: from a `TrainingStep` to a `Prediction`, by tracing it and putting the trace to an allocator."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 
-from memcallback.advise import DEFAULT_HEADROOM, BatchSizeAdvice, suggest
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
+from memcallback.checks import described, whole_number
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
-from memcallback.device_here import device_here
-from memcallback.devices import Device, DeviceSpec, find_device
+from memcallback.device_here import any_device
+from memcallback.devices import Device, DeviceSpec
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
 from memcallback.prediction import Prediction
+from memcallback.stand_ins import Bounds
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracer import trace
 
@@ -30,17 +32,21 @@ _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some of its engines (seen with depthwise "
     "convolutions in half precision)."
 )
+#: How often traces that take long say how far they are.
+SLOW_S = 2.0
 #: One for the figures, two to know those of every batch size.
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
 _NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
+#: How the caveat begins that says why other batch sizes are not known.
+ONLY = "Only batch size"
 _COMPILED = "A compiled module was traced as it would run without compilation."
 
 
 def predict(
     step: TrainingStep,
     *,
-    device: str | int | Device | None = None,
+    device: str | int | torch.device | Device | None = None,
     batch_size: int | None = None,
     sequence_length: int | None = None,
     settings: AllocatorSettings | None = None,
@@ -54,8 +60,8 @@ def predict(
 
     Args:
         step: The step.
-        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; or `cpu`. By default the CUDA
-            device of this machine.
+        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; `cpu`; or a device of this
+            machine, such as `cuda:1` or a `torch.device`. By default the CUDA device of this machine.
         batch_size: Samples in the batch; by default as many as it has.
         sequence_length: How long the batch's sequences are; by default as long as the step says.
         settings: Those of a card's allocator; by default those of this process's environment (PYTORCH_CUDA_ALLOC_CONF).
@@ -66,54 +72,51 @@ def predict(
 
     Raises:
         PredictionError: If the step cannot be traced, or its batch size is unknown.
-        ValueError: If `device` is neither a card nor a size nor `cpu`, or none was given and there is none here; or if `batch_size` is
+        ValueError: If `device` is none of these, or is to be of this machine and is not there; or if `batch_size` is
             below 1, or `sequence_length` one that the step says nothing of.
+        TypeError: If `step` is no `TrainingStep`, or a number is not whole.
     """
-    spec = device_here() if device is None else find_device(device)
+    if not isinstance(step, TrainingStep):
+        raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
+    spec = any_device(device)
     given = step.check_predictable()
-    wanted = given if batch_size is None else batch_size
-    if wanted < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    length = step.sequence_length if sequence_length is None else sequence_length
+    wanted = given if batch_size is None else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
+    length = step.sequence_length
+    if sequence_length is not None:
+        own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
+        length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
     if length is None:
-        traces = _Traces(step, spec, _NUM_TRACES, progress)
+        traces = Traces(step, spec, _NUM_TRACES, progress)
         return Prediction.of(_batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings)
     if step.sequence_length is None:
         raise ValueError(
             f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
             "TrainingStep."
         )
-    if length < MIN_SEQUENCE_LENGTH:
-        raise ValueError(f"sequence_length must be at least {MIN_SEQUENCE_LENGTH}, got {length}.")
-    traces = _Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
+    traces = Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
 
 
-def suggest_batch_size(
-    step: TrainingStep, *, device: str | int | Device | None = None, headroom: float = DEFAULT_HEADROOM
-) -> BatchSizeAdvice:
-    """The largest batch size that is predicted to fit.
+def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
+    """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more than 2 s have passed.
 
     Args:
-        step: The step.
-        device: As for `predict`.
-        headroom: The fraction of the capacity to keep free, at least 0 and below 1.
-
-    Returns:
-        The advice; `leaves_out` says what it does not know.
-
-    Raises:
-        PredictionError: As `predict`; also if the step was traced at its own batch size alone.
-        ValueError: As `predict`, or if `headroom` is out of range.
+        say: Says it.
+        of: What is done one by one.
     """
-    prediction = predict(step, device=device)
-    advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=headroom)
-    if advice is None:
-        raise PredictionError(f"No batch size can be suggested: only {prediction.batch_size} is predicted. {' '.join(prediction.caveats)}")
-    return advice
+    start = last = perf_counter()
+
+    def progress(num_done: int, num_all: int) -> None:
+        nonlocal last
+        now = perf_counter()
+        if now - last > SLOW_S:
+            last = now
+            say(f"{num_done} of {num_all} {of} after {now - start:.1f} s")
+
+    return progress
 
 
-class _Traces:
+class Traces:
     """Traces a step at several batch sizes and sequence lengths, and tells how far it is."""
 
     def __init__(self, step: TrainingStep, spec: Device, num_traces: int, progress: Callable[[int, int], None] | None) -> None:
@@ -122,6 +125,7 @@ class _Traces:
         self._num_traces = num_traces
         self._num_done = 0
         self._progress = progress
+        self._bounds = Bounds()
 
     @property
     def has_samples(self) -> bool:
@@ -132,26 +136,26 @@ class _Traces:
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The step there."""
         with _quietly():
-            traced = trace(self._step, self._card, batch_size=batch_size, sequence_length=sequence_length)
+            traced = trace(self._step, self._card, batch_size=batch_size, sequence_length=sequence_length, bounds=self._bounds)
         self._num_done += 1
         if self._progress is not None and self._num_done < self._num_traces:
             self._progress(self._num_done, self._num_traces)
-        return TracedStep(traced.trace, traced.batch_size, traced.calls, (*_caveats(self._step, traced), *traced.caveats))
+        return replace(traced, caveats=(*_caveats(self._step, traced), *traced.caveats))
 
 
-def _batch_trace(traces: _Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
+def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
     """The step's trace at any batch size; at the one asked for alone, if it does something else at others."""
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
-        caveat = f"Only batch size {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
-        return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
+        caveat = f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
+        return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
     try:
         second, check = (traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size)))
         return BatchTrace.fit(first, second, check)
     except (BatchDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
-    caveat = f"Only batch size {batch_size} is predicted, each other one needs a trace of its own: {reason}."
-    return BatchTrace.single(TracedStep(first.trace, batch_size, first.calls, (*first.caveats, caveat)))
+    caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
+    return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
 
 
 def _far(batch_size: int) -> int:
@@ -159,7 +163,7 @@ def _far(batch_size: int) -> int:
     return 2 * batch_size + 3
 
 
-def _length_trace(traces: _Traces, batch_size: int, sequence_length: int) -> LengthTrace:
+def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> LengthTrace:
     """The step's trace at any sequence length; at the one asked for alone, if it does something else at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
     is_any = own.is_any_batch_size_known

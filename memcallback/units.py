@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 KiB = 1 << 10
@@ -22,7 +23,7 @@ _UNITS = {
     "gib": GiB,
     "tib": 1 << 40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:[_,]\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(-?)\s*(\d+(?:[_,]\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -63,17 +64,34 @@ def parse_bytes(text: str | int) -> int:
 
     Raises:
         ValueError: If the text is not a size, or negative.
+        TypeError: If it is neither text nor a whole number.
     """
-    if isinstance(text, int):
-        if text < 0:
-            raise ValueError(f"A size cannot be negative, got {text}. Give a number of bytes such as 25769803776, or '24GiB'.")
-        return text
+    if not isinstance(text, str):
+        num_bytes = _whole(text)
+        if num_bytes < 0:
+            raise ValueError(_negative(num_bytes))
+        return num_bytes
     match = _SIZE.fullmatch(text)
-    unit = _UNITS.get(match[2].lower()) if match else None
+    unit = _UNITS.get(match[3].lower()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as '24GiB'.")
-    number = match[1].replace(",", "").replace("_", "")
+    if match[1]:
+        raise ValueError(_negative(text))
+    number = match[2].replace(",", "").replace("_", "")
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def _whole(value: object) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"A size must be text or a whole number of bytes, got {value!r}. Give a size with its unit, such as '24GiB'.")
+
+
+def _negative(given: str | int) -> str:
+    return f"{given!r} is not a size: a size cannot be negative. Give a number of bytes such as 25769803776, or '24GiB'."
 
 
 def round_up(num_bytes: int, multiple_bytes: int) -> int:

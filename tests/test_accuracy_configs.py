@@ -1,4 +1,4 @@
-"""The configurations of the accuracy proof are there, can be built, and give a loss on tensors without data; the judgement of it is right."""
+"""The configurations of the accuracy proof are there, can be built, and give a loss on tensors without data; its judgement is right."""
 
 import sys
 from pathlib import Path

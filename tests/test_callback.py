@@ -12,10 +12,12 @@ import training
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
 
 from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, Prediction, TextbookPrediction
+from memcallback.devices import find_device
 from memcallback.events import Category
 from memcallback.stats import Kind
 
@@ -162,7 +164,7 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
 
 
 def test_a_trace_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("memcallback.forecast.SLOW_S", -1)
+    monkeypatch.setattr("memcallback.tracing.SLOW_S", -1)
     fit(tmp_path)
     told = re.findall(r"Tracing the step before it first runs: (\d) of 3 traces after \d+\.\d s\.", capsys.readouterr().out)
     assert told == ["1", "2"]
@@ -250,18 +252,76 @@ class Gan(training.Automatic):
         return [torch.optim.Adam(self.network[name].parameters()) for name in ("generator", "critic")]
 
 
-@pytest.mark.parametrize("make", [Gan, training.ManualTwoOptimizers])
-def test_several_networks_updated_by_hand_are_predicted(tmp_path, make):
+class ByHand(training.ManualRaw):
+    """A closure in Lightning's optimizer, then a bare backward pass and torch's own optimizer, and something after that."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer, raw = self.optimizers(), self.optimizers(use_pl_optimizer=False)
+
+        def closure():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self.network(batch[0]), batch[1]))
+
+        optimizer.step(closure)
+        nn.functional.cross_entropy(self.network(batch[0]), batch[1]).backward()
+        raw.step()
+        self.log("mean", self.network(batch[0]).mean())
+
+
+class RawClosure(training.ManualRaw):
+    """A closure in torch's own optimizer."""
+
+    def training_step(self, batch, batch_idx):
+        def closure():
+            self.network.zero_grad()
+            nn.functional.cross_entropy(self.network(batch[0]), batch[1]).backward()
+
+        self.optimizers(use_pl_optimizer=False).step(closure)
+
+
+class TwoUpdatesAtOnce(training.ManualTwoOptimizers):
+    """One backward pass, with something between it and two updates."""
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.log("mean", self.network(batch[0]).mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class NoUpdate(training.ManualRaw):
+    """A backward pass without an update."""
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        nn.functional.cross_entropy(self.network(batch[0]), batch[1]).backward()
+
+    def configure_optimizers(self):
+        return None
+
+
+BY_HAND = {
+    Gan: [(F,), (B,), (O,)] * 2,
+    training.ManualTwoOptimizers: [(F,), (B,), (O,)] * 2,
+    training.ManualTwoBackwards: [(F,), (B,), (F,), (B,), (O,)],
+    training.ManualRaw: [(F, B), (O,)],
+    ByHand: [(F, B), (O, F), (B,), (O,), (O,)],
+    RawClosure: [(F, B), (O,)],
+    TwoUpdatesAtOnce: [(F,), (B,), (O,), (O,)],
+    NoUpdate: [(F, B)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
+@pytest.mark.parametrize("make", BY_HAND, ids=lambda make: make.__name__)
+def test_a_loop_by_hand_is_predicted_in_the_windows_in_which_it_is_measured(tmp_path, make):
     callback = fit(tmp_path, make())
-    # A trace has forward windows between backward pass and update as well.
-    assert_boundaries_agree(callback.prediction.step, callback.report.measured, (B, O))
-
-
-def test_a_bare_backward_by_hand_is_predicted_too(tmp_path):
-    callback = fit(tmp_path, training.ManualRaw())
-    assert isinstance(callback.prediction, Prediction)
-    predicted, measured = (step.phases[O].end.by_category for step in (callback.prediction.step, callback.report.measured))
-    assert predicted == measured
+    predicted, measured = callback.prediction.step, callback.recorder.steps[-1]
+    assert windows(measured) == windows(predicted) == BY_HAND[make]
+    assert predicted.num_optimizer_updates == (measured.num_optimizer_updates or 0)
+    assert_boundaries_agree(predicted, measured)
 
 
 class OneBatchSize(training.Automatic):
@@ -319,9 +379,10 @@ class CallsNumPy(training.Automatic):
 
 
 def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
-    pattern = r"could not be traced on fake tensors: in the forward.*give a step without it.*The textbook law stands in"
-    with pytest.warns(MemoryWarning, match=pattern):
+    pattern = r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, which stands for it. The textbook law stands"
+    with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, CallsNumPy())
+    assert max(len(str(one.message)) for one in warned) < 400
     assert isinstance(callback.prediction, TextbookPrediction)
     for phase in (F, B):
         predicted, measured = callback.prediction.phases[phase], callback.report.measured.phases[phase]
@@ -341,6 +402,15 @@ def test_a_capacity_to_plan_for_takes_the_place_of_the_devices_own(tmp_path):
     advice = callback.report.advice
     assert advice.capacity_bytes == 2**30
     assert advice.line.at(advice.batch_size) <= 2**29
+
+
+def test_the_memory_to_plan_for_may_be_that_of_a_card_by_name(tmp_path):
+    callback = fit(tmp_path, callback=MemoryCallback(device="a100-80"))
+    assert callback.report.advice.capacity_bytes == 81_920 << 20
+    assert any(line.startswith("'a100-80' was taken for NVIDIA A100-SXM4-80GB; it may also mean") for line in callback.report.lines())
+    callback = fit(tmp_path, callback=MemoryCallback(device=find_device("T4")))
+    assert callback.report.advice.capacity_bytes == 15_360 << 20
+    assert not any("T4" in line for line in callback.report.lines())
 
 
 def test_without_a_logger_it_writes_a_run_of_its_own(tmp_path):
@@ -364,6 +434,28 @@ def test_every_logger_gets_the_same_figures(tmp_path):
     assert len(ours) <= 15
     points = events.Scalars("memory/backward/peak_allocated_gib")
     assert len({point.step for point in points}) == len(points)
+
+
+def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_path, capsys):
+    callback = MemoryCallback(device="1GiB", what_if=True)
+    fit(tmp_path, callback=callback, num_batches=2)
+    by_hand = {row.saving: row for row in callback.plan.rows}
+    assert by_hand["zero_grad before forward"].peak_allocated_bytes <= callback.plan.current.peak_allocated_bytes
+    assert callback.plan.current.peak_allocated_bytes == callback.prediction.peak_allocated_bytes
+    assert callback.plan.capacity_bytes == 2**30
+    assert callback.plan.to_text() in capsys.readouterr().out
+    written = EventAccumulator(str(tmp_path / "memcallback" / "version_0")).Reload().Tags()
+    assert "memory/what_if_bars" in written["images"]
+    assert any(tag.startswith("memory/what_if") for tag in written["tensors"])
+
+
+def test_savings_that_cannot_be_tried_are_a_warning(tmp_path):
+    callback = MemoryCallback(what_if=True)
+    with pytest.warns(MemoryWarning) as warned:
+        fit(tmp_path, CallsNumPy(), callback=callback, num_batches=2)
+    assert [str(one.message).startswith("No savings could be tried.") for one in warned].count(True) == 1
+    assert callback.plan is None
+    assert callback.recorder.steps
 
 
 def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_step(tmp_path):
@@ -507,8 +599,10 @@ def test_a_warm_up_step_is_compared_with_nothing(tmp_path):
     callback = fit(tmp_path, fast_dev_run=True)
     assert callback.report.measured.is_warm_up
     assert callback.prediction is not None
-    rows = [cells for cells in callback.report.table().rows if "capacity" not in cells[0]]
-    assert all(cells[1] == cells[4] == "" for cells in rows)
+    table = callback.report.table()
+    assert table.columns[:2] == ("", "measured")
+    assert not any(table.columns[2:])
+    assert all(not any(cells[2:]) for cells in table.rows if "capacity" not in cells[0])
 
 
 def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the_next_fit(tmp_path):
@@ -773,9 +867,10 @@ def test_a_module_that_cannot_be_followed_on_fakes_is_recorded_all_the_same(tmp_
         def forward(self, batch):
             raise NotImplementedError
 
-    pattern = r"could not be predicted. The step could not be traced.*The textbook law cannot stand in: .*MemoryCallback\(predict=False\)"
-    with pytest.warns(MemoryWarning, match=pattern):
+    pattern = r"is recorded and not predicted. The step could not be traced, in the forward, .*MemoryCallback\(predict=False\) leaves"
+    with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, HasNoForward())
+    assert max(len(str(one.message)) for one in warned) < 400
     assert callback.prediction is None
     assert len(callback.recorder.steps) == 4
 
@@ -808,7 +903,10 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"headroom": 1}, "headroom must be"),
-        ({"device": "big"}, "is not a size"),
+        ({"device": "big"}, "'big' is no card that is known"),
+        ({"device": "-1GiB"}, "'-1GiB' is not a size: a size cannot be negative"),
+        ({"device": 0}, "0 is neither a card nor its size"),
+        ({"device": "cpu"}, "'cpu' does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):

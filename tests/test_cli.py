@@ -42,6 +42,13 @@ class Holder:
 
 two_inputs = nn.Bilinear(3, 4, 5)
 seven = 7
+
+def exits():
+    raise SystemExit(3)
+
+def talks():
+    print("hello")
+    return nn.Linear(3, 4)
 """
 
 STEPS = """
@@ -53,8 +60,25 @@ from memcallback import TrainingStep
 def make_step():
     return TrainingStep(nn.Linear(3, 4), torch.ones(5, 3))
 
+def make_sequences():
+    model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 100))
+    return TrainingStep(model, torch.zeros(4, 64, dtype=torch.int64), sequence_length=64)
+
 def fails():
     raise RuntimeError("no such file\\nat all")
+
+def talks():
+    print("hello")
+    return make_step()
+
+def without_a_size():
+    return TrainingStep(nn.Linear(3, 4), None)
+
+def no_loss():
+    return TrainingStep(nn.Linear(3, 4), torch.ones(5, 3), loss=lambda model, batch: 1.5)
+
+def no_optimizer():
+    return TrainingStep(nn.Linear(3, 4), torch.ones(5, 3), optimizer="adam")
 
 class WithoutData(LightningModule):
     def __init__(self):
@@ -84,10 +108,11 @@ def folder_with_models(tmp_path, monkeypatch):
     (tmp_path / "some_models.py").write_text(MODELS)
     (tmp_path / "some_steps.py").write_text(STEPS)
     (tmp_path / "broken_models.py").write_text("1 / 0\n")
+    (tmp_path / "exiting_models.py").write_text("raise SystemExit(5)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("some_models", "some_steps", "broken_models"):
+    for name in ("some_models", "some_steps", "broken_models", "exiting_models"):
         sys.modules.pop(name, None)
 
 
@@ -112,7 +137,9 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["export", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["suggest", "--help"], ["export", "--help"]], ids=" ".join
+)
 def test_help_imports_neither_torch_nor_lightning_nor_rich(arguments):
     assert not imported_by(arguments) & {"torch", "lightning", "pytorch_lightning", "rich", "tensorboard"}
 
@@ -196,7 +223,10 @@ class StandIn:
     def __init__(self):
         self.steps, self.sequence_lengths = [], []
 
-    def predict(self, step, *, device, batch_size=None, sequence_length=None):
+    def how_far(self, say, of="traces"):
+        say("1 of 3 traces after 2.5 s")
+
+    def predict(self, step, *, device, batch_size=None, sequence_length=None, progress=None):
         assert isinstance(device, Device)
         self.steps.append(step)
         self.sequence_lengths.append(sequence_length)
@@ -217,7 +247,7 @@ def test_predict_prints_phases_what_stands_at_the_peak_and_what_fits(tracing, ca
     if request.config.getoption("--overwrite-golden"):
         golden.write_text(out, encoding="utf-8")
     assert out == golden.read_text(encoding="utf-8")
-    assert err == ""
+    assert err == "memcallback: 1 of 3 traces after 2.5 s\n"
 
 
 def test_predict_prints_json_whose_keys_carry_their_units(tracing, capsys):
@@ -274,10 +304,16 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
     ("arguments", "message"),
     [
         (["some_steps:make_step", "--device", "rtx9090"], "--device 'rtx9090' is no card that is known. Near it are NVIDIA GeForce RTX"),
+        (["some_steps:make_step", "--device=-1GiB"], "--device '-1GiB' is not a size: a size cannot be negative. Give"),
+        (["some_steps:make_step", "--device", "0"], "--device '0' is neither a card nor its size: a number is a size in bytes"),
         (["some_steps:make_step", "--device", "T4", "--batch-size", "0"], "--batch-size '0' is no number of samples. Write a whole number"),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "x"],
             "--sequence-length 'x' is no length of a sequence. Write a whole",
+        ),
+        (
+            ["some_steps:make_step", "--device", "T4", "--sequence-length", "3"],
+            "--sequence-length '3' is no length of a sequence. Write a whole number from 4 on, such as --sequence-length 32.",
         ),
         (["some_steps:fails", "--device", "T4"], "some_steps:fails failed: RuntimeError: no such file at all. It is called without"),
         (["some_models:seven", "--device", "T4"], "some_models:seven gives a int, neither a TrainingStep nor a LightningModule. Name a"),
@@ -297,15 +333,47 @@ def test_an_error_of_predict_is_one_line_too(arguments, message, tracing, capfd)
 
 
 def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
-    def fail(step, *, device, batch_size=None, sequence_length=None):
-        raise ValueError("the step was traced at batch size 5 alone,\nwhich says nothing of 6")
+    def fail(step, *, device, batch_size=None, sequence_length=None, progress=None):
+        raise error
 
     monkeypatch.setattr(tracing, "predict", fail)
+    error = KeyError("a\nb")
     assert main(["predict", "some_steps:make_step", "--device", "T4"]) == 2
-    assert capfd.readouterr().err == (
-        "memcallback: error: some_steps:make_step cannot be predicted: ValueError: the step was traced at batch size 5 alone, "
-        "which says nothing of 6\n"
-    )
+    assert capfd.readouterr().err.endswith("error: some_steps:make_step cannot be predicted: KeyError: 'a\\nb'.\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("without_a_size", "some_steps:without_a_size cannot be predicted: The batch size cannot be inferred: no tensor in the batch has"),
+        ("no_loss", "some_steps:no_loss cannot be predicted: loss returned a float; it must return the loss"),
+        ("no_optimizer", "some_steps:no_optimizer failed: optimizer must be an optimizer of the model, or a function from parameters"),
+    ],
+)
+def test_an_error_of_ours_is_said_without_the_name_of_its_class(target, message, capfd):
+    assert main(["predict", f"some_steps:{target}", "--device", "T4"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err[: len("memcallback: error: ")]) == ("", "memcallback: error: ")
+    assert message in err
+    assert ".." not in err
+
+
+def test_what_a_users_code_prints_is_no_part_of_the_answer(tracing, capsys):
+    assert main(["predict", "some_steps:talks", "--device", "24GiB", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["batch_size"] == 5
+    assert err.startswith("hello\n")
+    assert main(["layers", "some_models:talks", "--input", "1,3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"]["num_parameters"] == 16
+
+
+@pytest.mark.parametrize("command", ["predict", "layers"])
+def test_code_that_exits_is_an_error_like_another(command, capfd):
+    more = ["--device", "T4"] if command == "predict" else ["--input", "1"]
+    assert main([command, "exiting_models:make", *more]) == 2
+    assert "Importing 'exiting_models' failed: SystemExit: 5. It must import without running a training." in capfd.readouterr().err
+    assert main([command, "some_models:exits", *more]) == 2
+    assert "some_models:exits failed: SystemExit: 3. It is called without arguments" in capfd.readouterr().err
 
 
 def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
@@ -328,3 +396,62 @@ def test_a_snapshot_for_a_cpu_is_refused(tracing, tmp_path, capfd):
 def test_an_output_that_cannot_be_written_is_said_so(tracing, capfd):
     assert main(["export", "some_steps:make_step", "-o", "no/such/folder.pickle"]) == 2
     assert "--output 'no/such/folder.pickle' cannot be written: No such file or directory. Name a file" in capfd.readouterr().err
+
+
+def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypatch, capfd):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
+    assert "error: --device 'cuda:0' is a CUDA device of this machine, and there is none. Name a card" in capfd.readouterr().err
+
+
+def test_the_largest_batch_size_is_suggested(capsys):
+    arguments = ["suggest", "some_steps:make_step", "--device", "24GiB", "--max-batch-size", "1000", "--effective-batch-size", "4000"]
+    assert main(arguments) == 0
+    written = " ".join(capsys.readouterr().out.split())
+    assert written.startswith("Largest batch size: 1000 (200 times the current 5; at most 1000 are wanted, a multiple of 8; ")
+    assert "For 4000 samples between two updates: batch size 1000, accumulate 4." in written
+    assert "suggested" in written
+    assert main([*arguments, "--json", "--world-size", "2"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["batch_size"], data["global_batch_size"]) == (1000, 2000)
+    assert data["accumulation"] == {"batch_size": 1000, "accumulate": 2, "world_size": 2}
+
+
+def test_a_batch_size_is_suggested_for_each_length(capsys):
+    assert main(["suggest", "some_steps:make_sequences", "--device", "24GiB", "--sequence-lengths", "32,64"]) == 0
+    written = capsys.readouterr().out
+    sizes = [int(line.split(": ")[1].replace(",", "")) for line in written.splitlines() if line.startswith("Sequences of ")]
+    assert len(sizes) == 2
+    assert sizes[0] > sizes[1]
+
+
+def test_savings_are_listed_with_what_they_buy(capsys):
+    assert main(["what-if", "some_steps:make_step", "--device", "24GiB"]) == 0
+    written = capsys.readouterr()
+    assert "What savings would buy (batch size 5) on a card of 24.00 GiB" in written.out
+    assert "does not help" in written.out
+    assert main(["what-if", "some_steps:make_step", "--device", "24GiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["saving"] for row in data["savings"]} >= {"bf16-mixed", "SGD", "expandable_segments"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["suggest", "--headroom", "x"], "--headroom 'x' is no percentage from 0 to below 100. Write"),
+        (["suggest", "--headroom", "100"], "--headroom '100' is no percentage"),
+        (["suggest", "--multiple-of", "0"], "--multiple-of '0' is no number of samples. Write a whole"),
+        (["suggest", "--effective-batch-size", "7", "--world-size", "2"], "must be a multiple of the 2 ranks, got 7"),
+        (["suggest", "--dataset-size", "1", "--world-size", "2"], "got 1 samples for 2 ranks"),
+        (["suggest", "--sequence-lengths", "32,y"], "--sequence-lengths 'y' is no length of a sequence"),
+        (["what-if", "--batch-size", "-1"], "--batch-size '-1' is no number of samples"),
+        (["what-if", "--headroom", "-1"], "--headroom '-1' is no percentage"),
+    ],
+)
+def test_what_is_wrong_with_an_argument_of_advice_is_one_line(capsys, arguments, message):
+    command, *options = arguments
+    assert main([command, "some_steps:make_step", "--device", "24GiB", *options]) == 2
+    written = capsys.readouterr()
+    assert message in written.err
+    assert written.err.count("\n") == 1
+    assert not written.out

@@ -1,8 +1,9 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from memcallback.devices import CATALOGUE, CONTEXT_BYTES, HostSpec, find_device
+from memcallback.devices import CATALOGUE, CONTEXT_BYTES, DeviceSpec, HostSpec, find_device
 from memcallback.units import GiB, MiB
 
 #: What the CUDA runtime says of eight cards: compute capability, multiprocessors, MiB, shared memory of a block that opts in, threads
@@ -68,7 +69,7 @@ def test_of_several_cards_the_first_is_taken_and_the_others_are_named():
     assert caveat == "'v100-16gb' was taken for Tesla V100-SXM2-16GB; it may also mean Tesla V100-PCIE-16GB."
 
 
-@pytest.mark.parametrize("given", ["24GiB", 24 * GiB, str(24 * GiB)])
+@pytest.mark.parametrize("given", ["24GiB", "24 gib", 24 * GiB, np.int64(24 * GiB), str(24 * GiB)])
 def test_any_size_will_do_and_the_architecture_is_said_to_be_assumed(given):
     card = find_device(given)
     assert card.name == "a card of 24.00 GiB"
@@ -78,7 +79,7 @@ def test_any_size_will_do_and_the_architecture_is_said_to_be_assumed(given):
     assert "taken to be that of NVIDIA A100-SXM4-80GB (compute capability 8.0)" in card.caveats[0]
 
 
-@pytest.mark.parametrize("text", ["cpu", "CPU"])
+@pytest.mark.parametrize("text", ["cpu", "CPU", "cpu:0"])
 def test_a_cpu_has_no_caching_allocator_and_an_unknown_capacity(text):
     host = find_device(text)
     assert isinstance(host, HostSpec)
@@ -98,12 +99,35 @@ def test_a_card_is_itself():
         ("rtx 9090", "'rtx 9090' is no card that is known. Near it are NVIDIA GeForce RTX 5090"),
         ("nvidia", "'nvidia' is no card that is known. Near it are NVIDIA B200"),
         ("80", "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. Give more of the name"),
-        (-1, "A size cannot be negative"),
+        ("", "'' is no card that is known. Near it are NVIDIA B200"),
+        ("24 gigs", "'24 gigs' is not a size. Write a number and a unit of B, KB"),
+        ("24G", "'24G' is not a size. Write a number and a unit"),
+        ("-1GiB", "'-1GiB' is not a size: a size cannot be negative. Give"),
+        (-1, "-1 is not a size: a size cannot be negative. Give"),
+        (
+            0,
+            "0 is neither a card nor its size: a number is a size in bytes, from 1 MiB on. Give the size with its unit, such as '24GiB'",
+        ),
+        (
+            "0",
+            "'0' is neither a card nor its size: a number is a size in bytes, from 1 MiB on. .* 'cuda:0' to predict for a device of",
+        ),
+        ("0 GiB", "'0 GiB' is neither a card nor its size"),
+        ("100 KiB", "'100 KiB' is neither a card nor its size"),
+        ("cuda:1", "'cuda:1' is a device of this machine, .* Give it to memcallback.predict, .* or here the name of a card"),
     ],
 )
 def test_what_is_neither_a_card_nor_a_size_is_refused_with_the_nearest_names(text, message):
     with pytest.raises(ValueError, match=message):
         find_device(text)
+
+
+@pytest.mark.parametrize("given", [True, 1.5, 24e9, b"A100", ["A100"], None, DeviceSpec])
+def test_what_is_of_another_kind_is_refused(given):
+    with pytest.raises(
+        TypeError, match=r"device must be the name of a card, a size of memory or 'cpu', got .* Give one such as 'NVIDIA A100"
+    ):
+        find_device(given)
 
 
 def test_every_card_is_found_by_its_own_name_and_no_name_comes_twice():

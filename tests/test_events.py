@@ -34,7 +34,8 @@ def traces(draw):
         elif kind == "free" and alive:
             events.append(Free(alive.pop(draw(st.integers(0, len(alive) - 1)))))
         elif kind == "phase":
-            events.append(PhaseEnd(phase) if phase else PhaseStart(phase := draw(st.sampled_from(Phase))))
+            covers = draw(st.sampled_from([(), (Phase.FORWARD, Phase.BACKWARD)]))
+            events.append(PhaseEnd(phase) if phase else PhaseStart(phase := draw(st.sampled_from(Phase)), covers))
             phase = None if isinstance(events[-1], PhaseEnd) else phase
         elif kind == "step" and phase is None:
             events.append(StepEnd() if in_step else StepStart())

@@ -69,3 +69,14 @@ def test_a_batch_size_is_found_and_trained_with(tmp_path):
     steps = 2 * -(-4096 // int(size))
     assert f"Trained {steps} steps of {size} images." in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):
+    output = run(tmp_path, "savings.py", "--epochs", "6")
+    assert "with accumulate=4, amp='bf16-mixed', checkpoint of (root module)" in output
+    without, peak = re.search(r"^ allocated +([\d.]+) MiB +([\d.]+) MiB", output, flags=re.MULTILINE).groups()
+    assert float(peak) < float(without) / 2
+    measured, predicted = re.search(r"Peak with all three: ([\d.]+) MiB measured, ([\d.]+) MiB predicted", output).groups()
+    assert predicted == peak
+    assert abs(float(measured) - float(predicted)) <= 0.01
+    assert float(re.search(r"Validation accuracy: ([\d.]+)", output)[1]) > 0.9

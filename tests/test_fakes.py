@@ -308,11 +308,32 @@ def test_a_subclass_that_only_adds_methods_becomes_a_plain_fake(mode):
     assert_like(fake_copy(real, mode), real)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_sparse_tensor_has_fake_indices_and_values(mode):
+    real = torch.eye(6)[:4].to_sparse()
+    copy, again = fake_copy((real, real), mode)
+    assert copy is again
+    assert (copy.layout, copy.shape, copy.is_coalesced(), copy._nnz()) == (torch.sparse_coo, (4, 6), True, 4)
+    assert isinstance(copy._indices(), FakeTensor)
+    assert copy._values().shape == (4,)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_sparse_batch_has_as_many_elements_for_each_further_sample(mode):
+    real = torch.ones(4, 3)
+    real[0, 0] = 0  # 11 elements: 3 for a sample
+    for size, count in ((6, 17), (3, 8)):
+        resized = resize_batch(fake_copy(real.to_sparse(), mode), 4, size)
+        assert (resized.shape, resized._nnz()) == ((size, 3), count)
+    rows = resize_batch(fake_copy(real.to_sparse(1), mode), 4, 6, lengths=(3, 5))
+    assert (rows.shape, rows._values().shape) == ((6, 5), (6, 5))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR tensor support)")
 def test_tensors_that_no_fake_can_stand_for_are_named_with_the_way_out(mode):
-    with pytest.raises(ValueError, match=r"shape \(3, 3\) and layout torch.sparse_coo cannot be made fake: .* Convert it first"):
-        fake_copy({"adjacency": torch.eye(3).to_sparse()}, mode)
+    with pytest.raises(ValueError, match=r"shape \(3, 3\) and layout torch.sparse_csr cannot be made fake: .* Convert it first"):
+        fake_copy({"adjacency": torch.eye(3).to_sparse_csr()}, mode)
     with pytest.raises(ValueError, match=r"UninitializedParameter of a lazy module has no shape yet.* Run the model once"):
         fake_copy(nn.LazyLinear(3), mode)
     with pytest.raises(ValueError, match=r"shape unknown .* cannot be made fake"):

@@ -2,13 +2,14 @@
 
 import pytest
 
+from memcallback.advice import BatchSizeBounds
 from memcallback.fitted import BatchSizeSearch, FittedBatchSize, Trial
 from memcallback.units import MiB
 
 
-def search(first, limit, *, expect=lambda size: None, cap=None):
+def search(first, limit, *, expect=lambda size: None, cap=None, multiple_of=1):
     """The sizes tried where those up to a limit fit."""
-    looking, tried = BatchSizeSearch(first, cap=cap), []
+    looking, tried = BatchSizeSearch(first, BatchSizeBounds(multiple_of=multiple_of, max_batch_size=cap)), []
     while looking.next is not None:
         size = looking.next
         tried.append(size)
@@ -60,6 +61,14 @@ def test_where_nothing_fits_one_sample_is_tried_last():
 def test_no_size_is_tried_above_the_cap():
     assert search(1000, 10_000, expect=lambda size: 5000, cap=60) == (60, [60])
     assert search(10, 10_000, expect=lambda size: 5000, cap=60) == (60, [10, 60])
+
+
+def test_every_size_that_is_tried_is_a_multiple_where_so_many_fit():
+    assert search(1234, 5000, expect=lambda size: 1234, multiple_of=8) == (1232, [1232])
+    best, tried = search(1000, 700, multiple_of=8)
+    assert 700 / 1.05 - 8 < best <= 700
+    assert all(size % 8 == 0 for size in tried)
+    assert search(40, 3, multiple_of=8) == (3, [40, 16, 8, 4, 2, 3])
 
 
 def trial(size, peak, **options):

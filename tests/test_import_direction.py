@@ -14,7 +14,7 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
-DATA = ["units", "events", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
+DATA = ["checks", "units", "events", "phase_windows", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
 PLAIN = [
     *DATA,
     "batch_trace",
@@ -27,21 +27,71 @@ PLAIN = [
     "snapshot",
     "textbook_law",
     "differences",
+    "peak_lines",
+    "advice",
     "advise",
+    "segments",
+    "plan",
     "report",
     "fitted",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
-KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions"]
+KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
 KERNELS = ["cuda_kernels_plan", "cuda_kernels_reduce", *(f"cuda_kernels_{name}" for name in KERNEL_RULES), "cuda_kernels"]
-COMPOSITES = ["cuda_attention_choice", "cuda_attention", "cuda_outputs", "cuda_norms", "cuda_rnn", "cuda_composites", "cuda_autocast"]
+COMPOSITES = [
+    "packed_sequences",
+    "cuda_attention_choice",
+    "cuda_attention",
+    "cuda_outputs",
+    "cuda_norms",
+    "cuda_rnn",
+    "cuda_composites",
+    "cuda_autocast",
+]
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
-ON_FAKES = ["trace_mode", "own_thread", "fake_answers", "cuda_functions", "cuda_answers", "cuda_semantics"]
-TRACER = ["cuda_calls", "ledger", "stand_ins", *ON_FAKES, "optimizer_copy", "loops", "tracer", "device_here", "tracing"]
-MEASURING = ["holdings", "nvml", "cpu_meter", "meters", "lightning_step", "steps", "recorder", "fakes", "shape_pass", "optimizer_state"]
+ON_FAKES = [
+    "output_memo",
+    "in_place",
+    "sparse_operators",
+    "trace_mode",
+    "own_thread",
+    "fake_answers",
+    "cuda_functions",
+    "cuda_answers",
+    "cuda_semantics",
+]
+TRACER = [
+    "cuda_calls",
+    "ledger",
+    "stand_ins",
+    *ON_FAKES,
+    "optimizer_copy",
+    "loops",
+    "tracer",
+    "device_here",
+    "tracing",
+    "suggestion",
+]
+MEASURING = [
+    "holdings",
+    "sparse_parts",
+    "nvml",
+    "cpu_meter",
+    "meters",
+    "lightning_step",
+    "step_checks",
+    "steps",
+    "recorder",
+    "function_copies",
+    "fakes",
+    "shape_pass",
+    "optimizer_state",
+]
+SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "what_if"]
 RUNNING = ["oom", "run_state", "loaders", "gauge", "fit_settings"]
-TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *RUNNING]
-ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "trial", "fit_search", "fit", "callback", "targets", "cli", "__main__"]
+TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS, *RUNNING]
+FITTING = ["trial", "fit_search", "fit"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", *FITTING, "savings_lightning", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 

@@ -5,12 +5,13 @@ from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcallback.advise import TracedPeak, suggest
+from memcallback.advise import suggest
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import BatchTrace, TracedStep, UnknownBatchSize
 from memcallback.devices import HostSpec, find_device
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase
+from memcallback.peak_lines import TracedPeak
 from memcallback.prediction import Prediction
 from memcallback.prediction_text import verdict
 from memcallback.stats import Kind
@@ -131,6 +132,26 @@ def test_a_trace_without_a_step_is_refused():
         Prediction.of(trace, find_device("A100"))
 
 
+def test_another_device_may_be_given_as_a_person_would_write_it():
+    predicted = prediction(device="H100")
+    small = predicted.on("24GiB")
+    assert (small.capacity_bytes, small.device.compute_capability) == (24 * GiB, (9, 0))
+    assert "its architecture was taken to be that of NVIDIA H100 80GB HBM3" in small.device.caveats[0]
+    other = predicted.on("T4")
+    assert other.device_name == "Tesla T4"
+    assert other.caveats[-2] == (
+        "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), and its workspaces and kernels are those of that card: "
+        "memcallback.predict(step, device=...) traces it for Tesla T4."
+    )
+    with pytest.raises(ValueError, match="'rtx 9090' is no card that is known"):
+        predicted.on("rtx 9090")
+
+
+def test_what_was_traced_for_a_card_is_not_put_on_a_cpu():
+    with pytest.raises(ValueError, match=r"traced for NVIDIA .* says nothing of CPU: what operators allocate differs. .*predict"):
+        prediction(device="H100").on("cpu")
+
+
 def test_a_batch_size_below_one_is_refused():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         prediction().at(0)
@@ -154,11 +175,11 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
     predicted = prediction(16, device=SMALL_BYTES)
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0)
     assert advice.line.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
-    assert advice.line.at(advice.batch_size + 1) > advice.budget_bytes
+    assert advice.line.at(advice.largest + 1) > advice.budget_bytes
     assert "replayed from the traced step" in advice.sentence()
     assert any("its context is taken to be 512.00 MiB" in text for text in advice.leaves_out)
     smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
-    assert smaller.batch_size < advice.batch_size
+    assert smaller.largest < advice.largest
 
 
 def test_what_was_measured_more_is_added_to_every_batch_size():
@@ -208,9 +229,9 @@ def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
 
 
 def test_the_words_about_a_cpu():
-    assert verdict(host_prediction(capacity_bytes=2 * GiB)) == (
-        "Fits in the 2.00 GiB.",
-        f"Largest batch size: {host_prediction(capacity_bytes=2 * GiB).limit}, with nothing kept free (a larger batch is taken to need no less).",
+    assert verdict(host_prediction(capacity_bytes=800 * MiB)) == (
+        "Fits in the 800.00 MiB.",
+        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing kept free (a larger batch is taken to need no less).",
     )
     assert verdict(host_prediction(capacity_bytes=3 * MiB))[0].startswith(
         "Does not fit in the 3.00 MiB: out of memory in step 1, an allocation"
@@ -242,5 +263,11 @@ def test_memory_to_plan_for_need_not_be_the_devices_own():
 def test_on_a_cpu_the_allocated_peak_has_to_fit():
     predicted = host_prediction(16)
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=GiB, headroom=0)
-    assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.batch_size + 1).peak_allocated_bytes
+    assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.largest + 1).peak_allocated_bytes
     assert "what operators take for themselves while they run" in advice.leaves_out
+
+
+def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
+    assert verdict(prediction(device="1GiB"))[1].endswith("(a larger batch is taken to need no less).")
+    far = verdict(prediction(device="80GiB"))[1]
+    assert far.endswith("(a larger batch is taken to need no less, and to do the same: the largest that was traced is 7).")

@@ -101,6 +101,15 @@ def test_what_is_unknown_is_not_available_and_the_reason_is_said():
     assert "Of the device: NVML is not available: no driver." in made.lines()
 
 
+def test_without_a_prediction_there_are_no_columns_for_one():
+    for made in (report(prediction=None), report(measured=measured(is_warm_up=True))):
+        assert made.table().columns == ("", "measured", "")
+        assert made.table().rows[-1] == ("  capacity", "1024.00 MiB", "25.0 % used")
+    alone = report(prediction=None, device=DeviceMemory(), advice=None)
+    assert alone.table().columns == ("", "measured")
+    assert "predicted" not in alone.to_text() + alone.to_markdown()
+
+
 def test_a_warm_up_step_is_called_one():
     assert "warm-up" in report(measured=measured(is_warm_up=True)).to_text().splitlines()[0]
     assert "steady" in report().to_text().splitlines()[0]

@@ -1,6 +1,7 @@
 from collections import UserDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import training
@@ -19,6 +20,8 @@ from memcallback.steps import BatchSize, infer_batch_size
         ([[{"deep": (torch.ones(7),)}]], 7),
         (SimpleNamespace(num_graphs=7, x=torch.ones(100, 3)), 7),
         (SimpleNamespace(batch_size=torch.Size([7, 2])), 7),
+        (SimpleNamespace(batch_size=np.int64(7), x=torch.ones(100, 3)), 7),
+        (SimpleNamespace(batch_size=torch.tensor(7), x=torch.ones(100, 3)), 100),
     ],
 )
 def test_the_batch_size_is_found_in_any_nesting(batch, size):

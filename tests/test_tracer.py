@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -281,6 +283,37 @@ def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
     ) as caught:
         on_card(CallsAnotherLibrary(), vectors())
     assert str(caught.value).count("\n") == 0
+    assert len(str(caught.value)) < 400
+    assert "which have shapes and no values" in caught.value.__notes__[0]
+
+
+class FailsLater(nn.Linear):
+    """Its first forward pass fails inside and goes on, the second one fails before anything ran."""
+
+    def forward(self, x):
+        if hasattr(self, "ran"):
+            raise KeyError("later")
+        self.ran = True
+        return super().forward(x)
+
+
+def test_an_operator_of_another_phase_is_not_what_failed():
+    with pytest.raises(PredictionError, match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. Give"):
+        on_card(nn.Sequential(FailsLater(32, 10)), vectors())
+
+
+def test_what_ran_before_the_step_is_not_what_failed():
+    class Module(LightningModule):
+        def training_step(self, batch):
+            return self(batch)
+
+        def configure_optimizers(self):
+            return 1 / 0
+
+    with pytest.raises(
+        PredictionError, match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division by zero\."
+    ):
+        trace(TrainingStep.from_lightning(Module(), vectors()), CARD)
 
 
 def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
@@ -342,3 +375,31 @@ def test_tensors_from_elsewhere_are_not_written_to():
     for card in (CARD, None):
         trace(TrainingStep(model, batch, loss=loss, optimizer=OPTIMIZERS["sgd"]), card)
     assert torch.equal(elsewhere, torch.zeros(64))
+
+
+def test_under_lightning_a_weight_that_is_used_twice_has_as_many_copies_as_lightnings_autocast_makes():
+    class Twice(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32, bias=False)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(self.layer(batch)).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters())
+
+    def num_copies(step):
+        in_forward, phase = [], None
+        for event in trace(step, CARD, num_windows=1).trace.events:
+            phase = event.phase if isinstance(event, PhaseStart) else phase
+            if isinstance(event, Alloc) and phase is Phase.FORWARD and event.operator == "aten::_to_copy":
+                in_forward.append(event.size_bytes)
+        return in_forward.count(32 * 32 * 2)
+
+    batch = torch.ones(8, 32)
+    is_cached = MixedPrecision("bf16-mixed", device="cpu").autocast_context_manager()._cache_enabled
+    assert num_copies(TrainingStep.from_lightning(Twice(), batch, precision="bf16-mixed")) == (1 if is_cached else 2)
+    module = Twice()
+    plain = TrainingStep(module, batch, loss=lambda model, batch: model.layer(model.layer(batch)).sum(), precision="bf16-mixed")
+    assert num_copies(plain) == 1

@@ -9,7 +9,7 @@ from torch import nn
 import memcallback as mc
 from memcallback import PredictionError, TrainingStep
 from memcallback.batch_trace import UnknownBatchSize
-from memcallback.device_here import device_here
+from memcallback.device_here import any_device, device_here
 from memcallback.devices import find_device
 from memcallback.units import GiB, MiB
 
@@ -69,9 +69,35 @@ def card(monkeypatch):
     def put(**changes):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(**changes))
 
     return put
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("given", ["cuda", "CUDA:1", torch.device("cuda"), torch.device("cuda", 1)])
+def test_a_cuda_device_that_is_not_here_is_said_so(given):
+    with pytest.raises(ValueError, match=r"^'cuda(:1)?' is a CUDA device of this machine, and there is none. Name a card, .*'24GiB'"):
+        mc.predict(make_step(), device=given)
+
+
+@pytest.mark.parametrize(("given", "index"), [("cuda", 0), ("cuda:1", 1), (torch.device("cuda"), 0), (torch.device("cuda", 1), 1)])
+def test_a_cuda_device_is_that_of_this_machine(given, index, card):
+    card(name="NVIDIA H100 PCIe")
+    assert any_device(given) == device_here(torch.device("cuda", index))
+
+
+def test_a_cuda_device_beyond_those_of_this_machine_is_said_so(card):
+    card()
+    with pytest.raises(ValueError, match=r"'cuda:2' is not here: this machine's CUDA devices are 'cuda:0' to 'cuda:1'\."):
+        any_device(torch.device("cuda", 2))
+
+
+def test_pytorchs_cpu_is_a_cpu():
+    assert any_device(torch.device("cpu")) == find_device("cpu")
+    with pytest.raises(PredictionError, match="a device of type mps"):
+        any_device(torch.device("mps"))
 
 
 def test_a_card_of_the_catalogue_has_its_figures_and_the_real_capacity(card):
@@ -108,7 +134,7 @@ def test_a_suggestion_before_training_stays_within_the_capacity():
     advice = mc.suggest_batch_size(make_step(), device="1GiB", headroom=0.1)
     prediction = mc.predict(make_step(), device="1GiB")
     assert not advice.is_measured
-    for size, fits in ((advice.batch_size, True), (advice.batch_size + 1, False)):
+    for size, fits in ((advice.largest, True), (advice.largest + 1, False)):
         needed = max(step.peak_reserved_bytes for step in prediction.at(size).steps)
         assert (needed <= advice.budget_bytes) == fits
 
@@ -126,9 +152,26 @@ class Branches(nn.Module):
 
 def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_said():
     with pytest.raises(
-        PredictionError, match=r"No batch size can be suggested: only 16 is predicted. Only batch size 16 is predicted, each"
+        PredictionError, match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one needs .*\.$"
     ):
         mc.suggest_batch_size(make_step(Branches()), device="1GiB")
+
+
+def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_said():
+    with pytest.raises(
+        PredictionError, match=r"^No batch size can be suggested: how much memory the CPU has is not known. Give it: device=memc"
+    ):
+        mc.suggest_batch_size(make_step(), device="cpu")
+    advice = mc.suggest_batch_size(make_step(), device=mc.devices.HostSpec(capacity_bytes=GiB))
+    assert advice.capacity_bytes == GiB
+    assert advice.batch_size > 1000
+
+
+def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_reason_said():
+    loss = lambda model, batch: model.weight.sum() * batch.shape[0]  # noqa: E731
+    step = make_step(nn.Linear(8, 4), torch.ones(16, 0), loss=loss, optimizer=torch.optim.SGD)
+    with pytest.raises(PredictionError, match=r"^No batch size can be suggested: no batch size was found that does not fit"):
+        mc.suggest_batch_size(step, device="1GiB")
 
 
 def test_a_step_without_batch_size_is_refused_with_the_way_out():
@@ -171,6 +214,63 @@ def test_tensors_that_a_lightning_step_makes_have_the_precisions_own_type():
     mc.predict(TrainingStep.from_lightning(Makes(), torch.ones(4, 50, dtype=torch.float64), precision="64-true"), device="cpu")
     assert set(seen) == {torch.float64}
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_loop_by_hand_is_predicted_at_any_batch_size():
+    from training import ManualTwoOptimizers
+
+    batch = (torch.ones(16, 64), torch.zeros(16, dtype=torch.long))
+    predicted = mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100")
+    assert [window.label for window in predicted.step.windows] == 2 * ["forward", "backward", "optimizer step"]
+    assert predicted.at(40).step == mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100", batch_size=40).step
+
+
+class AnotherPath(nn.Module):
+    """Keeps more of each sample from some batch size on, or has an end there."""
+
+    def __init__(self, begins_at, *, fails=False):
+        super().__init__()
+        self.linear = nn.Linear(1024, 1024)
+        self.begins_at, self.fails = begins_at, fails
+
+    def forward(self, x):
+        y = self.linear(x)
+        if len(x) < self.begins_at:
+            return y
+        if self.fails:
+            raise IndexError("no such row")
+        return y.exp().exp()
+
+
+def test_a_suggestion_is_verified_by_a_trace_at_its_own_size():
+    for begins_at in (1000, 10**9):
+        step = make_step(AnotherPath(begins_at), torch.ones(4, 1024))
+        advice = mc.suggest_batch_size(step, device="4GiB")
+        assert advice.batch_size > 64 * 11
+        peaks = [
+            max(one.peak_reserved_bytes for one in mc.predict(step, device="4GiB", batch_size=size).steps)
+            for size in (advice.batch_size, advice.batch_size + 1)
+        ]
+        assert peaks[0] <= advice.budget_bytes < peaks[1]
+        assert not any("was traced" in text for text in advice.leaves_out)
+
+
+def test_a_suggestion_that_cannot_be_verified_says_so():
+    step = make_step(AnotherPath(1000, fails=True), torch.ones(4, 1024))
+    advice = mc.suggest_batch_size(step, device="4GiB")
+    assert advice.leaves_out[-1] == (
+        f"whether the step does the same at batch size {advice.batch_size}, where it cannot be traced: the largest that was traced is 11"
+    )
+
+
+def test_far_beyond_what_was_traced_a_prediction_says_so():
+    predicted = mc.predict(make_step(), device="24GiB")
+    assert predicted.at(64 * 35).caveats == predicted.caveats
+    assert predicted.at(64 * 35 + 1).caveats[-1] == (
+        "Batch size 2241 is far beyond the largest that was traced, 35: whether the step does the same there was not tried. "
+        "memcallback.predict(step, batch_size=2241) traces it there."
+    )
+    assert mc.predict(make_step(), device="24GiB", batch_size=2241).caveats == predicted.caveats
 
 
 class Queue(nn.Module):

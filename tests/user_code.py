@@ -2,14 +2,16 @@
 
 `STEPS` has functions that make a `TrainingStep`, by name; those in `NEEDS_CUDA` do not run on a CPU.
 
-    python tests/user_code.py        records, on a machine with a CUDA device, what they request at every boundary
+    python tests/user_code.py [NAME ...]        records, on a machine with a CUDA device, what they (or some) request at every boundary
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
+import sys
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -748,7 +750,8 @@ def an_optimizer_in_backward():
     return plain(InBackward(), optimizer=None)
 
 
-def optimizer_in_backward_from_outside():
+@case
+def an_optimizer_in_backward_from_outside():
     model = mlp()
     optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
 
@@ -801,6 +804,104 @@ def a_sparse_embedding_with_sparse_adam():
 @case
 def a_sparse_embedding_with_adagrad():
     return sparse(lambda parameters: torch.optim.Adagrad(parameters))
+
+
+@case
+def a_sparse_embedding_with_accumulation():
+    return plain(
+        SparseEmbedding(),
+        batch=[torch.randint(0, 200, (16, 5)), classes()],
+        optimizer=lambda p: torch.optim.SparseAdam(list(p)),
+        accumulate=3,
+    )
+
+
+@case
+def a_sparse_embedding_that_is_used_twice():
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]) + model(batch[0] + 1), batch[1])
+
+    return plain(SparseEmbedding(), batch=[torch.randint(0, 100, (16, 5)), classes()], loss=loss, optimizer=torch.optim.Adagrad)
+
+
+@case
+def a_sparse_embedding_with_tied_weights():
+    model = Tied()
+    model.embedding.sparse = True
+    return plain(model, batch=[torch.randint(0, 10, (16, 5)), classes()], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+class KeepsGradient(SparseEmbedding):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        if not self.kept:
+            self.embedding.weight.register_hook(self.keep)
+        self.kept = [None]
+        return super().forward(x)
+
+    def keep(self, gradient):
+        self.kept = [gradient]
+
+
+@case
+def a_sparse_embedding_whose_gradient_is_kept():
+    batch = [torch.randint(0, 200, (16, 5)), classes()]
+    return plain(KeepsGradient(), batch=batch, optimizer=lambda p: torch.optim.SparseAdam(list(p)))
+
+
+@case
+def a_sparse_embedding_bag():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(200, 10, mode="mean", sparse=True)
+
+        def forward(self, x):
+            return self.bag(x)
+
+    return plain(Bag(), batch=[torch.randint(0, 200, (16, 5)), classes()], optimizer=lambda p: torch.optim.SparseAdam(list(p)))
+
+
+def graph():
+    """A sparse matrix with three elements in each row."""
+    indices = torch.stack([torch.arange(16).repeat(3), torch.randint(0, 16, (48,))])
+    return torch.sparse_coo_tensor(indices, torch.ones(48), (16, 16), check_invariants=False)
+
+
+@case
+def a_sparse_buffer():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("graph", graph().coalesce())
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.graph @ self.second(torch.relu(torch.sparse.mm(self.graph, self.first(x))))
+
+    return plain(Graph())
+
+
+@case
+def a_sparse_tensor_in_the_batch():
+    def loss(model, batch):
+        return F.cross_entropy(torch.sparse.mm(batch["graph"], model(batch["x"])), batch["y"])
+
+    return plain(mlp(), batch={"x": rows(), "graph": graph(), "y": classes()}, loss=loss)
+
+
+@case
+def a_sparse_matrix_with_trained_values():
+    indices = torch.stack([torch.arange(16), torch.arange(16).flip(0)])
+
+    def run(self, x):
+        matrix = torch.sparse_coo_tensor(indices.to(x.device), self.values, (16, 16), is_coalesced=True, check_invariants=False)
+        return torch.sparse.mm(matrix, x)
+
+    return plain(Net(run, values=nn.Parameter(torch.ones(16))))
 
 
 @case
@@ -897,6 +998,50 @@ def packed_sequences():
             return self.head(hidden[-1])
 
     return plain(Packed(nn.LSTM), batch=[torch.randn(16, 5, 32), classes()])
+
+
+class OfLengths(nn.Module):
+    """Packs sequences whose lengths Python code knows, and pads what comes out."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(32, 24, batch_first=True, **options)
+        self.head = nn.Linear(24 * (2 if options.get("bidirectional") else 1), 10)
+
+    def forward(self, x):
+        lengths = [5, 5, 4, 4, 4, 4, 4, 3, 3, 2, 2, 2, 2, 2, 1, 1]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        output, lengths = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=6)
+        return self.head(output[torch.arange(16), lengths - 1])
+
+
+@case
+def packed_sequences_of_different_lengths():
+    return plain(OfLengths(nn.LSTM), batch=[torch.randn(16, 5, 32), classes()])
+
+
+@case
+def a_packed_gru_in_both_directions():
+    return plain(OfLengths(nn.GRU, bidirectional=True, num_layers=2), batch=[torch.randn(16, 5, 32), classes()])
+
+
+@case
+def a_packed_lstm_with_projections():
+    class Projected(OfLengths):
+        def __init__(self):
+            super().__init__(nn.LSTM, proj_size=12, bidirectional=True)
+            self.head = nn.Linear(24, 10)
+
+    return plain(Projected(), batch=[torch.randn(16, 5, 32), classes()])
+
+
+@case
+def a_sequence_of_tensors_that_is_packed():
+    def loss(model, batch):
+        packed = nn.utils.rnn.pack_sequence([x[: 5 - index // 4] for index, x in enumerate(batch[0])])
+        return F.cross_entropy(model.head(model.rnn(packed)[1][-1]), batch[1])
+
+    return plain(Recurrent(nn.RNN), batch=[torch.randn(16, 5, 32), classes()], loss=loss)
 
 
 @case
@@ -1182,7 +1327,7 @@ class _Marks:
 
     def __init__(self, batch, device, at_boundary):
         self.batch, self.device, self.at_boundary = batch, device, at_boundary
-        self.steps = []
+        self.steps, self.boundaries = [], []
 
     @contextmanager
     def step(self):
@@ -1198,6 +1343,16 @@ class _Marks:
         self.steps[-1].append(self.at_boundary())
         yield
         self.steps[-1].append(self.at_boundary())
+
+    def runs(self, phase):
+        return phase
+
+    def boundary(self):
+        self.boundaries.append(self.at_boundary())
+
+    def add_windows(self, windows):
+        self.steps[-1] += [self.boundaries[number] for _, *both in windows for number in both]
+        self.boundaries = []
 
     def label_states(self, optimizers):
         pass
@@ -1245,13 +1400,18 @@ def run_on_cpu(names):
         with torch.autograd.profiler.record_function(f"{_BOUNDARY} {label}"):
             pass
 
+    def phase():
+        mark("phase")
+        return next(numbers)
+
     results = {}
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         for name in names:
             gc.collect()
             gc.freeze()
             mark("begin")
-            results[name] = run(STEPS[name], "cpu", lambda: mark("phase"))
+            numbers = itertools.count()
+            results[name] = run(STEPS[name], "cpu", phase)
     gc.unfreeze()
     pending, events = list(profiler.kineto_results.experimental_event_tree()), []
     while pending:
@@ -1268,8 +1428,7 @@ def run_on_cpu(names):
         elif event.name == f"{_BOUNDARY} phase":
             cases[-1].append(alive - start)
     for name, case in zip(names, cases, strict=True):
-        remaining = iter(case)
-        results[name] = [[next(remaining) for _ in step] for step in results[name]]
+        results[name] = [[case[number] for number in step] for step in results[name]]
     return results
 
 
@@ -1278,20 +1437,20 @@ class _CurvatureIsPositive(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        return True if function is torch.Tensor.__gt__ and args[1] == 1e-10 else result
+        return True if function is torch.Tensor.gt and args[1] == 1e-10 else result
 
 
-def record(path):
-    """Write the bytes that were requested of a CUDA device at every boundary of the second update."""
+def record(path, names):
+    """Write the bytes that were requested of a CUDA device at every boundary of the second update, of these steps alone."""
 
     def requested():
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
-    results = {}
-    for name, make_step in STEPS.items():
+    results = json.loads(Path(path).read_text())["steps"] if names else {}
+    for name in names or STEPS:
         try:
             with _CurvatureIsPositive(), torch.compiler.set_stance("force_eager"):
-                results[name] = steady(run(make_step, "cuda", requested))
+                results[name] = steady(run(STEPS[name], "cuda", requested))
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}")
         gc.collect()
@@ -1305,4 +1464,4 @@ def steady(steps):
 
 
 if __name__ == "__main__":
-    record(Path(__file__).parent / "recorded" / "user_code.json")
+    record(Path(__file__).parent / "recorded" / "user_code.json", sys.argv[1:])

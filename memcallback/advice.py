@@ -1,0 +1,262 @@
+"""`BatchSizeAdvice`: the largest batch that fits, what bounds it besides memory, and how to keep an effective batch size with it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from memcallback.checks import whole_number
+from memcallback.peak_lines import PeakLine, TracedPeak
+from memcallback.tables import Table
+from memcallback.units import format_bytes
+
+DEFAULT_HEADROOM = 0.05
+#: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication Background User's Guide).
+DEFAULT_MULTIPLE = 8
+_WIDTH = 100
+_INDENT = "  "
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeBounds:
+    """What bounds a batch size besides memory.
+
+    Attributes:
+        multiple_of: It is to be a multiple of this, if at least so many samples fit; at least 1.
+        max_batch_size: It is at most this, at least 1; None for no such bound.
+        dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if unknown.
+        world_size: How many ranks train, at least 1.
+
+    Raises:
+        TypeError: If one of them is no whole number.
+        ValueError: If one of them is out of range, or a rank has no sample.
+    """
+
+    multiple_of: int = DEFAULT_MULTIPLE
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
+        whole_number("world_size", self.world_size, "1 is for one device.")
+        for name in ("max_batch_size", "dataset_size"):
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, "Leave it out if there is no such bound.")
+        if self.dataset_size is not None and self.dataset_size < self.world_size:
+            raise ValueError(
+                f"dataset_size must be at least world_size, got {self.dataset_size} samples for {self.world_size} ranks: each needs one."
+            )
+
+    def within(self, num_samples: int) -> int:
+        """The largest batch size within the bounds.
+
+        Args:
+            num_samples: How many samples fit, at least 0.
+        """
+        of_rank = None if self.dataset_size is None else self.dataset_size // self.world_size
+        most = min(bound for bound in (num_samples, self.max_batch_size, of_rank) if bound is not None)
+        return most - most % self.multiple_of if most >= self.multiple_of else most
+
+
+DEFAULT_BOUNDS = BatchSizeBounds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationPlan:
+    """Batches that together make an effective batch size, exactly.
+
+    Attributes:
+        batch_size: Samples in one forward pass on one rank.
+        accumulate: Forward passes between two updates.
+        world_size: How many ranks train.
+    """
+
+    batch_size: int
+    accumulate: int
+    world_size: int = 1
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples between two updates, of all ranks."""
+        return self.batch_size * self.accumulate * self.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeAdvice:
+    """The largest batch size that stays within a device.
+
+    Attributes:
+        largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
+        bounds: What bounds the batch size besides.
+        line: What is expected at each batch size.
+        capacity_bytes: The device's memory.
+        outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
+        headroom: The fraction of the capacity that is kept free.
+        is_measured: Whether the line is that of a measured step of this training on this device; else it is predicted.
+        basis: How it knows, as a part of a sentence.
+        leaves_out: What it does not know, as parts of a sentence.
+        by_sequence_length: The batch size for sequences of each of these lengths, where they were asked for; the advice itself is for the
+            longest.
+    """
+
+    largest: int
+    line: PeakLine | TracedPeak
+    capacity_bytes: int
+    outside_bytes: int | None
+    headroom: float
+    is_measured: bool
+    basis: str
+    leaves_out: tuple[str, ...]
+    bounds: BatchSizeBounds = DEFAULT_BOUNDS
+    by_sequence_length: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def batch_size(self) -> int:
+        """The suggestion: the largest within the bounds; 0 if not even one sample is sure to fit."""
+        return self.bounds.within(self.largest)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in the batches of all ranks."""
+        return self.batch_size * self.bounds.world_size
+
+    @property
+    def current_batch_size(self) -> int:
+        """The batch size that it starts from."""
+        return self.line.batch_size
+
+    @property
+    def multiple(self) -> float:
+        """How many times the current batch size the suggestion is."""
+        return self.batch_size / self.current_batch_size
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the process's allocator may take: capacity less headroom less what is used outside."""
+        return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
+
+    @cached_property
+    def limit_without_retry(self) -> int | None:
+        """The most samples that fit without headroom and without a retry of the allocator; None if there is no end."""
+        return self.line.largest_within(self.capacity_bytes - (self.outside_bytes or 0))
+
+    @cached_property
+    def limit(self) -> int | None:
+        """The most samples that fit at all; None if there is no end, or without a traced step."""
+        if not isinstance(self.line, TracedPeak):
+            return None
+        device = self.line.prediction.device
+        free_bytes = self.capacity_bytes - self.line.shift_bytes - (self.outside_bytes or 0)
+        return self.line.prediction.on(replace(device, capacity_bytes=free_bytes + device.context_bytes)).limit
+
+    @cached_property
+    def curve(self) -> tuple[tuple[int, int], ...]:
+        """The peak in bytes that is expected at each power of two up to twice the suggestion, and at the current and the suggested size."""
+        end = 2 * max(self.batch_size, self.current_batch_size)
+        sizes = {1 << power for power in range(end.bit_length())} | {self.current_batch_size, max(1, self.batch_size)}
+        return tuple((size, self.line.at(size)) for size in sorted(sizes))
+
+    def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
+        """How to have exactly so many samples between two updates, with the largest batches that fit.
+
+        Args:
+            effective_batch_size: Samples between two updates, of all ranks.
+
+        Raises:
+            ValueError: If it cannot be divided among the ranks, or not one sample fits.
+        """
+        world_size = self.bounds.world_size
+        whole_number("effective_batch_size", effective_batch_size, "It is how many samples come between two updates.")
+        if effective_batch_size % world_size:
+            raise ValueError(
+                f"effective_batch_size must be a multiple of the {world_size} ranks, got {effective_batch_size}. The nearest is "
+                f"{max(1, round(effective_batch_size / world_size)) * world_size}."
+            )
+        if self.batch_size < 1:
+            raise ValueError(f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}")
+        of_rank = effective_batch_size // world_size
+        batch_size = next(size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0)
+        return AccumulationPlan(batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size)
+
+    def sentence(self) -> str:
+        """The suggestion in one sentence."""
+        if self.batch_size == 0:
+            return (
+                f"No batch size is sure to fit: one sample may need {format_bytes(self.line.at(1))}, and "
+                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}."
+            )
+        return (
+            f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}{self._rounding}), "
+            f"{self.basis}, within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom."
+        )
+
+    @property
+    def _rounding(self) -> str:
+        if self.batch_size == self.largest:
+            return ""
+        bounds = self.bounds
+        found = []
+        if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
+            found.append(f"at most {bounds.max_batch_size} are wanted")
+        if bounds.dataset_size is not None and bounds.dataset_size // bounds.world_size < self.largest:
+            found.append(f"the dataset has {bounds.dataset_size:,} samples")
+        if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
+            found.append(f"a multiple of {bounds.multiple_of}")
+        return f"; {', '.join(found)}; {self.largest} fit"
+
+    def to_table(self) -> Table:
+        """The curve, with what each size is."""
+        marks = {self.limit: "limit", self.limit_without_retry: "limit without a retry", self.current_batch_size: "current"}
+        marks[self.batch_size] = "suggested, current" if self.batch_size == self.current_batch_size else "suggested"
+        rows = {**dict(self.curve), **{size: self.line.at(size) for size in (self.limit_without_retry,) if size}}
+        kind = "allocated" if isinstance(self.line, TracedPeak) and self.line.prediction.peak_reserved_bytes is None else "reserved"
+        return Table(
+            title=f"Peak over the batch size, within {format_bytes(self.capacity_bytes)} of which {format_bytes(max(0, self.budget_bytes))} may be taken",
+            columns=("batch size", f"{kind} peak", ""),
+            rows=tuple((f"{size:,}", format_bytes(peak), marks.get(size, "")) for size, peak in sorted(rows.items())),
+            left_columns=frozenset({""}),
+        )
+
+    def to_text(self) -> str:
+        """For a console: the suggestion, both limits, the curve, and what is left out."""
+        lines = [self.sentence()]
+        if self.limit_without_retry is not None:
+            at_all = "" if self.limit is None else f", {self.limit:,} at all"
+            lines.append(f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}.")
+        if self.bounds.world_size > 1:
+            lines.append(f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all.")
+        lines += [f"Sequences of {length}: {batch_size:,}" for length, batch_size in self.by_sequence_length.items()]
+        lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
+        return "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines) + self.to_table().to_text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        return {
+            "batch_size": self.batch_size,
+            "global_batch_size": self.global_batch_size,
+            "largest_batch_size": self.largest,
+            "limit_without_retry_batch_size": self.limit_without_retry,
+            "limit_batch_size": self.limit,
+            "current_batch_size": self.current_batch_size,
+            "world_size": self.bounds.world_size,
+            "multiple_of_batch_size": self.bounds.multiple_of,
+            "capacity_bytes": self.capacity_bytes,
+            "outside_bytes": self.outside_bytes,
+            "budget_bytes": self.budget_bytes,
+            "headroom_pct": 100 * self.headroom,
+            "is_measured": self.is_measured,
+            "basis": self.basis,
+            "leaves_out": list(self.leaves_out),
+            "curve": [{"batch_size": size, "peak_bytes": peak} for size, peak in self.curve],
+            "by_sequence_length": [
+                {"sequence_length": length, "batch_size": batch_size} for length, batch_size in self.by_sequence_length.items()
+            ],
+        }
+
+
+def _times(multiple: float) -> str:
+    return f"{multiple:,.2f}" if multiple < 10 else f"{multiple:,.0f}"

@@ -1,0 +1,157 @@
+"""`Plan`: what each saving of memory would buy and cost, as data, text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from memcallback.tables import Table
+from memcallback.units import format_bytes
+
+_WIDTH = 100
+_INDENT = "    "
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """A training step with a saving, predicted.
+
+    Attributes:
+        saving: The saving, or several joined by ` + `.
+        batch_size: Samples in one forward pass; as many samples as without the saving come between two updates.
+        peak_allocated_bytes: The largest allocated figure of the steady step; None if the step could not be predicted.
+        peak_reserved_bytes: The same of reserved memory; None too on a CPU.
+        largest_batch_size: The most samples in one forward pass that are sure to fit, with the headroom; 0 if not one is; None if unknown.
+        extra_compute_pct: Floating-point operations per sample beyond those without the saving, in percent of them, by PyTorch's own
+            formulas (torch.utils.flop_counter); None if it counts none.
+        changes: What it changes in the numbers that come out.
+        line: What to write in a program to have it.
+        problem: Why it could not be predicted, or does not work with this model; empty if it does.
+    """
+
+    saving: str
+    batch_size: int
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    largest_batch_size: int | None = None
+    extra_compute_pct: float | None = None
+    changes: str = ""
+    line: str = ""
+    problem: str = ""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak that must fit: of reserved memory, on a CPU of allocated memory."""
+        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training step as it is and with each saving.
+
+    Attributes:
+        current: The step as it is.
+        tried: The same with savings, in the order in which they were tried.
+        device_name: The device.
+        capacity_bytes: Its memory; None if unknown.
+        headroom: The fraction of it that the largest batch sizes leave free.
+        caveats: What was assumed of the step as it is.
+    """
+
+    current: PlanRow
+    tried: tuple[PlanRow, ...]
+    device_name: str
+    capacity_bytes: int | None
+    headroom: float
+    caveats: tuple[str, ...] = ()
+
+    def helps(self, row: PlanRow) -> bool:
+        """Whether the step needs less with it, or a larger batch fits."""
+        if row.peak_bytes is None or self.current.peak_bytes is None:
+            return False
+        return row.peak_bytes < self.current.peak_bytes or (row.largest_batch_size or 0) > (self.current.largest_batch_size or 0)
+
+    @cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Those that help, the smallest peak first; then those that do not; then those that do not work."""
+        return tuple(sorted(self.tried, key=lambda row: (bool(row.problem), not self.helps(row), row.peak_bytes or 0)))
+
+    def saved_pct(self, row: PlanRow) -> float | None:
+        """How much smaller the peak is, in percent of the present one; negative if it is larger."""
+        if row.peak_bytes is None or not self.current.peak_bytes:
+            return None
+        return 100 * (1 - row.peak_bytes / self.current.peak_bytes)
+
+    def to_table(self) -> Table:
+        """One row for each saving that was predicted, the step as it is first."""
+        known = [row for row in self.rows if not row.problem]
+        num_helping = sum(map(self.helps, known))
+        room = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}, {self.headroom:.0%} kept free"
+        return Table(
+            title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
+            columns=("saving", "peak allocated", "peak reserved", "saved", "largest batch", "extra compute"),
+            rows=tuple(self._cells(row) for row in (self.current, *known)),
+            rules_after=frozenset({0, num_helping} if num_helping else {0}),
+        )
+
+    def _cells(self, row: PlanRow) -> tuple[str, ...]:
+        saved, extra = self.saved_pct(row), row.extra_compute_pct
+        verdict = f"{saved:.1f} %" if saved is not None and self.helps(row) else "does not help"
+        return (
+            row.saving,
+            _bytes(row.peak_allocated_bytes),
+            _bytes(row.peak_reserved_bytes),
+            "" if row is self.current else verdict,
+            "?" if row.largest_batch_size is None else f"{row.largest_batch_size:,}",
+            "" if row is self.current or extra is None else f"{extra + 0:.1f} %",
+        )
+
+    def _notes(self) -> tuple[tuple[str, Sequence[PlanRow]], ...]:
+        helping = [row for row in self.rows if self.helps(row) and " + " not in row.saving]
+        return (("How to have them, and what they change:", helping), ("Not possible:", [row for row in self.rows if row.problem]))
+
+    def to_text(self) -> str:
+        """For a console."""
+        lines = [self.to_table().to_text().rstrip("\n")]
+        for title, rows in self._notes():
+            if rows:
+                lines.append(f"\n{title}")
+            for row in rows:
+                lines.append(_filled(f"  {row.saving}: {row.problem or row.changes}"))
+                lines += [f"{_INDENT}{line}" for line in row.line.splitlines() if not row.problem]
+        lines += [_filled(caveat) for caveat in self.caveats]
+        return "\n".join(lines) + "\n"
+
+    def to_markdown(self) -> str:
+        """For TensorBoard and files."""
+        parts = [self.to_table().to_markdown()]
+        for title, rows in self._notes():
+            if rows:
+                parts.append(f"**{title}**")
+            for row in rows:
+                parts.append(f"{row.saving}: {row.problem or row.changes}")
+                if not row.problem:
+                    parts.append(f"```\n{row.line}\n```")
+        return "\n\n".join((*parts, *self.caveats)) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Data that json writes, with the unit in every key."""
+        return {
+            "device_name": self.device_name,
+            "capacity_bytes": self.capacity_bytes,
+            "headroom_pct": 100 * self.headroom,
+            "current": asdict(self.current),
+            "savings": [{**asdict(row), "helps": self.helps(row), "saved_pct": self.saved_pct(row)} for row in self.rows],
+            "caveats": list(self.caveats),
+        }
+
+
+def _bytes(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=_INDENT)

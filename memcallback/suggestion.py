@@ -1,0 +1,124 @@
+"""`suggest_batch_size`: the largest batch size that is predicted to fit, verified by a trace at that size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds
+from memcallback.advise import check_headroom, from_trace
+from memcallback.batch_trace import BatchDependentPath
+from memcallback.device_here import torch_device
+from memcallback.devices import Device
+from memcallback.meters import device_memory
+from memcallback.prediction import Prediction
+from memcallback.stats import StepMemory
+from memcallback.steps import PredictionError, TrainingStep
+from memcallback.tracing import ONLY, Traces, predict
+
+#: How often a suggestion is made anew from a trace at the one before.
+_NUM_SUGGESTIONS = 3
+
+
+def suggest_batch_size(
+    step: TrainingStep,
+    *,
+    device: str | int | torch.device | Device | None = None,
+    headroom: float = DEFAULT_HEADROOM,
+    multiple_of: int = DEFAULT_MULTIPLE,
+    max_batch_size: int | None = None,
+    dataset_size: int | None = None,
+    world_size: int = 1,
+    measured: StepMemory | None = None,
+    sequence_lengths: Iterable[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> BatchSizeAdvice:
+    """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom exceeds the capacity.
+
+    It is verified by a trace at that size; where the step does something else there, it is predicted anew from there.
+
+    Args:
+        step: The step.
+        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
+        headroom: The fraction of the capacity to keep free, at least 0 and below 1.
+        multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
+        max_batch_size: It is at most this.
+        dataset_size: Samples in the dataset, of which each rank has its part.
+        world_size: How many ranks train; the batch size is that of one.
+        measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
+        sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
+            `by_sequence_length` of the advice has one for each length. The step must say how long its own are.
+        progress: As for `predict`.
+
+    Returns:
+        The advice; `leaves_out` says what it does not know.
+
+    Raises:
+        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or there is no end of memory.
+        TypeError: If one of the numbers is none.
+        ValueError: As `predict`, or if one of the numbers is out of range, or `sequence_lengths` is empty.
+    """
+    bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
+    check_headroom(headroom)
+    lengths = sorted(set(sequence_lengths)) if sequence_lengths is not None else []
+    if sequence_lengths is not None and not lengths:
+        raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
+    prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
+    here = torch_device(device)
+    outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
+
+    def advice_of(one: Prediction) -> BatchSizeAdvice | None:
+        if one.capacity_bytes is None:
+            return None
+        found = from_trace(one, measured, capacity_bytes=one.capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        return None if found is None else replace(found, bounds=bounds)
+
+    advice = advice_of(prediction)
+    if advice is None:
+        raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
+    by_length = {length: advice_of(prediction.at(sequence_length=length)) for length in lengths}
+    sizes = {length: found.batch_size for length, found in by_length.items() if found is not None}
+    return replace(_verified(advice, step, prediction, advice_of), by_sequence_length=sizes)
+
+
+def _verified(
+    advice: BatchSizeAdvice, step: TrainingStep, prediction: Prediction, advice_of: Callable[[Prediction], BatchSizeAdvice | None]
+) -> BatchSizeAdvice:
+    """The suggestion after a trace at its batch size; another one where the step does something else there."""
+    why = ""
+    for _ in range(_NUM_SUGGESTIONS):
+        size, spec = advice.batch_size, prediction.device
+        if size == 0 or prediction.trace.is_among_traced(size):
+            return advice
+        try:
+            prediction.trace.verified(Traces(step, spec, 1, None).at(size, prediction.sequence_length))
+            return advice
+        except PredictionError:
+            why = f", where it cannot be traced: the largest that was traced is {prediction.trace.largest_traced}"
+            break
+        except BatchDependentPath:
+            why = ": it does something else at others"
+        prediction = predict(step, device=spec, batch_size=size, sequence_length=prediction.sequence_length)
+        another = advice_of(prediction)
+        if another is None:
+            break
+        advice = another
+    return replace(advice, leaves_out=(*advice.leaves_out, f"whether the step does the same at batch size {advice.batch_size}{why}"))
+
+
+def _outside_bytes(here: torch.device, device: Device) -> int:
+    """What is used of a device of this machine, or is about to be, by others than this process's allocator."""
+    memory = device_memory(here)
+    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.context_bytes)
+
+
+def _why_none(prediction: Prediction) -> str:
+    """Why no batch size is the largest, and the way out, as the end of a sentence."""
+    if prediction.capacity_bytes is None:
+        return "how much memory the CPU has is not known. Give it: device=memcallback.devices.HostSpec(capacity_bytes=...)."
+    reason = next((caveat for caveat in prediction.trace.caveats if caveat.startswith(ONLY)), None)
+    if reason is not None:
+        return ONLY.lower() + reason.removeprefix(ONLY)
+    return "no batch size was found that does not fit: a larger batch needs no more memory, or hardly more."

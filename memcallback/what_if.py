@@ -1,0 +1,131 @@
+"""`what_if`: a training step with each saving of memory, predicted by tracing it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+
+from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.advise import check_headroom, suggest
+from memcallback.device_here import any_device
+from memcallback.devices import Device
+from memcallback.plan import Plan, PlanRow
+from memcallback.prediction import Prediction
+from memcallback.steps import PredictionError, TrainingStep
+from memcallback.tracing import predict
+from memcallback.variants import Saving, savings_for, together
+
+#: Kinds of which the best are tried together.
+_TOGETHER = ("precision", "checkpointing", "accumulation", "optimizer", "inplace", "allocator")
+
+
+def what_if(
+    step: TrainingStep,
+    *,
+    device: str | int | torch.device | Device | None = None,
+    batch_size: int | None = None,
+    headroom: float = DEFAULT_HEADROOM,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Predict what each saving of memory would buy and cost.
+
+    Each row is a trace of the step with that saving, alone or with others; nothing runs, and nothing of the user's is changed.
+
+    Args:
+        step: The step as it is.
+        device: As for `predict`.
+        batch_size: Samples between two updates; by default as many as the step has.
+        headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0 and below 1.
+        progress: Called after each saving that was tried alone, with the number of those and of all.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PredictionError: If the step as it is cannot be predicted.
+        ValueError: As `predict`, or if `headroom` is out of range.
+    """
+    check_headroom(headroom)
+    base = predict(step, device=any_device(device), batch_size=batch_size)
+    trial = _Trial(step, base, headroom)
+    tried: list[tuple[Saving, PlanRow]] = []
+    savings = list(savings_for(step, base.trace.at(base.batch_size).events))
+    for number, saving in enumerate(savings):
+        tried.append((saving, trial.row(saving)))
+        if progress is not None:
+            progress(number + 1, len(savings))
+    plan = trial.plan(row for _, row in tried)
+    several = [trial.row(saving) for saving in _combined(saving for saving, row in sorted(tried, key=_by_peak) if plan.helps(row))]
+    return trial.plan((*plan.tried, *several))
+
+
+class _Trial:
+    """Predicts a step with savings, as many samples between two updates as without."""
+
+    def __init__(self, step: TrainingStep, base: Prediction, headroom: float) -> None:
+        self._step = step
+        self._base = base
+        self._headroom = headroom
+
+    def plan(self, rows: Iterable[PlanRow]) -> Plan:
+        """All that was tried."""
+        return Plan(
+            current=self._row_of(self._base, PlanRow(saving="as it is", batch_size=self._base.batch_size)),
+            tried=tuple(rows),
+            device_name=self._base.device_name,
+            capacity_bytes=self._base.capacity_bytes,
+            headroom=self._headroom,
+            caveats=self._base.caveats,
+        )
+
+    def row(self, saving: Saving) -> PlanRow:
+        """The step with a saving."""
+        batch_size = self._base.batch_size // saving.num_parts
+        row = PlanRow(saving=saving.name, batch_size=batch_size, changes=saving.changes, line=saving.line)
+        settings = replace(self._base.settings, expandable_segments=True) if saving.expandable_segments else self._base.settings
+        if saving.kind == "allocator":
+            return self._row_of(replace(self._base, settings=settings), row)
+        try:
+            varied = saving.apply(self._step)
+            return self._row_of(predict(varied, device=self._base.device, batch_size=batch_size, settings=settings), row)
+        except PredictionError as error:
+            cause = error.__cause__ or error
+            return replace(row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0])
+
+    def _row_of(self, prediction: Prediction, row: PlanRow) -> PlanRow:
+        advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=self._headroom)
+        return replace(
+            row,
+            peak_allocated_bytes=prediction.peak_allocated_bytes,
+            peak_reserved_bytes=prediction.peak_reserved_bytes,
+            largest_batch_size=advice.largest if advice else None,
+            extra_compute_pct=self._extra_compute_pct(prediction),
+        )
+
+    def _extra_compute_pct(self, prediction: Prediction) -> float | None:
+        here, there = self._base.trace.traced, prediction.trace.traced
+        if not here.num_flops:
+            return None
+        of_here = here.num_flops / (here.batch_size * here.num_batches)
+        of_there = there.num_flops / (there.batch_size * there.num_batches)
+        return 100 * (of_there / of_here - 1)
+
+
+def _by_peak(tried: tuple[Saving, PlanRow]) -> int:
+    return tried[1].peak_bytes or 0
+
+
+def _combined(helping: Iterable[Saving]) -> Iterator[Saving]:
+    """The best of each kind, of those under which the same model is trained: in pairs, and all together."""
+    best: dict[str, Saving] = {}
+    for saving in helping:
+        if saving.is_same_training:
+            best.setdefault(saving.kind, saving)
+    chosen = [best[kind] for kind in _TOGETHER if kind in best]
+    for pair in combinations(chosen[:3], 2):
+        yield together(*pair)
+    if len(chosen) > 2:
+        yield together(*chosen)
