@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nested._internal.sdpa
 import torch.nn.utils.clip_grad
 import torch.utils._device
 import torch.utils._foreach_utils
@@ -17,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memcallback.cuda_attention_choice import jagged_choices
 from memcallback.cuda_autocast import AutocastCache
 from memcallback.cuda_functions import CudaFunctions
 from memcallback.devices import DeviceSpec
@@ -76,6 +78,7 @@ def _by_target(
     yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: _Event()}
     yield FakeTensor, {"record_stream": _nothing}
     yield torch.backends.cuda, {"is_built": lambda: True}
+    yield torch.nested._internal.sdpa, jagged_choices(device)
     if hasattr(torch, "accelerator"):
         yield (
             torch.accelerator,

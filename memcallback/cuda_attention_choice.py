@@ -9,9 +9,11 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils._mode_utils import no_dispatch
 
 from memcallback.devices import DeviceSpec
 
@@ -93,6 +95,34 @@ def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
         if backend in usable and usable[backend](call, device):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
+    """What is asked of a CUDA build for nested tensors, whose attention PyTorch chooses in Python (torch/nested/_internal/sdpa.py).
+
+    Args:
+        device: The card.
+
+    Returns:
+        The name of the function of `torch.backends.cuda` -> what stands in for it.
+    """
+
+    def asked(usable: Callable[[AttentionCall, DeviceSpec], bool]) -> Callable[..., bool]:
+        def answer(params: Any, debug: bool = False) -> bool:
+            query, key, value = (_as_dense(tensor) for tensor in (params.query, params.key, params.value))
+            return usable(AttentionCall(query, key, value, params.attn_mask, params.dropout, params.is_causal), device)
+
+        return answer
+
+    return {"can_use_flash_attention": asked(_flash), "can_use_efficient_attention": asked(_efficient)}
+
+
+def _as_dense(tensor: Any) -> torch.Tensor:
+    """The shape of a nested tensor (batch, heads, length, size) with a length of 1, which is all that is asked for."""
+    values = tensor._values
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        dense = torch.empty(tensor.shape[0], values.shape[0], 1, values.shape[2], dtype=values.dtype, device="meta")
+    return dense.requires_grad_(tensor.requires_grad)
 
 
 def _order(device: DeviceSpec) -> tuple[SDPBackend, ...]:

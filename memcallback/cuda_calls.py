@@ -11,7 +11,7 @@ from memcallback.cuda_convolution import convolution_kernel
 from memcallback.cuda_kernels import has_rule, kernel
 from memcallback.devices import DeviceSpec
 from memcallback.kernels import Kernel, KernelRule
-from memcallback.sparse_parts import dense_parts
+from memcallback.tensor_parts import dense_parts
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution.default, _aten._convolution.default, _aten.convolution_backward.default})

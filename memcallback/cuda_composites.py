@@ -56,6 +56,21 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
     }
 
 
+def composite(op: torch._ops.OpOverload, device: DeviceSpec | None) -> Composite:
+    """What a composite operator is made of.
+
+    Args:
+        op: The operator.
+        device: The card that is stood for; None for a CPU.
+
+    Returns:
+        A function with the operator's signature, in terms of other operators.
+    """
+    name = op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else "")
+    kernels = packed_kernels() if device is None else composite_kernels(device)
+    return kernels.get(name) or own_decomposition(name)
+
+
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout that keeps a mask of one byte per element: `dropout` in ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
 

@@ -25,6 +25,9 @@ def _flash(call: Call) -> Kernel:
         steps.make(3, 2)
         steps.give(unused)
         return steps.kernel
+    if q.ndim == 3:  # sequences one after the other, `mha_varlen_fwd`
+        steps.make(*range(2, len(call.outputs)))
+        return steps.kernel
     layout = (0, 2, 1, 3) if scaled else (0, 1, 2, 3)
     batch, length, heads, size = (q.shape[i] for i in layout)
     numbers = (batch, heads, length, k.shape[layout[1]])
@@ -68,6 +71,8 @@ def _flash_backward(call: Call) -> Kernel:
     Sequences are rounded up to 128, head sizes to 32 (above 192: 256).
     """
     grad, q, k, _, out = call.args[:5]
+    if q.ndim == 3:
+        return _flash_varlen_backward(call)
     scaled = call.name.startswith("_scaled")
     steps = Steps()
     layout = (0, 2, 1, 3) if scaled else (0, 1, 2, 3)
@@ -80,6 +85,21 @@ def _flash_backward(call: Call) -> Kernel:
     if heads != heads_kv:
         repeated = batch * k.shape[2 if scaled else 1] * heads * size * k.element_size()
         takes += [steps.take(repeated), steps.take(repeated)]
+    steps.give(*reversed(takes), *reversed(copies))
+    return steps.kernel
+
+
+def _flash_varlen_backward(call: Call) -> Kernel:
+    """`mha_varlen_bwd` (flash_api.cpp): as `mha_bwd`, for sequences one after the other, each of which may have 128 rows more."""
+    grad, q, k, _, out = call.args[:5]
+    steps = Steps()
+    copies = [steps.take_copy(tensor) for tensor in (grad, out)]
+    steps.make(0, 1, 2)
+    total, heads, size = q.shape
+    rows = total + 128 * (call.args[6].shape[0] - 1)
+    takes = [steps.take(rows * heads * columns * 4) for columns in (1, round_up(size, 32) if size <= 192 else 256)]
+    if heads != k.shape[1]:
+        takes += [steps.take(k.shape[0] * heads * size * k.element_size()) for _ in range(2)]
     steps.give(*reversed(takes), *reversed(copies))
     return steps.kernel
 
@@ -109,6 +129,8 @@ def _efficient(call: Call) -> Kernel:
     keeps_sums = call.args[4 if is_scaled else 10]  # compute_log_sumexp
     if keeps_sums:
         batch, heads, length = (q.shape[i] for i in ((0, 1, 2) if is_scaled else (0, 2, 1)))
+        if not is_scaled and call.args[4] is not None:  # sequences one after the other, of some largest length
+            batch, length = call.args[4].shape[0] - 1, call.args[6]
         steps.make_sized(1, padded_bytes(32, sums.element_size(), batch, heads, length))
     steps.make(*range(2 if keeps_sums else 1, len(call.outputs)))
     if q.dtype == torch.float32 or v.shape[-1] <= 128:
@@ -126,8 +148,9 @@ def _efficient_backward(call: Call) -> Kernel:
     grad, q, k, v, _, _out = call.args[:6]
     major, _minor = call.device.compute_capability
     steps = Steps()
-    copy = None if grad.transpose(1, 2).is_contiguous() else steps.take(dense_bytes(grad))
-    batch, heads, length, size = q.shape
+    is_scaled = call.name.startswith("_scaled")
+    copy = None if (grad.transpose(1, 2) if is_scaled else grad).is_contiguous() else steps.take(dense_bytes(grad))
+    batch, heads, length, size = (q.shape[i] for i in ((0, 1, 2, 3) if is_scaled else (0, 2, 1, 3)))
     steps.make(*range(len(call.outputs)))
     low = q.dtype != torch.float32
     largest = max(size, v.shape[-1])
@@ -151,7 +174,9 @@ def _efficient_backward(call: Call) -> Kernel:
             steps.give(total)
         steps.give(product)
     block = min(columns, 64) if not low or largest > 128 else columns
-    numbers = (batch, heads, length, k.shape[2])
+    numbers = (batch, heads, length, k.shape[2 if is_scaled else 1])
+    if not is_scaled and call.args[6] is not None:  # sequences one after the other, of some largest lengths
+        numbers = (call.args[6].shape[0] - 1, heads, call.args[8], call.args[9])
     constants = (rows, block, 64, size, v.shape[-1], low and not in_registers)
     workspace = steps.take(efficient_workspace_bytes(*constants, *numbers))
     steps.give(delta, workspace, copy)
@@ -215,6 +240,7 @@ RULES: dict[str, Rule] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_efficient_attention_forward": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_cudnn_attention": _cudnn,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
 }

@@ -74,6 +74,11 @@ def _efficient_attention_backward(args: Sequence[Any], result: Any) -> Any:
     return (*grads, whole[..., : bias.shape[-1]])
 
 
+def _no_bias(args: Sequence[Any], result: Any) -> Any:
+    """No gradient of a bias that there is not, for which the fake kernel makes a number (`_efficient_attention_backward`)."""
+    return (*result[:3], result[3].new_empty(0)) if args[4] is None else None
+
+
 def _contiguous_first(args: Sequence[Any], result: Any) -> Any:
     """The first output contiguous whatever the input."""
     if isinstance(result, torch.Tensor):
@@ -131,6 +136,7 @@ CORRECTIONS: dict[str, Correction] = {
     "_scaled_dot_product_efficient_attention": _efficient_attention,
     "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
     "_efficient_attention_forward": _efficient_attention,
+    "_efficient_attention_backward": _no_bias,
     "binary_cross_entropy": _whole_storage,
     "soft_margin_loss": _whole_storage,
     "mse_loss": _whole_storage,

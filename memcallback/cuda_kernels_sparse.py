@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memcallback.cuda_kernels_plan import Call, Rule, Steps, round_up
 from memcallback.kernels import Kernel
-from memcallback.sparse_parts import dense_parts
+from memcallback.tensor_parts import dense_parts
 
 #: Values in a tile of `DeviceMergeSort` with keys of 8 bytes.
 _MERGE_TILE = 2048

@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset
 
 from memcallback.function_copies import FunctionCopies, hooks_of
-from memcallback.sparse_parts import dense_parts, sparse_tensor
+from memcallback.tensor_parts import dense_parts, fake_with_values, jagged_like, sparse_tensor
 
 T = TypeVar("T")
 
@@ -61,53 +61,10 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
         The copy.
 
     Raises:
-        ValueError: If a tensor is neither strided nor sparse (COO), is nested or lazily initialised, or of a subclass with a
-            `__torch_dispatch__` of its own, or if a module refuses to be copied.
+        ValueError: If a tensor is neither strided nor sparse (COO) nor nested (jagged), is lazily initialised, or of another subclass
+            with a `__torch_dispatch__` of its own, or if a module refuses to be copied.
     """
-    return _copy_with(obj, _FakeFactory(fake_mode))
-
-
-def resize_batch(batch: T, batch_size: int, new_batch_size: int, *, lengths: tuple[int, int] | None = None) -> T:
-    """Copy a batch of fake tensors with another number of samples, and perhaps with sequences of another length.
-
-    Args:
-        batch: A batch of fake tensors, as `fake_copy` makes it.
-        batch_size: The number of samples in it, at least 0.
-        new_batch_size: The number of samples in the result, at least 0.
-        lengths: How long its sequences are and shall be; None to leave them as they are.
-
-    Returns:
-        A copy in which every tensor whose first dimension is `batch_size` has `new_batch_size` there, and in which every other
-        dimension as long as the sequences has their new length. Each tensor has its dimensions in the same order in memory as
-        before and a storage of its own, as after a copy to another device. In a sparse tensor every sparse dimension of that size is
-        resized, and as many elements are specified for each further sample as there are for one now, rounded up.
-
-    Raises:
-        ValueError: If a size is negative.
-    """
-    for name, size in (("batch_size", batch_size), ("new_batch_size", new_batch_size)):
-        if size < 0:
-            raise ValueError(f"{name} is a number of samples and cannot be negative, got {size}.")
-
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        assert isinstance(tensor, FakeTensor), type(tensor)
-        # The sparse matrix of a graph has a row and a column for each sample.
-        num_dims = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 1
-
-        def size_of(dim: int, size: int) -> int:
-            if size == batch_size and dim < num_dims:
-                return new_batch_size
-            return lengths[1] if lengths and dim and size == lengths[0] else size
-
-        shape = tuple(size_of(dim, size) for dim, size in enumerate(tensor.shape))
-        with tensor.fake_mode, torch.no_grad():
-            if tensor.layout is torch.sparse_coo:
-                fake = _resized_sparse(tensor, shape)
-            else:
-                fake = torch.empty_strided(shape, _strides_in_order_of(tensor, shape), dtype=tensor.dtype, device=_CPU)
-        return fake.requires_grad_(tensor.requires_grad)
-
-    return _copy_with(batch, resized)
+    return copy_with(obj, _FakeFactory(fake_mode))
 
 
 @contextlib.contextmanager
@@ -145,12 +102,16 @@ class _FakeFactory:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._mode = fake_mode
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._numbers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         _refuse_unless_known(tensor)
         if tensor.layout is torch.sparse_coo:
             indices, values = map(self, dense_parts(tensor))
             return sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+        if tensor.layout is torch.jagged:
+            values, offsets = dense_parts(tensor)
+            return jagged_like(tensor, self(values), self._with_values(offsets)).requires_grad_(tensor.requires_grad)
         storage = tensor.untyped_storage()
         with no_dispatch(), torch.no_grad():
             if storage._cdata not in self._storages:
@@ -159,6 +120,12 @@ class _FakeFactory:
             shape.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
             fake = FakeTensor(self._mode, shape, _CPU)
         return fake.requires_grad_(tensor.requires_grad)
+
+    def _with_values(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A fake whose values are known; nested tensors are of one shape if they share theirs."""
+        if id(numbers) not in self._numbers:
+            self._numbers[id(numbers)] = numbers, fake_with_values(self(numbers), numbers.tolist())
+        return self._numbers[id(numbers)][1]
 
 
 class _CopyMode(TorchFunctionMode):
@@ -187,12 +154,15 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
             f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for it. "
             "Run the model once on a real batch first."
         )
+    is_jagged = tensor.layout is torch.jagged and tensor._lengths is None  # type: ignore[attr-defined]
     own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(tensor, FakeTensor)
-    if own_dispatch or tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
+    is_other = own_dispatch or tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized
+    if is_other and not is_jagged:
         raise _CannotBeFake(
             f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout {tensor.layout} cannot be made "
-            "fake: only strided tensors with a storage of their own and sparse ones (COO) can. Convert it first, for instance with "
-            ".to_sparse_coo(), .to_dense(), .dequantize() or .to_local(), or leave it out of the model and the batch."
+            "fake: only strided tensors with a storage of their own can, sparse ones (COO), and nested ones (torch.jagged) without gaps. "
+            "Convert it first, for instance with .to_sparse_coo(), .to_dense(), torch.nested.nested_tensor(..., layout=torch.jagged), "
+            ".contiguous(), .dequantize() or .to_local(), or leave it out of the model and the batch."
         )
 
 
@@ -200,7 +170,8 @@ def _shape_text(tensor: torch.Tensor) -> str:
     return "unknown" if tensor.is_nested else str(tuple(tensor.shape))
 
 
-def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
+def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Deep-copy an object as `fake_copy` does, with what a function makes in the place of each tensor."""
     for module in _modules_of(obj):
         # A lazy parameter copies itself without a word to the mode below.
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -227,7 +198,7 @@ def _copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
                     f"A module of class {type(culprit).__name__} cannot be copied ({error}). "
                     "Give it a __deepcopy__ that works, or leave it out of the model."
                 ) from error
-            if culprit is None or any(culprit is item for item in shared):
+            if culprit is None or isinstance(culprit, torch.Tensor) or any(culprit is item for item in shared):
                 raise
             shared.append(culprit)
         else:
@@ -280,23 +251,3 @@ def _settle(memo: dict[int, Any]) -> None:
                 attributes[name] = _CPU
         if attributes.get("_compiled_call_impl") is not None:
             attributes["_compiled_call_impl"] = None
-
-
-def _resized_sparse(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    indices, values = dense_parts(tensor)
-    num_dims, count = indices.shape
-    count += (shape[0] - tensor.shape[0]) * -(-count // max(tensor.shape[0], 1))
-    parts = indices.new_empty(num_dims, max(count, 0)), values.new_empty(max(count, 0), *shape[num_dims:])
-    return sparse_tensor(*parts, shape, is_coalesced=tensor.is_coalesced())
-
-
-def _strides_in_order_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [0] * len(shape)
-    step = 1
-    # The smallest stride first; of equal strides the last dimension first, as in a contiguous tensor.
-    for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):
-        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
-            continue
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)

@@ -120,7 +120,10 @@ def _children(obj: object) -> list[object]:
             return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
         # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes. Functions and modules of
         # Python have attributes too, and would lead everywhere.
-        return [] if callable(obj) or isinstance(obj, ModuleType) else list(vars(obj).values())
+        if callable(obj) or isinstance(obj, ModuleType):
+            return []
+        slots = (name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ()))
+        return list(vars(obj).values()) if hasattr(obj, "__dict__") else [getattr(obj, name, None) for name in slots]
     except Exception:  # an object without attributes, or one of a user's that fails when it is asked
         return []
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memcallback.ledger import Entry
-from memcallback.sparse_parts import dense_parts
+from memcallback.tensor_parts import dense_parts
 
 _aten = torch.ops.aten
 #: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in their place.

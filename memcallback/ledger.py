@@ -12,7 +12,7 @@ import torch
 from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall
 from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import KernelRule
-from memcallback.sparse_parts import dense_parts
+from memcallback.tensor_parts import dense_parts
 
 
 class Entry:

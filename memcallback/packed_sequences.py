@@ -1,12 +1,13 @@
 """Packed sequences: what PyTorch does with them follows the number of sequences at each time step, which its C++ code reads from memory.
 
-`pack` and `packed_kernels` do the same as `aten/src/ATen/native/PackedSequence.cpp` and `RNN.cpp` on tensors without values, with numbers
+`pack_padded` and `packed_kernels` do the same as `aten/src/ATen/native/PackedSequence.cpp` and `RNN.cpp` on tensors without values, with numbers
 that are known (`FakeTensor.constant`) or taken to be: without them, every sequence is as long as the longest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
 
@@ -14,31 +15,46 @@ import torch
 from torch.nn import functional as F
 from torch.utils._mode_utils import no_dispatch
 
+from memcallback.tensor_parts import known_values
+
 #: Parameters of one layer and direction: weights of the input and of the hidden state, biases or None, the projection or None.
 _Cell = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def known_values(tensor: torch.Tensor) -> list[int] | None:
-    """The values of a tensor of whole numbers that stands for one on the host, where Python code wrote them down."""
-    constant: torch.Tensor | None = getattr(tensor, "constant", None)
-    with no_dispatch():
-        return None if constant is None else constant.tolist()
+def pack_padded(
+    x: torch.Tensor,
+    lengths: torch.Tensor,
+    batch_first: bool,
+    *,
+    assumed: dict[str, None],
+    on_host: Callable[[], AbstractContextManager[None]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_pack_padded_sequence`: of sequences that go on, all steps, one after the other; and how many go on at each step, on the host.
 
-
-def batch_sizes_of(lengths: Sequence[int]) -> list[int]:
-    """How many of some sequences go on at each time step."""
-    return [sum(length > step for length in lengths) for step in range(max(lengths, default=0))]
-
-
-def pack(x: torch.Tensor, batch_sizes: Sequence[int], batch_first: bool) -> torch.Tensor:
-    """The data of `_pack_padded_sequence`: of sequences that go on, all steps, one after the other."""
+    Args:
+        x: The padded sequences.
+        lengths: Their lengths, the longest first.
+        batch_first: Whether the first dimension is that of sequences, not of time.
+        assumed: Gets a sentence where the lengths are not known.
+        on_host: Makes a context in which tensors are made on the host.
+    """
     x = x.transpose(0, 1) if batch_first else x
+    longest, number = x.shape[:2]
+    known = known_values(lengths)
+    if len(lengths) != number:
+        raise ValueError(f"{len(lengths)} lengths are given for {number} packed sequences: give one for each.")
+    if known is None:
+        known = [longest] * number
+        assumed["Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"] = None
+    sizes = [sum(length > step for length in known) for step in range(max(known, default=0))]
     parts, begin = [], 0
-    for size, steps in groupby(batch_sizes):
+    for size, steps in groupby(sizes):
         end = begin + len([*steps])
         parts.append(x[begin:end, :size].contiguous().view(-1, *x.shape[2:]))
         begin = end
-    return torch.cat(parts)
+    data = torch.cat(parts)
+    with on_host():
+        return data, torch.tensor(sizes, device="cpu")
 
 
 def packed_kernels() -> dict[str, Callable[..., Any]]:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
 from memcallback.layer_table import Layer, LayerTable
-from memcallback.sparse_parts import dense_parts
+from memcallback.tensor_parts import dense_parts
 
 __all__ = ["Layer", "LayerTable", "input_dtype", "layers", "shape_pass"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memcallback.sparse_parts import dense_parts, sparse_tensor
+from memcallback.tensor_parts import dense_parts, sparse_tensor
 
 _aten = torch.ops.aten
 #: Operators whose fake kernels are right for sparse tensors: they look at the parts, or make a tensor of given ones or with none.

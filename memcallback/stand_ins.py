@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memcallback.ledger import Entry
-from memcallback.sparse_parts import dense_parts, sparse_tensor
+from memcallback.tensor_parts import dense_parts, sparse_tensor
 
 _aten = torch.ops.aten
 

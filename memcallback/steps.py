@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,8 @@ class BatchSize:
 def infer_batch_size(batch: object) -> BatchSize:
     """How many samples a batch has: its own `batch_size` or `num_graphs` if it has one, else the tensors' first dimension.
 
+    A batch of lists that have an item for each sample (images of different sizes) has as many samples as these have items.
+
     Args:
         batch: Any nesting of mappings, sequences, dataclasses and objects with tensors in it.
     """
@@ -67,10 +69,22 @@ def infer_batch_size(batch: object) -> BatchSize:
         if not isinstance(own, torch.Tensor):  # on a device, reading it would wait for the device
             with suppress(TypeError, ValueError):
                 return BatchSize(batch_size=whole_number(name, own, ""))
-    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0)
+    tensors = list(tensors_in(batch))
+    sizes = Counter(tensor.size(0) for tensor in tensors if tensor.ndim > 0)
+    num_items = _items_in_lists(batch)
+    if num_items is not None and (len(sizes) > 1 or any(tensor.ndim == 0 for tensor in tensors)):
+        return BatchSize(batch_size=num_items)
     if not sizes:
         return BatchSize(batch_size=None)
     return BatchSize(batch_size=sizes.most_common(1)[0][0], is_ambiguous=len(sizes) > 1)
+
+
+def _items_in_lists(batch: object) -> int | None:
+    """The length of the lists and tuples in a batch that has all its tensors in such, all of one length; None for another batch."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    filled = [value for value in values if next(tensors_in(value), None) is not None]
+    lengths = {len(value) if isinstance(value, (list, tuple)) else None for value in filled}
+    return next(iter(lengths)) if len(lengths) == 1 else None
 
 
 def _attribute(batch: object, name: str) -> object:

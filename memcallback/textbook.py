@@ -12,10 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.events import Category
-from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
 from memcallback.holdings import holdings, is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.optimizer_state import optimizer_state_bytes
+from memcallback.resizing import resize_batch
 from memcallback.shape_pass import LayerTable, shape_pass
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.textbook_law import BytesLaw, TextbookPrediction

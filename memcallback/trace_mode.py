@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
+from memcallback.cuda_composites import composite
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
 from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES, corrected_outputs, kernel, uses_cublas, uses_cublaslt
 from memcallback.cuda_outputs import output_bytes
@@ -21,18 +22,27 @@ from memcallback.events import Category, Phase
 from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernels import Give, Kernel, Take, completed
 from memcallback.ledger import Entry, Ledger
+from memcallback.operator_calls import is_wrapper, laid_out, name_of, num_flops, tensors_of
 from memcallback.output_memo import OutputMemo
-from memcallback.packed_sequences import batch_sizes_of, known_values, pack
+from memcallback.packed_sequences import pack_padded
 from memcallback.sparse_operators import sparse_operator
-from memcallback.sparse_parts import dense_parts, sparse_tensor
 from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_shape, stand_in_value
+from memcallback.tensor_parts import dense_parts, new_ragged_size, sparse_tensor
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READ = _aten._local_scalar_dense.default
 #: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
 _READS_REAL = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _READ})
-#: Of whole numbers in a tensor that is made of Python's.
+#: Operators that make tensors of numbers from nothing; and of how many whole numbers in a tensor the values are kept.
+_NUMBERS = frozenset(
+    {
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        *(getattr(_aten.arange, name) for name in ("default", "start", "start_step")),
+    }
+)
 _MOST_NUMBERS_KEPT = 65_536
 CUDA = torch.device("cuda", 0)
 _MEMO = OutputMemo()
@@ -71,6 +81,7 @@ class TraceMode(FakeTensorMode):
         self.modules: Callable[[int], str] | None = None
         self._is_inside = False
         self._is_in_backward = False
+        self._is_in_wrapper = False
         self._handles: set[tuple[str, bool]] = set()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
@@ -87,31 +98,65 @@ class TraceMode(FakeTensorMode):
         if func is _DEVICE:
             return args[0].fake_device  # type: ignore[attr-defined]
         kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            return self._by_wrapper(func, types, args, kwargs)
         if self._is_inside or not self.is_recording:
             return self.dispatch(func, types, args, kwargs)
         told, self._is_inside, self.tells_cuda = self.tells_cuda, True, False
         try:
             with torch._C.DisableTorchFunction():
-                if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values()))):
+                if func not in _READS_REAL and any(not isinstance(tensor, FakeTensor) for tensor in tensors_of((*args, *kwargs.values()))):
                     args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
-                made_of = self._pack if func is _aten._pack_padded_sequence.default else sparse_operator(func, args, kwargs)
+                made_of = self._made_of(func, args, kwargs)
                 return self._write_down(func, types, args, kwargs) if made_of is None else self._on_parts(made_of, func, args, kwargs)
         finally:
             self._is_inside, self.tells_cuda = False, told
 
+    def _made_of(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[..., Any] | None:
+        """What to call in the place of an operator that is made of others; None for one that is not."""
+        if func is _aten._pack_padded_sequence.default:
+            return partial(pack_padded, assumed=self.assumed, on_host=self._on_host)
+        is_composite = self._is_in_wrapper and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        return composite(func, self.spec) if is_composite else sparse_operator(func, args, kwargs)
+
+    def _by_wrapper(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Let a tensor that consists of others (a nested one) take the operator apart, in code that knows the device of fakes alone.
+
+        It does so below autograd, and composite operators come as a whole from there.
+        """
+        before, self.tells_cuda, self._is_in_wrapper = (self.tells_cuda, self._is_in_wrapper), False, True
+        try:
+            with self, torch._C.DisableTorchFunction():
+                return next(filter(is_wrapper, types)).__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
+        finally:
+            self.tells_cuda, self._is_in_wrapper = before
+
     def may_turn_const(self, t: torch.Tensor) -> bool:
         """PyTorch asks whether values are kept: those of a number, and here of whole numbers that Python code writes down (lengths)."""
         is_list = not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided and t.numel() <= _MOST_NUMBERS_KEPT
-        return super().may_turn_const(t) or (is_list and t.device.type == "cpu" and not self.is_our_fake(t))
+        return super().may_turn_const(t) or (is_list and t.device.type == "cpu")
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
+        """PyTorch asks for the ragged size of a nested tensor that is made in the step."""
+        return new_ragged_size()
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Nothing is written down inside."""
-        was, self.is_recording = self.is_recording, False
+        """Nothing is written down inside, and tensors are where fakes are."""
+        before, self.is_recording, self.tells_cuda = (self.is_recording, self.tells_cuda), False, False
         try:
             yield
         finally:
-            self.is_recording = was
+            self.is_recording, self.tells_cuda = before
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """What is made inside is on the host."""
+        before, self.target = self.target, "host"
+        try:
+            yield
+        finally:
+            self.target = before
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -124,12 +169,17 @@ class TraceMode(FakeTensorMode):
 
     def is_on_device(self, tensor: object) -> bool:
         """Whether a tensor stands for one of the device; what the ledger does not know does."""
-        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self:
+        if not isinstance(tensor, torch.Tensor):
             return False
         told, self.tells_cuda = self.tells_cuda, False
-        with torch._C.DisableTorchFunction():
-            entry = self.ledger.find(dense_parts(tensor)[0])
-        self.tells_cuda = told
+        try:
+            with torch._C.DisableTorchFunction():
+                first = dense_parts(tensor)[0]
+                if not isinstance(first, FakeTensor) or first.fake_mode is not self:
+                    return False
+                entry = self.ledger.find(first)
+        finally:
+            self.tells_cuda = told
         return entry is None or not entry.is_host
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +213,7 @@ class TraceMode(FakeTensorMode):
         return None if node is None or torch.is_grad_enabled() else self._in_place.reused(func, args, node)
 
     def _on_parts(self, made_of: Callable[..., Any], func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Run an operator on sparse tensors, and write down the operators that it is made of."""
+        """Run an operator that is made of others, and write these down."""
         reused = self._reused(func, args, self._node())
         self._is_inside = False
         with self:
@@ -174,25 +224,8 @@ class TraceMode(FakeTensorMode):
             indices, values = dense_parts(reused)
             return sparse_tensor(indices, values, reused.shape, is_coalesced=reused.is_coalesced())
 
-    def _pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_pack_padded_sequence`, whose second result is on the host."""
-        num_sequences, longest = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
-        known = known_values(lengths)
-        if len(lengths) != num_sequences:
-            raise ValueError(f"{len(lengths)} lengths are given for {num_sequences} packed sequences: give one for each.")
-        if known is None:
-            known = [longest] * num_sequences
-            self.assumed["Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"] = None
-        sizes = batch_sizes_of(known)
-        data = pack(x, sizes, batch_first)
-        before, self.target = self.target, "host"
-        try:
-            return data, torch.tensor(sizes, device="cpu")
-        finally:
-            self.target = before
-
     def _write_down(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        self.operator = _name(func)
+        self.operator = name_of(func)
         node = self._node()
         number = -1
         if node is not None:
@@ -206,31 +239,35 @@ class TraceMode(FakeTensorMode):
             if func in SILENT:
                 raise DynamicOutputShapeException(func)
             outputs = self._outputs(func, types, args, kwargs)
+            if func in _NUMBERS and self.may_turn_const(outputs):
+                with no_dispatch():
+                    outputs = func(*args, **{**kwargs, "device": torch.device("cpu")})
+                outputs = self.fake_tensor_converter.from_real_tensor(self, outputs, make_constant=True)
         except DataDependentOutputException:
             entry = self.ledger.find(args[0])  # type: ignore[arg-type]
             value = stand_in_value(func, args, entry)
             if self.ledger.phase is not Phase.OPTIMIZER_STEP:  # counts of steps, and the scaler's search for infinities
-                self.assumed[f"{_name(func)} reads a value: {value!r} stood for it"] = None
+                self.assumed[f"{name_of(func)} reads a value: {value!r} stood for it"] = None
             return value
         except DynamicOutputShapeException:
             outputs = stand_in_shape(func, args, kwargs, self._bounds)
-            self.assumed[f"{_name(func)} has a shape that depends on values: the largest possible stood for it"] = None
-        self.num_flops += _num_flops(func, args, kwargs, outputs)
+            self.assumed[f"{name_of(func)} has a shape that depends on values: the largest possible stood for it"] = None
+        self.num_flops += num_flops(func, args, kwargs, outputs)
         if reused is not None:
             called = IN_PLACE.get(func, func)
             # Indices that were right in the forward pass are not checked again.
             arguments = (*args, True) if called is _aten._index_put_impl_.default else args
-            self._run_kernel(called, arguments, kwargs, [reused], {}, _name(func), number)
+            self._run_kernel(called, arguments, kwargs, [reused], {}, name_of(func), number)
             self.ledger.move(reused, outputs)
             return outputs
         if self.spec is None:
-            for tensor in _tensors(outputs):
+            for tensor in tensors_of(outputs):
                 if self.ledger.find(tensor) is None:
-                    self.ledger.add(tensor, None, _name(func)).node = number
+                    self.ledger.add(tensor, None, name_of(func)).node = number
         else:
             outputs = self._on_cuda(self.spec, func, args, kwargs, outputs, number)
         if (holds := is_known_to_hold(func, args, self.ledger.find)) is not None:
-            for tensor in _tensors(outputs):
+            for tensor in tensors_of(outputs):
                 if (entry := self.ledger.find(tensor)) is not None:
                     entry.is_truth = holds
         return outputs
@@ -252,13 +289,13 @@ class TraceMode(FakeTensorMode):
         """Write down what a CUDA operator does, and give its outputs the layout that they have there."""
         sizes: list[int] | None = None
         if func in CONVOLUTIONS:
-            outputs = _laid_out(outputs, convolution_outputs(func, args, kwargs, spec))
+            outputs = laid_out(outputs, convolution_outputs(func, args, kwargs, spec))
         elif (corrected := corrected_outputs(func, args, kwargs, outputs)) is not None:
             outputs = corrected
         else:
             sizes = output_bytes(func, tuple(args), dict(kwargs), outputs)
-        tensors = _tensors(outputs)
-        name = _name(func)
+        tensors = tensors_of(outputs)
+        name = name_of(func)
         unknown = [index for index, tensor in enumerate(tensors) if self.ledger.find(tensor) is None]
         new: dict[int, int] = {}
         is_host = self._is_host(args, kwargs) if unknown else False
@@ -341,14 +378,14 @@ class TraceMode(FakeTensorMode):
         """Whether what an operator makes is memory of the host."""
         if self.target is not None:
             return self.target == "host"
-        entries = [self.ledger.find(tensor) if isinstance(tensor, FakeTensor) else None for tensor in _tensors((*args, *kwargs.values()))]
+        entries = [self.ledger.find(tensor) if isinstance(tensor, FakeTensor) else None for tensor in tensors_of((*args, *kwargs.values()))]
         if entries:
             return not any(entry is not None and not entry.is_host for entry in entries) and not self._call_is_on_device()
         # A tensor from nothing: from Python on the host unless its call says otherwise, from inside autograd on the device.
         return self.call is not None and not self._call_is_on_device()
 
     def _call_is_on_device(self) -> bool:
-        return self.call is not None and any(self.is_on_device(tensor) for tensor in _tensors(self.call))
+        return self.call is not None and any(self.is_on_device(tensor) for tensor in tensors_of(self.call))
 
     def calibrate(self) -> None:
         """See how many references there are to gradients that are certainly nobody else's."""
@@ -361,41 +398,3 @@ class TraceMode(FakeTensorMode):
             torch.embedding(torch.empty_like(x, requires_grad=True), rows, sparse=True).sum().backward()
             self.is_recording = False
         self.ledger = Ledger()
-
-
-def _num_flops(func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> int:
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
-
-
-def _laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype] | None] | None) -> Any:
-    """What an operator returns, with the layouts that it has on CUDA."""
-    if layouts is None:
-        return outputs
-    if isinstance(outputs, torch.Tensor):
-        return _with_layout(outputs, layouts[0])
-    return tuple(_with_layout(output, layout) for output, layout in zip(outputs, layouts, strict=True))
-
-
-def _with_layout(output: torch.Tensor | None, layout: tuple[Sequence[int], Sequence[int], torch.dtype] | None) -> torch.Tensor | None:
-    if output is None or layout is None or (output.stride() == tuple(layout[1]) and output.dtype == layout[2]):
-        return output
-    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cpu")
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    """The tensors with a storage in what an operator takes or returns: themselves, in sequences of them, and the parts of sparse ones."""
-    if isinstance(values, torch.Tensor):
-        return [*dense_parts(values)]
-    found: list[torch.Tensor] = []
-    if isinstance(values, (tuple, list)):
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                found.extend(dense_parts(value))
-            elif isinstance(value, (tuple, list)):
-                found.extend(_tensors(value))
-    return found
-
-
-def _name(func: Any) -> str:
-    return str(func._schema.name)

@@ -20,16 +20,17 @@ from memcallback.cuda_semantics import cuda_semantics
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Event, Phase, PhaseEnd, PhaseStart
 from memcallback.fake_answers import fakes_as_real
-from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
 from memcallback.holdings import tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
-from memcallback.sparse_parts import dense_parts
+from memcallback.resizing import resize_batch
 from memcallback.stand_ins import Bounds, NoStandIn
 from memcallback.steps import PredictionError, TrainingStep
+from memcallback.tensor_parts import dense_parts
 from memcallback.trace_mode import CUDA, TraceMode
 
 #: How many optimizer updates are traced: the first, which makes gradients and optimizer state, and a steady one.

@@ -18,9 +18,9 @@ from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
 from memcallback.device_here import any_device
 from memcallback.devices import Device, DeviceSpec
-from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
 from memcallback.prediction import Prediction
+from memcallback.resizing import has_samples
 from memcallback.stand_ins import Bounds
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracer import trace
@@ -129,9 +129,9 @@ class Traces:
 
     @property
     def has_samples(self) -> bool:
-        """Whether the batch size is the first dimension of a tensor in the batch."""
+        """Whether the batch can be had with another number of samples."""
         given = self._step.batch_size.batch_size
-        return any(tensor.dim() > 0 and tensor.shape[0] == given for tensor in tensors_in(self._step.batch))
+        return given is not None and has_samples(self._step.batch, given)
 
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The step there."""

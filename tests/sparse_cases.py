@@ -1,4 +1,4 @@
-"""Operators on sparse tensors, on a CUDA device or on fakes that stand for it, and what they ask of the allocator.
+"""Operators on sparse and nested tensors, on a CUDA device or on fakes that stand for it, and what they ask of the allocator.
 
 python tests/sparse_cases.py        records it, on a machine with a CUDA device
 """
@@ -89,6 +89,28 @@ def masked_matrix(count, num_searched, **options):
     return lambda: one.sparse_mask(mask)
 
 
+def attention(name, dtype, heads=4, size=64, dropout=0.0):
+    """Attention over 16 sequences, one after the other, of at most 100 steps."""
+    tensor = torch.zeros(1000, heads, size, dtype=dtype, device="cuda")
+    tensor = tensor if name == "flash" else tensor[None]
+    starts = torch.zeros(17, dtype=torch.int32, device="cuda")
+
+    def flash():
+        out, sums, *state, _ = torch.ops.aten._flash_attention_forward(
+            tensor, tensor, tensor, starts, starts, 100, 100, dropout, False, False, scale=1.0
+        )
+        backward = torch.ops.aten._flash_attention_backward
+        return backward(tensor, tensor, tensor, tensor, out, sums, starts, starts, 100, 100, dropout, False, *state, scale=1.0)
+
+    def efficient():
+        numbers = (starts, starts, 100, 100, dropout, 0, True)
+        out, sums, *state, _, _ = torch.ops.aten._efficient_attention_forward(tensor, tensor, tensor, None, *numbers)
+        backward = torch.ops.aten._efficient_attention_backward
+        return backward(tensor, tensor, tensor, tensor, None, out, starts, starts, 100, 100, sums, dropout, *state, 0, False)
+
+    return flash if name == "flash" else efficient
+
+
 #: With no rows at all: a virtual device finds none of the indices to be different from the others.
 COALESCED = {
     f"coalesce {count} of {kind.__name__}": lambda kind=kind, count=count, shape=shape: (lambda sparse: lambda: sparse.coalesce())(
@@ -140,6 +162,12 @@ CASES = {
     "sparse.addmm": lambda: product(lambda sparse, other: torch.sparse.addmm(other, sparse, other)),
     "sparse.t()": lambda: product(lambda sparse, other: sparse.t()),
     "sparse.mm and its sum": matrix_gradient,
+    **{
+        f"{name} attention {dtype} {size} {dropout}": lambda arguments=(name, dtype, 4, size, dropout): attention(*arguments)
+        for name, dtype in (("flash", torch.float16), ("flash", torch.bfloat16), ("efficient", torch.float32), ("efficient", torch.float16))
+        for size in (8, 64, 128)
+        for dropout in (0.0, 0.1)
+    },
     "bag of the mean": lambda: bag("mean"),
     "bag of the sum": lambda: bag("sum"),
 }

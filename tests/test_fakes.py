@@ -19,7 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import memcallback
-from memcallback.fakes import fake_copy, resize_batch, untouched_globals
+from memcallback.fakes import fake_copy, untouched_globals
+from memcallback.resizing import resize_batch
 
 PETABYTE = 10**15
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memcallback.fakes import fake_copy, resize_batch
+from memcallback.fakes import fake_copy
 from memcallback.function_copies import untouched_variables
+from memcallback.resizing import resize_batch
 
 
 @pytest.fixture

@@ -99,3 +99,15 @@ def test_a_tensor_in_compressed_rows_has_three_storages():
         torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2]), torch.ones(3), size=(3, 3), check_invariants=True
     )
     assert len(list(storages_of(compressed))) == 3
+
+
+class Slotted:
+    __slots__ = ("x", "y")
+
+    def __init__(self, x):
+        self.x = x
+
+
+def test_tensors_are_found_in_slots():
+    tensor = torch.zeros(3)
+    assert list(tensors_in([Slotted(tensor)])) == [tensor]

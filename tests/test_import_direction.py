@@ -51,6 +51,7 @@ COMPOSITES = [
 CUDA = [*CONVOLUTION, *KERNELS, *COMPOSITES]
 ON_FAKES = [
     "output_memo",
+    "operator_calls",
     "in_place",
     "sparse_operators",
     "trace_mode",
@@ -74,7 +75,7 @@ TRACER = [
 ]
 MEASURING = [
     "holdings",
-    "sparse_parts",
+    "tensor_parts",
     "nvml",
     "cpu_meter",
     "meters",
@@ -84,6 +85,7 @@ MEASURING = [
     "recorder",
     "function_copies",
     "fakes",
+    "resizing",
     "shape_pass",
     "optimizer_state",
 ]

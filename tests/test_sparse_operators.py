@@ -1,4 +1,4 @@
-"""Operators on sparse tensors: what they ask of CUDA's allocator, against recordings from PyTorch's CUDA build."""
+"""Operators on sparse and nested tensors: what they ask of CUDA's allocator, against recordings from PyTorch's CUDA build."""
 
 import json
 

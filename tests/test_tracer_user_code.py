@@ -72,13 +72,16 @@ def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
         assert traced == RECORDED["steps"][name]
 
 
-RESIZED = [name for name in STEPS if name.startswith("a_sparse_embedding")] + ["a_sparse_tensor_in_the_batch"]
+RESIZED = [name for name in STEPS if name.startswith(("a_sparse_embedding", "a_jagged_batch", "jagged_"))] + [
+    "a_sparse_tensor_in_the_batch"
+]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("device", [CARD, None])
-@pytest.mark.parametrize("name", RESIZED)
-def test_a_sparse_step_at_another_batch_size_is_what_is_traced_there(name, device):
+@pytest.mark.parametrize(
+    ("name", "device"), [(name, device) for name in RESIZED for device in (CARD, None) if device or name not in NEEDS_CUDA]
+)
+def test_a_sparse_or_nested_step_at_another_batch_size_is_what_is_traced_there(name, device):
     step, bounds = STEPS[name](), Bounds()
     fitted = BatchTrace.fit(*(trace(step, device, batch_size=size, bounds=bounds) for size in (16, 17, 23)))
     assert fitted.at(32) == trace(step, device, batch_size=32, bounds=bounds).trace

@@ -989,6 +989,64 @@ def a_nested_batch():
     return plain(mlp(), batch=batch, loss=loss)
 
 
+def jagged(width=32):
+    """A nested tensor of 16 sequences."""
+    return torch.nested.nested_tensor([torch.randn(2 + index % 5, width) for index in range(16)], layout=torch.jagged)
+
+
+@case
+def a_jagged_batch():
+    def loss(model, batch):
+        return F.cross_entropy(torch.nested.to_padded_tensor(model(batch["x"]), 0.0).mean(1), batch["y"])
+
+    return plain(
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 10)), batch={"x": jagged(), "y": classes()}, loss=loss
+    )
+
+
+class JaggedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, [4, 8]).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2))
+        return self.head(torch.nested.to_padded_tensor(x, 0.0).mean(1))
+
+
+@case(cuda_only=True)
+def jagged_attention():
+    return plain(JaggedAttention(), batch=[jagged(), classes()])
+
+
+@case(cuda_only=True)
+def jagged_attention_in_halves():
+    return plain(JaggedAttention(), batch=[jagged(), classes()], precision="bf16-mixed")
+
+
+@case
+def a_jagged_tensor_that_is_made_in_forward():
+    def run(self, x):
+        nested = torch.nested.as_nested_tensor([x[:5], x[5:8], x[8:]], layout=torch.jagged)
+        return torch.tanh(self.body(nested)).values()
+
+    return plain(Net(run))
+
+
+@case
+def lists_of_samples():
+    images = tuple(torch.randn(3, 8, 8) for _ in range(16))
+    targets = tuple({"boxes": torch.randn(1 + index % 4, 32), "labels": torch.randint(0, 10, (1 + index % 4,))} for index in range(16))
+
+    def loss(model, batch):
+        images, targets = batch
+        found = [F.cross_entropy(model(target["boxes"]), target["labels"]) for target in targets]
+        return torch.stack(found).mean() + model(torch.stack(images).flatten(1)[:, :32]).square().mean()
+
+    return plain(mlp(), batch=(images, targets), loss=loss, batch_size=16)
+
+
 @case
 def packed_sequences():
     class Packed(Recurrent):
@@ -1360,6 +1418,9 @@ class _Marks:
 
 def moved(batch, device):
     """A copy of a batch on a device."""
+    if isinstance(batch, torch.Tensor) and batch.is_nested:
+        parts, extremes = (moved(part, device) for part in (batch.values(), batch.offsets())), (batch._min_seqlen, batch._max_seqlen)
+        return torch.nested.nested_tensor_from_jagged(*parts, min_seqlen=extremes[0], max_seqlen=extremes[1])
     if isinstance(batch, torch.Tensor):
         return torch.empty_like(batch, device=device).copy_(batch)
     if isinstance(batch, dict):

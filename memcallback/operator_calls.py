@@ -1,0 +1,65 @@
+"""What is asked of the call of an operator: its name, its tensors, its arithmetic, the layout of what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils.flop_counter import flop_registry
+
+from memcallback.tensor_parts import dense_parts
+
+
+def num_flops(func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> int:
+    """The floating-point operations of a call, by PyTorch's formulas; 0 where there is none or where lengths are not known."""
+    formula = flop_registry.get(func._overloadpacket)
+    try:
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+    except DataDependentOutputException:
+        return 0
+
+
+def laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype] | None] | None) -> Any:
+    """What an operator returns, with the layouts that it has on CUDA."""
+    if layouts is None:
+        return outputs
+    if isinstance(outputs, torch.Tensor):
+        return _with_layout(outputs, layouts[0])
+    return tuple(_with_layout(output, layout) for output, layout in zip(outputs, layouts, strict=True))
+
+
+def _with_layout(output: torch.Tensor | None, layout: tuple[Sequence[int], Sequence[int], torch.dtype] | None) -> torch.Tensor | None:
+    if output is None or layout is None or (output.stride() == tuple(layout[1]) and output.dtype == layout[2]):
+        return output
+    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cpu")
+
+
+def tensors_of(values: object) -> list[torch.Tensor]:
+    """The tensors with a storage in what an operator takes or returns: themselves, in sequences of them, and the parts of sparse and nested ones."""
+    if isinstance(values, torch.Tensor):
+        return [*dense_parts(values)]
+    found: list[torch.Tensor] = []
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                found.extend(dense_parts(value))
+            elif isinstance(value, (tuple, list)):
+                found.extend(tensors_of(value))
+    return found
+
+
+@cache
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class take operators apart themselves, as nested ones do."""
+    return issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ not in (
+        torch.Tensor.__torch_dispatch__,
+        FakeTensor.__torch_dispatch__,
+    )
+
+
+def name_of(func: Any) -> str:
+    """The name of an operator, with its namespace."""
+    return str(func._schema.name)

@@ -1,0 +1,91 @@
+"""Sparse tensors (COO) and nested ones (jagged) as the dense ones that they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, pairwise
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+_CPU = torch.device("cpu")
+_EXTREMES = {"max_seqlen": max, "min_seqlen": min}
+#: Above all that PyTorch has given out for real tensors.
+_RAGGED = count(1 << 40)
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that own the storages of a tensor: itself, indices and values of a sparse one, values and offsets of a jagged one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout is torch.jagged:
+        return tensor._values, tensor._offsets  # type: ignore[attr-defined, return-value]
+    return (tensor,)
+
+
+def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], *, is_coalesced: bool = False) -> torch.Tensor:
+    """A sparse tensor of these very indices, of shape (sparse dimensions, elements), and values, of shape (elements, *dense dimensions)."""
+    made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        *(indices.shape[0], values.dim() - 1, list(shape), indices, values),
+        **{"dtype": values.dtype, "layout": torch.sparse_coo, "device": _CPU, "is_coalesced": is_coalesced},
+    )
+    return made
+
+
+def jagged_like(tensor: Any, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A nested tensor of these very parts, ragged in the same dimension as another one, that knows its longest length if that does."""
+    ends = known_values(offsets)
+    assert ends is not None, "offsets of fakes are known"
+    lengths = [end - start for start, end in pairwise(ends)]
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        # PyTorch keeps them as shapes of empty tensors.
+        known = {name: torch.zeros(of(lengths), 0) for name, of in _EXTREMES.items() if name in tensor._metadata_cache}
+    made: torch.Tensor = type(tensor)(values, offsets, _ragged_idx=tensor._ragged_idx, _metadata_cache=known)
+    return made
+
+
+def known_values(tensor: torch.Tensor) -> list[int] | None:
+    """The values of a fake tensor of whole numbers that are known, as those that Python code wrote down."""
+    constant: torch.Tensor | None = getattr(tensor, "constant", None)
+    with no_dispatch():
+        return None if constant is None else constant.tolist()
+
+
+def fake_with_values(like: Any, values: Sequence[int]) -> torch.Tensor:
+    """A fake of whole numbers that are known, in a storage of its own: the offsets of nested tensors of one shape.
+
+    Args:
+        like: A fake of the same type and mode.
+        values: The numbers.
+    """
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        shape, constant = torch.empty(len(values), dtype=like.dtype, device="meta"), torch.tensor(values, dtype=like.dtype)
+    fake = FakeTensor(like.fake_mode, shape, _CPU, constant=constant)
+    fake.nested_int_memo = new_ragged_size()
+    return fake
+
+
+def new_ragged_size() -> torch.SymInt:
+    """The size of a ragged dimension, which is no number and equals itself alone. Only compilers' fakes have one by themselves."""
+    size: torch.SymInt = torch._C._get_nested_int(next(_RAGGED), 1)
+    return size
+
+
+def resized_sparse(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A sparse tensor of another shape, with as many elements for each further row as there are for one now, rounded up."""
+    indices, values = dense_parts(tensor)
+    num_dims, number = indices.shape
+    number = max(number + (shape[0] - tensor.shape[0]) * -(-number // max(tensor.shape[0], 1)), 0)
+    parts = indices.new_empty(num_dims, number), values.new_empty(number, *shape[num_dims:])
+    return sparse_tensor(*parts, shape, is_coalesced=tensor.is_coalesced())
+
+
+def resized_lengths(lengths: Sequence[int], number: int) -> list[int]:
+    """The lengths of another number of sequences: each further one as long as the mean, rounded up; of fewer, their sum spread evenly."""
+    mean = -(-sum(lengths) // max(len(lengths), 1))
+    if number >= len(lengths):
+        return [*lengths, *[mean] * (number - len(lengths))]
+    total = max(sum(lengths) - (len(lengths) - number) * mean, number)
+    return [total // number + (sample < total % number) for sample in range(number)]
