@@ -5,7 +5,7 @@
 
 Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`, `replay`, `prediction`,
 `advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`, `savings`; then the adapters
-`tensorboard`, `sinks`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
+`tensorboard`, `sinks`, `fit`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from memcallback.advice import BatchSizeAdvice
 from memcallback.events import Category, Phase
+from memcallback.fitted import FittedBatchSize
 from memcallback.layer_table import Layer, LayerTable
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
@@ -25,6 +26,7 @@ from memcallback.warn import MemoryWarning
 
 if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
+    from memcallback.fit import fit_batch_size
     from memcallback.planning import what_if
     from memcallback.recorder import MemoryRecorder
     from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
@@ -40,6 +42,7 @@ __all__ = [
     "Category",
     "DeviceMemory",
     "DryRun",
+    "FittedBatchSize",
     "Kind",
     "Layer",
     "LayerTable",
@@ -60,6 +63,7 @@ __all__ = [
     "amp",
     "checkpoint",
     "dry_run",
+    "fit_batch_size",
     "format_bytes",
     "layers",
     "parse_bytes",
@@ -78,6 +82,7 @@ _ON_FIRST_USE = {
     "amp": "savings",
     "checkpoint": "savings",
     "dry_run": "savings",
+    "fit_batch_size": "fit",
     "layers": "shape_pass",
     "predict": "tracing",
     "suggest_batch_size": "suggestion",

@@ -19,6 +19,9 @@ from memcallback.device_here import any_device
 from memcallback.devices import CATALOGUE, Device
 from memcallback.events import Phase
 from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
+from memcallback.fit import fit_in_place
+from memcallback.fit_settings import FitSettings
+from memcallback.fitted import FittedBatchSize
 from memcallback.forecast import forecast, notes_on, plan_for, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
@@ -99,6 +102,8 @@ class MemoryCallback(Callback):
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
+        fit_batch_size: Whether to find the largest batch size that fits before training, and train with it (see
+            `memcallback.fit_batch_size`). If none can be found, a warning says why, and training goes on with the size as it is.
         accumulate: Gradient accumulation: batches for each update, as `Trainer(accumulate_grad_batches=...)`; or a mapping from epochs to
             that number from then on. The batches stay as they are, so to keep the samples of an update make them smaller. Lightning
             divides the loss of a last window of fewer batches by the same number.
@@ -112,6 +117,7 @@ class MemoryCallback(Callback):
         recorder: The recorder of the current or last fit; None before.
         prediction: The prediction of the current or last fit; None if there is none.
         report: The last report; None before.
+        fitted: The batch size that was found for the current or last fit; None if none was.
         plan: What savings would buy, if that was asked for.
 
     Raises:
@@ -133,11 +139,16 @@ class MemoryCallback(Callback):
         predict: bool = True,
         what_if: bool = False,
         reset_peaks: bool = True,
+        fit_batch_size: bool = False,
         accumulate: int | Mapping[int, int] | None = None,
         amp: str | None = None,
         checkpoint: CheckpointOption | None = None,
     ) -> None:
         check_headroom(headroom)
+        if batch_size is not None and fit_batch_size:
+            raise ValueError(
+                f"batch_size={batch_size} says how many samples a batch has, and fit_batch_size=True is to find that out. Leave one of the two out."
+            )
         self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
         self._planned = None if device is None else _planned(device)
         self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
@@ -145,6 +156,8 @@ class MemoryCallback(Callback):
         self._predicts = predict
         self._tries_savings = what_if
         self._reset_peaks = reset_peaks
+        self._fits_batch_size = fit_batch_size
+        self.fitted: FittedBatchSize | None = None
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
         self.recorder: MemoryRecorder | None = None
         self.prediction: StepPrediction | None = None
@@ -176,9 +189,11 @@ class MemoryCallback(Callback):
             self._savings.setup(trainer, pl_module, lambda text: _print(pl_module, text))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Checkpoint the module, which is whole now. Whatever went wrong in an earlier fit, this one is recorded."""
+        """Checkpoint the module, which is whole now; with that find its batch size, if that is wanted. An earlier fit's errors are past."""
         self._savings.checkpoint(pl_module)
         self._is_broken = False
+        if self._fits_batch_size:
+            self._fit_batch_size(trainer, pl_module)
 
     @_never_stops_training
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -330,6 +345,17 @@ class MemoryCallback(Callback):
         if is_in_update and not is_manual:
             # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
             self.recorder.end_reading()
+
+    def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        self.fitted = None
+        settings = FitSettings(capacity_bytes=self._capacity_bytes, headroom=self._headroom)
+        try:
+            self.fitted = fit_in_place(trainer, pl_module, settings, lambda text: _print(pl_module, text))
+        except Exception as error:  # also the step's own, which training will meet again
+            with suppress(MemoryWarning):  # where warnings are errors
+                warn(f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}")
+        if self.fitted is not None:
+            _print(pl_module, self.fitted.to_text())
 
     def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.recorder is not None

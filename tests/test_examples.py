@@ -1,4 +1,4 @@
-"""The examples without Lightning; tests/test_dashboard.py runs the one with it."""
+"""The examples but `digits.py`, which tests/test_dashboard.py runs."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def test_two_cards_are_compared_without_either(tmp_path):
         assert re.search(rf"[\d.]+ GiB +{capacity} +yes +\d+$", row), row
     for label in ("forward", "backward", "optimizer step", "activations", "parameters"):
         assert re.search(rf"^  {label} +[\d.]+ [GM]iB", output, flags=re.MULTILINE)
+
+
+def test_a_batch_size_is_found_and_trained_with(tmp_path):
+    output = run(tmp_path, "fit_batch_size.py")
+    (size,) = re.findall(r"^Batch size (\d+) \(it was 8\) is the largest found to fit CPU", output, flags=re.MULTILINE)
+    assert int(size) > 100
+    (row,) = re.findall(rf"^ ?{size} .*$", output, flags=re.MULTILINE)
+    assert re.search(r"[\d.]+ MiB +[\d.]+ MiB +Fits", row), row
+    assert "Weights are as before, optimizer updates made: 0." in output
+    steps = 2 * -(-4096 // int(size))
+    assert f"Trained {steps} steps of {size} images." in output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):

@@ -33,6 +33,7 @@ PLAIN = [
     "segments",
     "plan",
     "report",
+    "fitted",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
 KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
@@ -89,8 +90,10 @@ MEASURING = [
     "optimizer_state",
 ]
 SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "planning"]
-TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS]
-ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", "savings_lightning", "callback", "targets", "cli", "__main__"]
+RUNNING = ["oom", "run_state", "loaders", "gauge", "fit_settings"]
+TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS, *RUNNING]
+FITTING = ["trial", "fit_search", "fit"]
+ADAPTERS = ["figures", "tensorboard", "sinks", "forecast", *FITTING, "savings_lightning", "callback", "targets", "cli", "__main__"]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 
