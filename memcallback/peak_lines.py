@@ -66,16 +66,20 @@ class TracedPeak:
 
     def at(self, batch_size: int) -> int:
         """The peak expected at a batch size, of the warm-up step or a steady one."""
-        if batch_size not in self._peaks:
+        return self._peaks[batch_size] if batch_size in self._peaks else self._of(self.prediction.at(batch_size))
+
+    def _of(self, one: Prediction) -> int:
+        """The peak of the prediction at a batch size."""
+        if one.batch_size not in self._peaks:
             shift_bytes = self.shift_bytes
-            if self.is_shift_per_sample and batch_size > self.batch_size:
-                shift_bytes = -(-shift_bytes * batch_size // self.batch_size)
-            self._peaks[batch_size] = (largest(map(counted_peak, self.prediction.at(batch_size).steps)) or 0) + shift_bytes
-        return self._peaks[batch_size]
+            if self.is_shift_per_sample and one.batch_size > self.batch_size:
+                shift_bytes = -(-shift_bytes * one.batch_size // self.batch_size)
+            self._peaks[one.batch_size] = (largest(map(counted_peak, one.steps)) or 0) + shift_bytes
+        return self._peaks[one.batch_size]
 
     def largest_within(self, budget_bytes: int) -> int | None:
         """The largest batch size whose peak stays within a budget, without a retry; None if the trace cannot tell."""
-        return self.prediction.largest_batch_size(lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes)
+        return self.prediction.largest_batch_size(lambda one: one.fits_without_retry and self._of(one) <= budget_bytes)
 
 
 def counted_peak(step: StepMemory) -> int | None:

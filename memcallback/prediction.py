@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
+from memcallback import search
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
@@ -257,7 +258,7 @@ class Prediction:
         """The largest batch size that fits at all; 0 if none does; None if the trace knows only its own, or there is no end."""
         if self.capacity_bytes is None:
             return None
-        return self.largest_batch_size(lambda prediction: prediction.fits, near=self.limit_without_retry)
+        return self.largest_batch_size(lambda prediction: prediction.fits, with_cache=False)
 
     @cached_property
     def limit_without_retry(self) -> int | None:
@@ -266,7 +267,7 @@ class Prediction:
             return None
         return self.largest_batch_size(lambda prediction: prediction.fits_without_retry)
 
-    def largest_batch_size(self, is_good: Callable[[Prediction], bool], *, near: int | None = None) -> int | None:
+    def largest_batch_size(self, is_good: Callable[[Prediction], bool], *, with_cache: bool = True) -> int | None:
         """The largest batch size of which something holds, found by replays.
 
         A larger batch is taken to need no less: the size found is good and the next one is not, and sizes far from both are not tried.
@@ -274,63 +275,39 @@ class Prediction:
 
         Args:
             is_good: What is to hold.
-            near: A size from which it is not far, if one is known.
+            with_cache: Whether that is near where the peak of reserved memory reaches the capacity; else near where that of allocated
+                memory does, beyond which nothing fits.
 
         Returns:
             The size; 0 if it does not hold for one sample; None if the trace knows only its own batch size, or there is no end.
         """
         if not self.trace.grows:
             return None
-        # From a size near the limit there are few to try, in strides that double until the answer changes.
         end = self.trace.largest_known
 
         def holds(batch_size: int) -> bool:
             return (end is None or batch_size <= end) and is_good(self.at(batch_size))
 
-        good, bad, stride = 0, near or self._near_limit, 1
-        if holds(bad):
-            while holds(bad):
-                good, bad, stride = bad, bad + stride, 2 * stride
-                if good >= _MANY_SAMPLES:
-                    return None
-        else:
-            good = max(0, bad - stride)
-            while good and not holds(good):
-                good, bad, stride = max(0, good - stride), good, 2 * stride
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            if holds(middle):
-                good = middle
-            else:
-                bad = middle
-        return good
+        return search.largest(holds, near=self._near_limit(with_cache), end=_MANY_SAMPLES)
 
-    @cached_property
-    def _near_limit(self) -> int:
+    def _near_limit(self, with_cache: bool) -> int:
         """About the batch size at which the peak, were there no end of memory, would reach the capacity; at least 1."""
         capacity_bytes = self.device.allocator_capacity_bytes
-        if capacity_bytes is None:
-            return self.batch_size
         end = self.trace.largest_known or _MANY_SAMPLES
-        if end < 2 * self.batch_size:
+        if capacity_bytes is None or end < 2 * self.batch_size:
             return self.batch_size
-        here, there = self, self.at(2 * self.batch_size)
-        for _ in range(3):
-            here_bytes, there_bytes = here._endless_peak_bytes, there._endless_peak_bytes
-            if there_bytes == here_bytes:
-                break
-            room = (capacity_bytes - there_bytes) * (there.batch_size - here.batch_size) // (there_bytes - here_bytes)
-            size = min(max(1, there.batch_size + room), _MANY_SAMPLES, end)
-            if size in (here.batch_size, there.batch_size):
-                break
-            here, there = there, self.at(size)
-        return there.batch_size
+        return search.crossing(
+            lambda batch_size: self.at(batch_size)._endless_peak_bytes(with_cache),
+            capacity_bytes,
+            first=self.batch_size,
+            second=2 * self.batch_size,
+            end=end,
+        )
 
-    @cached_property
-    def _endless_peak_bytes(self) -> int:
-        """The largest figure of all steps without an end of memory: of reserved memory, on a CPU of allocated."""
-        windows = [window for step in self._replay(None).steps for window in step.windows]
-        reserved = largest(window.peak_reserved_bytes for window in windows)
+    def _endless_peak_bytes(self, with_cache: bool) -> int:
+        """The largest figure of all steps without an end of memory; on a CPU, which reserves nothing, of allocated memory."""
+        windows = [window for step in self._endless.steps for window in step.windows]
+        reserved = largest(window.peak_reserved_bytes for window in windows) if with_cache else None
         return largest(window.peak_allocated_bytes for window in windows) or 0 if reserved is None else reserved
 
     def _by(self, key: Callable[[Alloc], _Key]) -> dict[_Key, int]:
@@ -349,7 +326,11 @@ class Prediction:
 
     @cached_property
     def _shown(self) -> Replay:
-        return self._on_device if self.fits else self._replay(None)
+        return self._on_device if self.fits else self._endless
+
+    @cached_property
+    def _endless(self) -> Replay:
+        return self._replay(None)
 
     def _replay(self, capacity_bytes: int | None) -> Replay:
         is_endless = capacity_bytes is None

@@ -14,7 +14,21 @@ PACKAGE = Path(memcallback.__file__).parent
 #: From top to bottom; a module may import from those before it.
 ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "allocator", "allocator_host"]
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
-DATA = ["checks", "units", "events", "phase_windows", "kernels", "devices", *CUDNN, "stats", *ALLOCATOR, "warn", "tables", "layer_table"]
+DATA = [
+    "checks",
+    "search",
+    "units",
+    "events",
+    "phase_windows",
+    "kernels",
+    "devices",
+    *CUDNN,
+    "stats",
+    *ALLOCATOR,
+    "warn",
+    "tables",
+    "layer_table",
+]
 PLAIN = [
     *DATA,
     "batch_trace",
