@@ -1,0 +1,225 @@
+"""The largest batch size: what is suggested, what truly trains, and what searches by trying come to, side by side.
+
+    python benchmarks/batch_size.py
+
+On virtual devices (environment variable VGPU=1) of several cards and capacities (VGPU_ARCH, VGPU_TOTAL_BYTES), where memory is that of
+the card and kernels do nothing. A Lightning Trainer trains, each trial in a process of its own, the warm-up and five more updates.
+
+*Suggestion*: `memcallback.suggest_batch_size(step, device="cuda", multiple_of=1)` with its default headroom of 5 %.
+
+*Truth*: found by trials alone, by bisection from the suggestion, with two more sizes beyond what is found, since memory need not grow with
+every sample. It is said of a card, and there are two:
+
+- *trains*: the largest size at which PyTorch's allocator never runs short: it never has to give back its cache and try again (a
+  retry, which waits for the device) and raises no OutOfMemoryError. That is what a suggestion means by fitting.
+- *gets by*: the largest at which training goes on at all: by retries, in every update if need be, and with other algorithms where a workspace
+  of cuDNN cannot be had (PyTorch catches that OutOfMemoryError).
+
+To compare like with like, the suggestion is set beside the truth of a card of the capacity less the headroom; and the limits that come with
+it, which have no headroom, beside that of the whole card.
+
+*Searches*, on the whole card: Lightning's `Tuner.scale_batch_size` (`BatchSizeFinder`) in both modes, Accelerate's
+`find_executable_batch_size` from its default of 128 and from Lightning's maximum, 8192, and `memcallback.fit_batch_size`, all else by their
+defaults. Of these the last keeps 5 % of the memory free and Lightning's mode `binsearch` takes off 5 % of the samples. What each gives is trained
+like the suggestion. What a search leaves behind is looked at on a CPU, where values are real (`batch_size_state.py`).
+
+The result goes to `benchmarks/results/batch_size/` as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import batch_size_state
+import torch
+from accuracy import in_a_process_of_its_own, is_virtual
+from accuracy_configs import CONFIGS, Config
+from batch_size_results import OURS, Pair, Search, Truth, summarise, to_markdown
+from batch_size_runs import Found, Suggestion, Trial, by_accelerate, by_fit, by_lightning, suggested, try_out
+from machine import processor, today
+
+from memcallback import __version__
+from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.search import largest
+from memcallback.units import GiB
+
+#: Capacity in GiB -> the card of that virtual device.
+CARDS = {8: "rtx3090", 16: "t4", 24: "rtx4090", 40: "a100", 80: "h100"}
+#: Configurations of the accuracy proof -> the capacities at which each is tried.
+PAIRS = {
+    "resnet50-momentum-32-true": (8, 40),
+    "resnet18-sgd-32-true": (16, 80),
+    "vgg16-momentum-32-true": (8, 24),
+    "unet-adamw-bf16-mixed": (24, 80),
+    "convnext-adamw-32-true": (16, 40),
+    "autoencoder-adam-32-true": (8, 80),
+    "vit-s16-adamw-32-true": (24, 80),
+    "mlp-mixer-adamw-32-true": (8, 40),
+    "gpt2-adamw-bf16-mixed": (24, 80),
+    "bert-adamw-fused-16-mixed": (16, 24),
+    "llama-adamw-bf16-true": (8, 40),
+    "t5-adafactor-32-true": (24, 80),
+    "vae-adam-32-true": (16, 40),
+    "wavenet-adam-32-true": (16, 40),
+}
+SEARCHES: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "fit_batch_size": by_fit,
+    "BatchSizeFinder, power": partial(by_lightning, mode="power"),
+    "BatchSizeFinder, binsearch": partial(by_lightning, mode="binsearch"),
+    "find_executable_batch_size, 128": partial(by_accelerate, starting_batch_size=128),
+    "find_executable_batch_size, 8192": partial(by_accelerate, starting_batch_size=8192),
+}
+LEFT_BEHIND: dict[str, Callable[[], list[str]]] = {
+    OURS: batch_size_state.by_suggestion,
+    "fit_batch_size": batch_size_state.by_fit,
+    "BatchSizeFinder, power": partial(batch_size_state.by_lightning, "power"),
+    "BatchSizeFinder, binsearch": partial(batch_size_state.by_lightning, "binsearch"),
+    "find_executable_batch_size": batch_size_state.by_accelerate,
+}
+#: How far beyond the size found others are tried.
+_BEYOND = (0.02, 0.05)
+_ENDLESS = 1 << 24
+
+
+def on_card(capacity_bytes: int, arch: str, work: Callable[[], Any]) -> Any:
+    """Do work in a process of its own that sees a virtual device."""
+
+    def there() -> Any:
+        os.environ.update(VGPU_ARCH=arch, VGPU_TOTAL_BYTES=str(capacity_bytes))
+        return work()
+
+    return in_a_process_of_its_own(there)
+
+
+class Trials:
+    """Tries sizes of a configuration on a card, each once.
+
+    Args:
+        config: The configuration.
+        capacity_bytes: The card's capacity.
+        arch: Its kind.
+    """
+
+    def __init__(self, config: Config, capacity_bytes: int, arch: str) -> None:
+        self._config, self._capacity_bytes, self._arch = config, capacity_bytes, arch
+        self._done: dict[int, Trial] = {}
+
+    def at(self, batch_size: int) -> Trial:
+        """What came of a size."""
+        if batch_size not in self._done:
+            self._done[batch_size] = Trial(**on_card(self._capacity_bytes, self._arch, partial(try_out, self._config, batch_size)))
+        return self._done[batch_size]
+
+    def truth(self, *, near: int, near_at_all: int) -> Truth:
+        """Bisect.
+
+        Args:
+            near: Where to begin for what trains.
+            near_at_all: Where to begin for what gets by.
+        """
+        trains = self._largest(lambda trial: trial.ran and not trial.num_retries, near)
+        gets_by = self._largest(lambda trial: trial.ran, max(trains, near_at_all))
+        return Truth(trains=trains, gets_by=gets_by, num_trials=len(self._done))
+
+    def _largest(self, is_good: Callable[[Trial], bool], near: int) -> int:
+        def holds(batch_size: int) -> bool:
+            return is_good(self.at(batch_size))
+
+        while True:
+            found = largest(holds, near=max(1, near), end=_ENDLESS)
+            assert found is not None
+            beyond = (max(found + 2, round(found * (1 + share))) for share in _BEYOND)
+            further = next((size for size in beyond if holds(size)), None)
+            if further is None:
+                return found
+            near = further
+
+
+def measured(config: Config, capacity_gib: int) -> Pair:
+    """All of one configuration on one card."""
+    capacity_bytes, arch = capacity_gib * GiB, CARDS[capacity_gib]
+    suggestion = Suggestion(**on_card(capacity_bytes, arch, partial(suggested, config)))
+    whole, less = Trials(config, capacity_bytes, arch), Trials(config, int(capacity_bytes * (1 - DEFAULT_HEADROOM)), arch)
+    limit = suggestion.limit or suggestion.size
+    return Pair(
+        config=config.name,
+        card=on_card(capacity_bytes, arch, torch.cuda.get_device_name),
+        capacity_bytes=capacity_bytes,
+        suggestion=suggestion,
+        trial=whole.at(max(1, suggestion.size)),
+        less=less.truth(near=suggestion.size, near_at_all=int(limit * (1 - DEFAULT_HEADROOM))),
+        whole=whole.truth(near=suggestion.limit_without_retry or suggestion.size, near_at_all=limit),
+        searches=[_searched(tool, config, whole, partial(on_card, capacity_bytes, arch)) for tool in SEARCHES],
+    )
+
+
+def _searched(tool: str, config: Config, whole: Trials, there: Callable[[Callable[[], Any]], Any]) -> Search:
+    try:
+        found = Found(**there(partial(SEARCHES[tool], config)))
+    except RuntimeError as error:
+        return Search(tool=tool, error=str(error))
+    return Search(tool=tool, found=found, trial=whole.at(found.size))
+
+
+def environment() -> dict[str, str]:
+    """What the figures hold for."""
+    return {
+        "devices": ", ".join(f"{arch} of {gib} GiB" for gib, arch in CARDS.items()) + " (virtual)",
+        "processor": processor(),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        "lightning": version("lightning"),
+        "accelerate": version("accelerate"),
+        "python": platform.python_version(),
+        "memcallback": __version__,
+        "date": today(),
+        "command": shlex.join(["python", "benchmarks/batch_size.py", *sys.argv[1:]]),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Check suggested batch sizes on virtual devices.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CONFIG", help=f"of {', '.join(PAIRS)}")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batch_size", help="the folder for the results")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Suggest, try, search, compare; 1 if a suggestion is not as asked."""
+    options = arguments()
+    if not is_virtual():
+        raise SystemExit("The capacities are those of virtual devices (VGPU=1), and this is none.")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    configs = {config.name: config for config in CONFIGS}
+    chosen = [(name, gib) for name, capacities in PAIRS.items() for gib in capacities if not options.only or name in options.only]
+    left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items()}
+    options.out.mkdir(parents=True, exist_ok=True)
+    pairs: list[Pair] = []
+    for name, gib in chosen:
+        began = time.perf_counter()
+        pairs.append(measured(configs[name], gib))
+        print(f"{name}, {gib} GiB: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        summaries, about = summarise(pairs, left_behind), environment()
+        results = {"environment": about, "pairs": [asdict(pair) for pair in pairs], "summaries": [asdict(row) for row in summaries]}
+        (options.out / "virtual.json").write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
+        (options.out / "virtual.md").write_text(to_markdown(about, pairs, summaries))
+    print((options.out / "virtual.md").read_text())
+    return 0 if all(pair.is_met for pair in pairs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
