@@ -208,12 +208,14 @@ def main() -> int:
     chosen = [(name, gib) for name, capacities in PAIRS.items() for gib in capacities if not options.only or name in options.only]
     left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items()}
     options.out.mkdir(parents=True, exist_ok=True)
+    # PyTorch's question for cuDNN's version opens the device, after which no process can be forked that uses it.
+    about = in_a_process_of_its_own(environment)
     pairs: list[Pair] = []
     for name, gib in chosen:
         began = time.perf_counter()
         pairs.append(measured(configs[name], gib))
         print(f"{name}, {gib} GiB: {time.perf_counter() - began:.0f} s", file=sys.stderr)
-        summaries, about = summarise(pairs, left_behind), environment()
+        summaries = summarise(pairs, left_behind)
         results = {"environment": about, "pairs": [asdict(pair) for pair in pairs], "summaries": [asdict(row) for row in summaries]}
         (options.out / "virtual.json").write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
         (options.out / "virtual.md").write_text(to_markdown(about, pairs, summaries))

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from memcallback.checks import whole_number
 from memcallback.events import Alloc, AllocationTrace, Event, Free, PhaseEnd, PhaseStart
-from memcallback.kernels import Kernel, KernelRule, Make, Take, completed
+from memcallback.kernels import Kernel, KernelRule, Make, Multiply, Take, completed
 
 #: The number of the first allocation that an operator makes for itself; those of tensors are below it.
 FIRST_TEMPORARY = 1 << 40
@@ -303,10 +303,9 @@ def _made(call: KernelCall) -> tuple[int, ...]:
 
 def _played(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporaries: Iterator[int]) -> Iterator[Event]:
     """The events of a call."""
-    before, after = completed(kernel, len(call.outputs))
     taken: list[int] = []
-    for step in (*before, None, *after):
-        if step is None:
+    for step in completed(kernel, len(call.outputs)):
+        if isinstance(step, Multiply):
             yield from (made.pop(number) for number in call.handles)
         elif isinstance(step, Take):
             taken.append(next(temporaries))

@@ -87,7 +87,9 @@ def _group(call: ConvolutionCall, steps: Steps, group: _Group) -> None:
         _transposed_forward(group)
     else:
         group.make(OUTPUT)
-        steps.give(steps.take(group.columns_bytes) if dilated or group.unfolds else None)
+        columns = steps.take(group.columns_bytes) if dilated or group.unfolds else None
+        steps.multiply()
+        steps.give(columns)
 
 
 def _plain_backward(group: _Group) -> None:
@@ -98,12 +100,14 @@ def _plain_backward(group: _Group) -> None:
     if INPUT in group.outputs:
         group.make(INPUT)
         columns = steps.take(group.columns_bytes)
+        steps.multiply()
     if BIAS in group.outputs:
         group.make(BIAS)
         steps.sum(gradient)
     if WEIGHT in group.outputs:
         group.make(WEIGHT)
         columns = steps.take(group.columns_bytes) if columns is None else columns
+        steps.multiply()
     steps.give(columns, copied)
 
 
@@ -114,6 +118,8 @@ def _dilated_backward(group: _Group) -> None:
     for output in (INPUT, WEIGHT, BIAS):
         group.make(output)
     columns = steps.take(group.columns_bytes)
+    if {INPUT, WEIGHT} & set(group.outputs):
+        steps.multiply()
     if BIAS in group.outputs:
         sample = Layout.dense((1, *gradient.shape[1:]), gradient.dtype)
         total = steps.take(gradient.shape[1] * ITEM_BYTES[gradient.dtype])
@@ -134,6 +140,7 @@ def _transposed_forward(group: _Group) -> None:
     steps.give(first)
     columns = steps.take(group.columns_bytes)
     ones = steps.take(prod(call.x_shape[2:]) * ITEM_BYTES[group.view.dtype]) if call.has_bias else None
+    steps.multiply()
     steps.give(ones, columns)
 
 
@@ -143,12 +150,16 @@ def _transposed_backward(group: _Group) -> None:
     if INPUT in group.outputs:
         _, copied = steps.contiguous(group.gradient)
         group.make(INPUT)
-        steps.give(steps.take(group.columns_bytes) if group.unfolds else None, copied)
+        columns = steps.take(group.columns_bytes) if group.unfolds else None
+        steps.multiply()
+        steps.give(columns, copied)
     if WEIGHT in group.outputs or BIAS in group.outputs:
         group.make(WEIGHT)
         group.make(BIAS)
         gradient, copied = steps.contiguous(group.gradient)
         columns = steps.take(group.columns_bytes) if group.unfolds else None
+        if WEIGHT in group.outputs:
+            steps.multiply()
         if BIAS in group.outputs:
             steps.sum(gradient)
         steps.give(columns, copied)

@@ -12,7 +12,7 @@ from memcallback.convolution_workspace import workspace_or_estimate_bytes
 from memcallback.cudnn import Direction
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category
-from memcallback.kernels import Give, Make, Take
+from memcallback.kernels import Give, Make, Multiply, Take
 
 #: Which output is which: that of a forward, or the gradients of a backward.
 OUTPUT = INPUT = 0
@@ -32,7 +32,7 @@ class Steps:
 
     call: ConvolutionCall
     device: DeviceSpec
-    done: list[Take | Give | Make] = field(default_factory=list)
+    done: list[Take | Give | Make | Multiply] = field(default_factory=list)
     made: dict[int, Layout] = field(default_factory=dict)
     _num_taken: int = 0
 
@@ -50,6 +50,11 @@ class Steps:
         """Make an output; that of a 1d convolution, seen as 2d here, is known as 1d outside."""
         self.done.append(Make(output))
         self.made[output] = layout.squeezed() if self.call.is_1d and len(layout.shape) == 4 else layout
+
+    def multiply(self) -> None:
+        """Multiply matrices; what matters is the first time."""
+        if Multiply() not in self.done:
+            self.done.append(Multiply())
 
     def contiguous(self, tensor: Layout, *, channels_last: bool = False) -> tuple[Layout, int | None]:
         """`tensor.contiguous(...)`: itself, or a copy and its number."""

@@ -126,17 +126,16 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 def _math(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
     # _scaled_dot_product_attention_math. PyTorch's own body would not add the mask in place under a TorchDispatchMode.
     widen = not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    query, key, value = (
+    wide_query, key, value = (
         tensor.to(torch.float32) if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
         for tensor in (call.query, call.key, call.value)
     )
     negative = call.scale is not None and call.scale < 0.0
-    factor = math.sqrt(scale_of(query, abs(call.scale) if call.scale is not None else None))
-    query = aten.mul.Scalar(query, -factor if negative else factor)
+    factor = math.sqrt(scale_of(wide_query, abs(call.scale) if call.scale is not None else None))
+    query = aten.mul.Scalar(wide_query, -factor if negative else factor)
     if call.is_causal:
-        ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-        mask = _added_mask(ones.tril(), query.dtype)
-        del ones
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _added_mask(mask, query.dtype)
     if call.enable_gqa:
         key, value = _repeated_heads(query, key, value)
     scores = torch.matmul(query, aten.mul.Scalar(key.transpose(-2, -1), factor))

@@ -89,6 +89,19 @@ def _softmax(call: Call) -> Kernel:
     return steps.kernel
 
 
+def _safe_softmax(call: Call) -> Kernel:
+    """`_safe_softmax` (attention.cpp): the softmax, then which rows are masked in all places, and the zero that they become."""
+    x, output = call.args[0], call.outputs[0]
+    steps = Steps()
+    steps.make(0)
+    steps.give(steps.take_copy(x))
+    masked = steps.take(x.numel())
+    rows = steps.take(x.numel() // x.shape[call.args[1]] if x.numel() else 0)
+    zero = steps.take(output.element_size())
+    steps.give(zero, rows, masked)
+    return steps.kernel
+
+
 def _softmax_backward(call: Call) -> Kernel:
     """`softmax_backward_cuda_out` (SoftMax.cu): the output, grad * output as a temporary, contiguous copies of both for the kernel."""
     grad, y = call.args[:2]
@@ -180,6 +193,7 @@ RULES: dict[str, Rule] = {
     "_batch_norm_with_update": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
     "_log_softmax": _softmax,
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax_backward_data": _softmax_backward,

@@ -45,26 +45,32 @@ class Make:
     size_bytes: int | None = None
 
 
-#: What an operator does, in order. Outputs that it does not name are made at its end, what it does not give back is given
-#: back then, in the order in which it was taken.
-Kernel = tuple[Take | Give | Make, ...]
+@dataclass(frozen=True)
+class Multiply:
+    """An operator multiplies matrices for the first time: where the libraries open their handles, whose workspaces stay."""
 
 
-def completed(kernel: Kernel, num_outputs: int) -> tuple[Kernel, Kernel]:
+#: What an operator does, in order. Outputs that it does not name are made at its end, where it multiplies if it says nothing of that;
+#: what it does not give back is given back then, in the order in which it was taken.
+Kernel = tuple[Take | Give | Make | Multiply, ...]
+
+
+def completed(kernel: Kernel, num_outputs: int) -> Kernel:
     """A kernel with what it does not name: the other outputs are made at its end, then the rest is given back.
 
     Args:
-        kernel: What the operator does.
+        kernel: What the operator does; it multiplies at most once.
         num_outputs: How many tensors it returns.
 
     Returns:
-        All up to the last output, and what is given back after it.
+        All steps; exactly one of them is `Multiply`, by default after the last output.
     """
     made = {step.index for step in kernel if isinstance(step, Make)}
     given = {step.index for step in kernel if isinstance(step, Give)}
     num_taken = sum(isinstance(step, Take) for step in kernel)
     rest = tuple(Make(index) for index in range(num_outputs) if index not in made)
-    return (*kernel, *rest), tuple(Give(index) for index in range(num_taken) if index not in given)
+    multiply = () if Multiply() in kernel else (Multiply(),)
+    return (*kernel, *rest, *multiply, *(Give(index) for index in range(num_taken) if index not in given))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int],
 def _with_layout(output: torch.Tensor | None, layout: tuple[Sequence[int], Sequence[int], torch.dtype] | None) -> torch.Tensor | None:
     if output is None or layout is None or (output.stride() == tuple(layout[1]) and output.dtype == layout[2]):
         return output
-    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cpu")
+    return output.new_empty_strided(layout[0], layout[1], dtype=layout[2])
 
 
 def tensors_of(values: object) -> list[torch.Tensor]:

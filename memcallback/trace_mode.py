@@ -20,7 +20,7 @@ from memcallback.cuda_outputs import output_bytes
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
 from memcallback.in_place import IN_PLACE, InPlace
-from memcallback.kernels import Give, Kernel, Take, completed
+from memcallback.kernels import Give, Kernel, Multiply, Take, completed
 from memcallback.ledger import Entry, Ledger
 from memcallback.operator_calls import is_wrapper, laid_out, name_of, num_flops, tensors_of
 from memcallback.output_memo import OutputMemo
@@ -340,12 +340,13 @@ class TraceMode(FakeTensorMode):
             return
         rule = kernel_rule(func, args, kwargs, places, spec)
         taken_by: Callable[..., Kernel | None] = convolution_kernel if func in CONVOLUTIONS else kernel
-        before, after = completed((taken_by(func, args, kwargs, places, spec) if rule else None) or (), len(places))
+        steps = (taken_by(func, args, kwargs, places, spec) if rule else None) or ()
+        multiplies = Multiply() in steps or uses_cublas(func, args)
         taken, made = list[Entry](), list[Entry | None]([None] * len(places))
         ledger.begin_call()
-        for step in (*before, None, *after):
-            if step is None:
-                handles = self._open_handles(spec, func, args, kwargs, name)
+        for step in completed(steps, len(places)):
+            if isinstance(step, Multiply):
+                handles = self._open_handles(spec, func, args, kwargs, name) if multiplies else []
             elif isinstance(step, Take):
                 taken.append(ledger.take_temporary(step.size_bytes, step.category, name))
             elif isinstance(step, Give):
@@ -361,11 +362,9 @@ class TraceMode(FakeTensorMode):
 
     def _open_handles(self, spec: DeviceSpec, func: Any, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> list[Entry]:
         """The first matrix product of a thread opens handles, whose workspaces stay; backward runs in a thread of its own."""
-        needed = []
-        if uses_cublas(func, args):
-            needed.append(("cuBLAS", spec.cublas_workspace_bytes))
-            if uses_cublaslt(func, args, kwargs):
-                needed.append(("cuBLASLt", CUBLASLT_WORKSPACE_BYTES))
+        needed = [("cuBLAS", spec.cublas_workspace_bytes)]
+        if uses_cublaslt(func, args, kwargs):
+            needed.append(("cuBLASLt", CUBLASLT_WORKSPACE_BYTES))
         opened = []
         for library, workspace_bytes in needed:
             handle = (library, self._is_in_backward)

@@ -161,8 +161,12 @@ CASES = [
 ]
 
 
+#: Stands among sizes in bytes for the first product of matrices, where cuBLAS's workspace comes into being.
+MULTIPLY = "multiply"
+
+
 def predicted(kernel, outputs):
-    """The allocations (positive) and frees (negative) of a kernel in bytes; those of 0 bytes are none."""
+    """The allocations (positive) and frees (negative) of a kernel in bytes, those of 0 bytes are none; and where it first multiplies matrices."""
     sizes = [None if one is None else Layout(one[0], one[1], str(one[2]).removeprefix("torch.")).size_bytes for one in outputs]
     takes, made, steps = [], set(), []
     for step in kernel:
@@ -175,17 +179,20 @@ def predicted(kernel, outputs):
         elif isinstance(step, Make):
             made.add(step.index)
             steps.append(sizes[step.index])
+        else:
+            steps.append(MULTIPLY)
     steps += [size for index, size in enumerate(sizes) if size is not None and index not in made]
     steps += [-size for size in takes]
     return [size for size in steps if size]
 
 
 def once(steps):
-    """What is taken and given back anew for every sample, once."""
+    """What is taken and given back anew for every sample, once; at the first, matrices may be multiplied for the first time."""
     kept = []
     for step in steps:
         kept.append(step)
-        if len(kept) >= 4 and kept[-2:] == kept[-4:-2] and sum(kept[-2:]) == 0:
+        taken = [size for size in kept if size != MULTIPLY]
+        if len(taken) >= 4 and taken[-2:] == taken[-4:-2] and sum(taken[-2:]) == 0:
             del kept[-2:]
     return kept
 
@@ -196,11 +203,17 @@ def significant(shape, strides):
 
 
 def truth(case):
-    """What a CUDA device does for a case: the sequence of sizes, and each output's strides."""
+    """What a CUDA device does for a case: the sequence of sizes, with `MULTIPLY` for cuBLAS's workspace, and each output's strides."""
     op, args = case.call("cuda")
+    matrix = torch.ones(2, 2, device="cuda")
     with torch.no_grad():
+        matrix @ matrix
+        held_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        torch._C._cuda_clearCublasWorkspaces()
+        workspace_bytes = held_bytes - torch.cuda.memory_stats()["requested_bytes.all.current"]
         results = op(*args)  # cuDNN's first call makes its handle
         del results
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.memory._record_memory_history(context=None, max_entries=100000)
         try:
             results = op(*args)
@@ -209,6 +222,7 @@ def truth(case):
             torch.cuda.memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_requested": -1}
     steps = [signs[entry["action"]] * entry["size"] for entry in trace if entry["action"] in signs]
+    steps = [MULTIPLY if step == workspace_bytes else step for step in steps]
     results = results if isinstance(results, (tuple, list)) else (results,)
     return steps, [None if one is None else list(one.stride()) for one in results]
 

@@ -278,6 +278,8 @@ def softmax_and_losses():
                     C(op, x, dim, True)
                     C(f"{op}_backward_data", T(shape), T(shape), dim, f16)
         C("_softmax", T((8, 16, 64), d, "t"), -1, False)
+        for shape in ((8, 12, 64, 64), (4, 8, 33, 77), (2, 100000)):
+            C("_safe_softmax", T(shape, d), -1)
         C("_log_softmax", T((8, 16, 64), d, "t"), 1, False)
         C("_softmax_backward_data", T((8, 16, 64), d, "t"), T((8, 16, 64), d), -1, d)
         C("_log_softmax_backward_data", T((512, 100), d, (0, 0)), T((512, 100), d), 1, d)

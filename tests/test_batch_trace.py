@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memcallback.batch_trace import FIRST_TEMPORARY, BatchDependentPath, BatchTrace, KernelCall, TracedStep, UnknownBatchSize
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
-from memcallback.kernels import Give, KernelRule, Make, Take, completed
+from memcallback.kernels import Give, KernelRule, Make, Multiply, Take, completed
 
 
 def step(batch_size, *sizes, operators=None):
@@ -58,19 +58,18 @@ def tiled(batch_size, tile_bytes=1000, num_calls=1, num_values=None):
     events, calls, temporaries = [StepStart(), PhaseStart(Phase.BACKWARD)], [], FIRST_TEMPORARY
     for number in range(num_calls):
         start, taken = len(events), []
-        before, after = completed(rule.function(*rule.constants, *rule.numbers), 1)
-        for item in before:
+        handles = (1,) if number == 0 else ()
+        for item in completed(rule.function(*rule.constants, *rule.numbers), 1):
             if isinstance(item, Take):
                 taken.append(temporaries)
                 events.append(Alloc(temporaries, item.size_bytes, 0, item.category, "aten::sort", "net"))
                 temporaries += 1
             elif isinstance(item, Make):
                 events.append(Alloc(2 * number, 8 * batch_size, 0, Category.ACTIVATION, "aten::sort", "net"))
+            elif isinstance(item, Multiply):
+                events.extend(Alloc(handle, 4096, 0, Category.WORKSPACE, "aten::sort", "net") for handle in handles)
             else:
                 events.append(Free(taken[item.index]))
-        handles = (1,) if number == 0 else ()
-        events.extend(Alloc(handle, 4096, 0, Category.WORKSPACE, "aten::sort", "net") for handle in handles)
-        events.extend(Free(taken[item.index]) for item in after)
         calls.append(KernelCall(start, len(events), rule, (2 * number,), handles, "aten::sort", "net"))
     events += [PhaseEnd(Phase.BACKWARD), StepEnd()]
     return TracedStep(AllocationTrace(tuple(events)), batch_size, tuple(calls))

@@ -12,7 +12,7 @@ from memcallback.convolution_workspace import estimated_workspace_bytes
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs, workspaces_are_known
 from memcallback.cudnn import Direction
 from memcallback.events import Category
-from memcallback.kernels import Give, Make, Take
+from memcallback.kernels import Give, Make, Multiply, Take
 
 aten = torch.ops.aten
 H200, T4 = CARDS["NVIDIA H200"], CARDS["Tesla T4"]
@@ -110,7 +110,7 @@ def test_the_inner_operator_carries_its_own_settings(no_cudnn):
 def test_cudnn_switched_off_means_columns(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     op, args = PLAIN.call("meta")
-    assert convolution_kernel(op, args, {}, None, H200) == (Make(0), Take(64 * 9 * 28 * 28 * 4), Give(0))
+    assert convolution_kernel(op, args, {}, None, H200) == (Make(0), Take(64 * 9 * 28 * 28 * 4), Multiply(), Give(0))
 
 
 def test_other_operators_and_dtypes_are_not_ours():
