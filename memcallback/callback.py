@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -22,11 +23,12 @@ from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
-from memcallback.forecast import forecast, notes_on, plan_for, warn_of_batch, warn_of_devices
+from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
 from memcallback.plan import Plan
 from memcallback.predicted import PredictedSteps, StepPrediction
+from memcallback.prediction import Prediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.savings_checkpoint import CheckpointOption
@@ -169,6 +171,7 @@ class MemoryCallback(Callback):
     def _start_anew(self) -> None:
         self.prediction = None
         self._predicted_steps = PredictedSteps(None)
+        self._without_savings: Prediction | None = None
         self.report = None
         self.plan = None
         self._sinks: Sinks | None = None
@@ -372,6 +375,9 @@ class MemoryCallback(Callback):
         self._predicted_steps = PredictedSteps(self.prediction)
         if self.prediction is not None:
             self._notes = (*self._notes, *notes_on(trainer, pl_module))
+        if isinstance(self.prediction, Prediction):
+            device = self.recorder.meter.device
+            self._without_savings = forecast_without(self._savings, trainer, pl_module, batch, self._batch_size, device=device)
 
     def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.recorder is not None
@@ -412,10 +418,15 @@ class MemoryCallback(Callback):
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
         assert self.recorder is not None
         batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
-        notes = (*self._notes, *self._savings.notes(batch_size, pl_module.trainer.accumulate_grad_batches))
-        self.report = self.recorder.report(
+        accumulate = pl_module.trainer.accumulate_grad_batches
+        notes = (*self._notes, *self._savings.notes(batch_size, accumulate))
+        report = self.recorder.report(
             self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )
+        self.report = report
+        if self._without_savings is not None and report.prediction is not None:
+            with suppress(ValueError):  # the trace may know one batch size alone, which the report's caveats say
+                self.report = replace(report, without_savings=self._without_savings.at(report.prediction.batch_size * accumulate))
         if self._sinks is None:
             return
         _print(pl_module, self.report.to_text())

@@ -18,6 +18,7 @@ from memcallback.plan import Plan
 from memcallback.planning import what_if
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
+from memcallback.savings_lightning import TrainerSavings
 from memcallback.steps import PredictionError, TrainingStep, infer_batch_size, is_sharded
 from memcallback.units import format_bytes
 from memcallback.warn import warn
@@ -70,6 +71,30 @@ def forecast(
         return None
     warn(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
     return law
+
+
+def forecast_without(
+    savings: TrainerSavings, trainer: Any, pl_module: Any, batch: object, batch_size: int | None, *, device: torch.device
+) -> Prediction | None:
+    """Predict the step of a Trainer as it would be without the savings of the callback, to say what they save.
+
+    Args:
+        savings: The savings, which are applied.
+        trainer: The Trainer, about to run its first step.
+        pl_module: Its module.
+        batch: Its first batch.
+        batch_size: Samples in the batch, None to infer them.
+        device: The device that trains.
+
+    Returns:
+        The prediction; None if there are no savings, and, with a warning, if there can be none.
+    """
+    try:
+        with savings.taken_from(step_of(trainer, pl_module, batch, batch_size)) as step:
+            return None if step is None else _traced(step, device, lambda _: None)
+    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
+        warn(f"What the savings save is not told: the step without them cannot be predicted. {_reason(error)}")
+        return None
 
 
 def plan_for(

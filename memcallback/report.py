@@ -34,6 +34,8 @@ class Report:
         advice: The suggestion, None if there is none.
         lifetime_peak_allocated_bytes: The largest allocated figure since the recording began.
         notes: What else the person should know, one sentence each.
+        without_savings: The prediction of the same update without the callback's savings: of as many samples in one batch; None if there are
+            no savings.
     """
 
     measured: StepMemory | None
@@ -42,6 +44,7 @@ class Report:
     advice: BatchSizeAdvice | None
     lifetime_peak_allocated_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    without_savings: StepPrediction | None = None
 
     def table(self) -> Table:
         """Per phase and per category: predicted and measured with the error; then the device."""
@@ -52,7 +55,7 @@ class Report:
         phases = _phase_rows(self.measured, predicted)
         categories = _category_rows(self.measured, predicted)
         at_peak = _at_peak_rows(self.prediction) if predicted and isinstance(self.prediction, Prediction) else []
-        groups = [phases, categories, *([at_peak] if at_peak else []), self._device_rows(predicted)]
+        groups = [phases, categories, *(group for group in (at_peak, self._saved_rows(predicted)) if group), self._device_rows(predicted)]
         ends = [sum(len(group) for group in groups[: number + 1]) - 1 for number in range(len(groups) - 1)]
         columns: tuple[str, ...] = ("", "predicted", "low edge", "measured", "error" if predicted else "")
         rows = [row for group in groups for row in group]
@@ -94,6 +97,22 @@ class Report:
         sources = [f"measured by {self.measured.source}"] if self.measured else []
         sources += [f"predicted by {self.prediction.source}"] if self.prediction else []
         return f"Memory of one training step ({kind}{size}) on {step.device_name}\n{', '.join(sources)}"
+
+    def _saved_rows(self, predicted: StepMemory | None) -> list[tuple[str, ...]]:
+        """What the savings take off the peaks; what was measured is set against the prediction without them."""
+        measured, without = self.measured, self.without_savings
+        if without is None or predicted is None or measured is None:
+            return []
+        peaks = (
+            ("allocated", without.peak_allocated_bytes, predicted.peak_allocated_bytes, measured.peak_allocated_bytes),
+            ("reserved", without.peak_reserved_bytes, predicted.peak_reserved_bytes, measured.peak_reserved_bytes),
+        )
+        rows = [_heading(f"saved, of {without.batch_size:,} samples in one step")]
+        for label, before, after, real in peaks:
+            if before is not None and after is not None and real is not None:
+                rows.append((f"{_INDENT}peak {label} without", format_bytes(before), "", "", ""))
+                rows.append(_row(f"saved, {label}", before - after, None, before - real))
+        return rows
 
     def _device_rows(self, predicted: StepMemory | None) -> list[tuple[str, ...]]:
         measured = self.measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -120,17 +120,32 @@ class Checkpointing:
     def __init__(self, names: tuple[str, ...], stand_ins: Sequence[_StandIn]) -> None:
         self.names = names
         self._stand_ins = stand_ins
-        for stand_in in stand_ins:
+        self._apply()
+
+    def _apply(self) -> None:
+        for stand_in in self._stand_ins:
             vars(stand_in.module)["forward"] = stand_in
 
-    def undo(self) -> None:
-        """Restore the modules exactly; a second time nothing happens."""
+    def _restore(self) -> None:
         for stand_in in self._stand_ins:
             if stand_in.original is None:
                 del vars(stand_in.module)["forward"]
             else:
                 vars(stand_in.module)["forward"] = stand_in.original
+
+    def undo(self) -> None:
+        """Restore the modules exactly; a second time nothing happens."""
+        self._restore()
         self.names, self._stand_ins = (), ()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The modules as they are without checkpointing, inside the context."""
+        self._restore()
+        try:
+            yield
+        finally:
+            self._apply()
 
     def __enter__(self) -> Checkpointing:
         return self

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
 from memcallback.savings_accumulate import check_accumulate
 from memcallback.savings_amp import CountingGradScaler, check_precision
 from memcallback.savings_checkpoint import Checkpointing, CheckpointOption, check_checkpoint, checkpoint_option
+from memcallback.steps import TrainingStep
 
 
 class TrainerSavings:
@@ -65,6 +67,20 @@ class TrainerSavings:
         if self._checkpoint:
             self._checkpointing = checkpoint_option(pl_module, self._checkpoint)
             self._undo.append(self._checkpointing.undo)
+
+    @contextmanager
+    def taken_from(self, step: TrainingStep) -> Iterator[TrainingStep | None]:
+        """The Trainer's step as it would be without the savings, inside the context; None if there are none.
+
+        Args:
+            step: The step with them.
+        """
+        changes: dict[str, Any] = {} if self._accumulate is None else {"accumulate": 1}
+        if self._amp is not None:
+            changes["precision"] = "32-true"
+        is_checkpointed = self._checkpointing is not None and bool(self._checkpointing.names)
+        with self._checkpointing.paused() if self._checkpointing is not None else nullcontext():
+            yield step.varied(**changes) if changes or is_checkpointed else None
 
     def undo(self) -> None:
         """Leave Trainer and module as they were before `setup`; a second time nothing happens."""

@@ -10,6 +10,7 @@ from torch import nn
 
 import memcallback as mc
 from memcallback import MemoryCallback
+from memcallback.units import format_bytes
 
 
 class Deep(training.Automatic):
@@ -140,6 +141,36 @@ def test_what_is_predicted_is_the_step_with_the_savings(tmp_path):
         for phase, window in callback.prediction.phases.items():
             assert window.end.allocated_bytes == pytest.approx(step.phases[phase].end.allocated_bytes, abs=64)
     assert saved.prediction.peak_allocated_bytes < plain.prediction.peak_allocated_bytes
+
+
+def test_the_report_has_what_they_save_predicted_and_measured(tmp_path):
+    plain, saved = MemoryCallback(), MemoryCallback(accumulate=2, amp="bf16-mixed", checkpoint=True)
+    fit(tmp_path, callbacks=[plain], data=training.loader(6, batch_size=512))
+    _, module = fit(tmp_path, callbacks=[saved], data=training.loader(6, batch_size=256))
+    assert plain.report.without_savings is None
+    assert saved.report.without_savings.batch_size == 512
+    assert saved.report.without_savings.peak_allocated_bytes == plain.prediction.peak_allocated_bytes
+    text = saved.report.to_text()
+    assert "saved, of 512 samples in one step" in text
+    before, after = plain.prediction.peak_allocated_bytes, saved.prediction.peak_allocated_bytes
+    row = next(line for line in text.splitlines() if "saved, allocated" in line)
+    assert format_bytes(before - after) in row
+    assert format_bytes(before - saved.report.measured.peak_allocated_bytes) in row
+    assert "forward" not in vars(module.network)
+
+
+def test_a_step_that_cannot_be_traced_without_them_is_told_of(tmp_path):
+    class NeedsCheckpointing(Deep):
+        def training_step(self, batch, batch_idx):
+            if "forward" not in vars(self.network):
+                raise ZeroDivisionError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    callback = MemoryCallback(checkpoint=True)
+    with pytest.warns(mc.MemoryWarning, match="What the savings save is not told: .* on purpose"):
+        fit(tmp_path, NeedsCheckpointing(), callbacks=[callback])
+    assert callback.report.without_savings is None
+    assert callback.report.prediction is not None
 
 
 def test_the_report_says_what_the_savings_are(tmp_path):
