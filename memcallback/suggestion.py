@@ -9,6 +9,7 @@ import torch
 
 from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds
 from memcallback.advise import check_headroom, from_trace
+from memcallback.batch_lengths import buckets, sequence_lengths_of
 from memcallback.batch_trace import BatchDependentPath
 from memcallback.device_here import torch_device
 from memcallback.devices import Device
@@ -32,7 +33,7 @@ def suggest_batch_size(
     dataset_size: int | None = None,
     world_size: int = 1,
     measured: StepMemory | None = None,
-    sequence_lengths: Iterable[int] | None = None,
+    sequence_lengths: Iterable[object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> BatchSizeAdvice:
     """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom exceeds the capacity.
@@ -49,7 +50,8 @@ def suggest_batch_size(
         world_size: How many ranks train; the batch size is that of one.
         measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
         sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
-            `by_sequence_length` of the advice has one for each length. The step must say how long its own are.
+            `by_sequence_length` of the advice has one for each length. Or a data loader, whose batches are read for their lengths; then there
+            are at most eight buckets, each as long as its longest may be. The step must say how long its own are.
         progress: As for `predict`.
 
     Returns:
@@ -62,9 +64,7 @@ def suggest_batch_size(
     """
     bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
     check_headroom(headroom)
-    lengths = sorted(set(sequence_lengths)) if sequence_lengths is not None else []
-    if sequence_lengths is not None and not lengths:
-        raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
+    lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
     here = torch_device(device)
     outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
@@ -78,6 +78,10 @@ def suggest_batch_size(
     advice = advice_of(prediction)
     if advice is None:
         raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
+    if are_read:
+        # A trace of one length alone says nothing of others.
+        step_of_lengths = prediction.lengths.step if prediction.lengths else 0
+        lengths = buckets(lengths, step_of_lengths or lengths[-1])
     by_length = {length: advice_of(prediction.at(sequence_length=length)) for length in lengths}
     sizes = {length: found.batch_size for length, found in by_length.items() if found is not None}
     return replace(_verified(advice, step, prediction, advice_of), by_sequence_length=sizes)

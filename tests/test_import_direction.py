@@ -85,6 +85,7 @@ TRACER = [
     "tracer",
     "device_here",
     "tracing",
+    "batch_lengths",
     "suggestion",
 ]
 MEASURING = [

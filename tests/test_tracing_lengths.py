@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from memcallback.batch_trace import BatchTrace
 from memcallback.devices import find_device
@@ -11,6 +12,7 @@ from memcallback.length_trace import UnknownSequenceLength
 from memcallback.prediction import Prediction
 from memcallback.prediction_text import to_dict, to_text
 from memcallback.steps import TrainingStep
+from memcallback.suggestion import suggest_batch_size
 from memcallback.tracer import trace
 from memcallback.tracing import predict
 
@@ -152,3 +154,63 @@ def test_a_length_that_cannot_be_is_refused():
         predict(make_step(64, sequence_length=64), device=CARD, sequence_length=2)
     with pytest.raises(ValueError, match="sequence_length 96 was asked for, and the step does not say how long its sequences are"):
         predict(make_step(64), device=CARD, sequence_length=96)
+
+
+class Sentences(Dataset):
+    """Sequences of different lengths."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.zeros(self.lengths[index], dtype=torch.int64)
+
+
+def padded(sentences):
+    words = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
+    return {"words": words, "next": words}
+
+
+def loader_of(lengths):
+    return DataLoader(Sentences(lengths), batch_size=4, collate_fn=padded, shuffle=True)
+
+
+def test_a_data_loader_tells_how_long_its_batches_are():
+    step = make_step(64, sequence_length=64)
+    state = torch.get_rng_state()
+    advice = suggest_batch_size(step, device="1GiB", sequence_lengths=loader_of([17, 200, 64] * 8))
+    assert torch.equal(torch.get_rng_state(), state)
+    # In 24 samples of three lengths, drawn four at a time, one batch at least has a longest one.
+    assert advice.batch_size == suggest_batch_size(step, device="1GiB", sequence_lengths=[200]).batch_size
+    assert max(advice.by_sequence_length) == 200
+    assert advice.by_sequence_length[200] == advice.batch_size
+
+
+def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
+    step = make_step(64, sequence_length=64)
+    batches = [make_step(length).batch for length in (*range(16, 512, 3), 512)]
+    sizes = suggest_batch_size(step, device="1GiB", sequence_lengths=batches).by_sequence_length
+    assert list(sizes) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    assert sizes[128] == suggest_batch_size(step, device="1GiB", sequence_lengths=[128, 512]).by_sequence_length[128]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches", "text"),
+    [
+        (64, [], "sequence_lengths is empty. Give the lengths"),
+        (
+            None,
+            [make_step(32).batch],
+            r"sequence_lengths has batches \(.*\), and the step does not say .* Give TrainingStep\(..., sequence_length",
+        ),
+        (64, [torch.zeros(4, 32)], r"has tensors of shapes \(4, 32\), and that of the step \(4, 64\), \(4, 64\)"),
+    ],
+    ids=["empty", "unknown", "another batch"],
+)
+def test_lengths_that_cannot_be_read_are_told_of(lengths, batches, text):
+    with pytest.raises(ValueError, match=text):
+        suggest_batch_size(make_step(64, sequence_length=lengths), device="1GiB", sequence_lengths=batches)
