@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -58,8 +58,8 @@ def what_if(
         if progress is not None:
             progress(number + 1, len(savings))
     plan = trial.plan(row for _, row in tried)
-    several = [trial.row(saving) for saving in _combined(saving for saving, row in sorted(tried, key=_by_peak) if plan.helps(row))]
-    return trial.plan((*plan.tried, *several))
+    best = _best_of_each_kind(saving for saving, row in sorted(tried, key=_by_peak) if plan.helps(row))
+    return trial.plan((*plan.tried, *trial.several(best)))
 
 
 class _Trial:
@@ -95,6 +95,17 @@ class _Trial:
             cause = error.__cause__ or error
             return replace(row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0])
 
+    def several(self, best: Sequence[Saving]) -> Iterator[PlanRow]:
+        """Savings in pairs, and all together; without one of them, the least first, where all together do not work."""
+        for pair in combinations(best[:3], 2):
+            yield self.row(together(*pair))
+        if len(best) > 2:
+            row = self.row(together(*best))
+            fewer = (
+                (self.row(together(*(one for one in best if one is not left_out))) for left_out in reversed(best)) if row.problem else ()
+            )
+            yield next((one for one in fewer if not one.problem), row)
+
     def _row_of(self, prediction: Prediction, row: PlanRow) -> PlanRow:
         advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=self._headroom)
         return replace(
@@ -118,14 +129,10 @@ def _by_peak(tried: tuple[Saving, PlanRow]) -> int:
     return tried[1].peak_bytes or 0
 
 
-def _combined(helping: Iterable[Saving]) -> Iterator[Saving]:
-    """The best of each kind, of those under which the same model is trained: in pairs, and all together."""
+def _best_of_each_kind(helping: Iterable[Saving]) -> list[Saving]:
+    """Of those under which the same model is trained, the first of each kind."""
     best: dict[str, Saving] = {}
     for saving in helping:
         if saving.is_same_training:
             best.setdefault(saving.kind, saving)
-    chosen = [best[kind] for kind in _TOGETHER if kind in best]
-    for pair in combinations(chosen[:3], 2):
-        yield together(*pair)
-    if len(chosen) > 2:
-        yield together(*chosen)
+    return [best[kind] for kind in _TOGETHER if kind in best]

@@ -123,6 +123,19 @@ def test_savings_are_tried_together(plan):
     assert (both.peak_allocated_bytes, both.peak_reserved_bytes) == figures(by_hand)
 
 
+def test_what_does_not_work_with_the_others_is_left_out_of_them():
+    layers = [nn.Linear(64, 64)]
+    for _ in range(4):
+        layers += [nn.ReLU(), nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64)]
+    batch = torch.randn(512, 64), torch.zeros(512, dtype=torch.int64)
+    plan = mc.what_if(mc.TrainingStep(nn.Sequential(*layers), batch, loss=loss, optimizer=torch.optim.SGD), device=CARD)
+    # The second segment begins with an activation, which would change the input that is kept for it.
+    assert plan.helps(row(plan, "inplace activations"))
+    most = max(plan.rows, key=lambda one: one.saving.count(" + "))
+    assert most.saving == "bf16-mixed + checkpoint_sequential, 3 segments + accumulate 4 batches"
+    assert not most.problem
+
+
 def test_the_best_number_of_segments_is_among_those_that_were_tried(plan):
     tried = [one for one in plan.rows if one.saving.startswith("checkpoint_sequential") and " + " not in one.saving]
     best = min(_checkpointed({"": segments}).peak_allocated_bytes for segments in range(2, 16))
