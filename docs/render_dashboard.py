@@ -29,7 +29,11 @@ IMAGES = ROOT / "docs" / "images"
 #: Tab of TensorBoard -> file, width and height of the window in pixels.
 TABS = {"custom_scalars": ("custom-scalars.png", 1500, 800), "text": ("text.png", 1500, 780)}
 #: Image tag -> file.
-FIGURES = {"memory/step_by_category": "step-by-category.png", "memory/batch_size_curve": "batch-size-curve.png"}
+FIGURES = {
+    "memory/step_by_category": "step-by-category.png",
+    "memory/batch_size_curve": "batch-size-curve.png",
+    "memory/what_if_bars": "what-if.png",
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_OPTIONS = (
     "--headless",
@@ -132,7 +136,7 @@ def render(browser: str, address: str, width: int, height: int, to: Path) -> Non
 
 def train(folder: Path) -> Path:
     """Train the example; the folder of its run."""
-    subprocess.run([sys.executable, str(ROOT / "examples" / "digits.py"), "--log-dir", str(folder)], check=True)
+    subprocess.run([sys.executable, str(ROOT / "examples" / "digits.py"), "--what-if", "--log-dir", str(folder)], check=True)
     return folder / "lightning_logs"
 
 

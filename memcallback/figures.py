@@ -188,7 +188,7 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
         axes.barh(position, (row.peak_bytes or 0) / unit, color=colour, height=0.7)
         fits = "" if row.largest_batch_size is None else f"  fits up to {row.largest_batch_size:,}"
         extra = f", {row.extra_compute_pct:+.0f} % compute" if row.extra_compute_pct and abs(row.extra_compute_pct) >= 1 else ""
-        axes.text((row.peak_bytes or 0) / unit, position, f"{fits}{extra}", va="center", fontsize=9)
+        axes.text((row.peak_bytes or 0) / unit, position, f"{fits}{extra}", va="center", fontsize=9, bbox={"color": "white", "pad": 0})
     axes.axvline(present_bytes / unit, color="black", linestyle="--", label=f"as it is, batch size {plan.current.batch_size}")
     axes.set_yticks(range(len(rows)), [textwrap.fill(row.saving, 56) for row in rows], fontsize=8)
     axes.invert_yaxis()

@@ -184,7 +184,7 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
         ((name, sequential),) = sequentials.items()
         # Of a model itself the last segment is not checkpointed, so there are at least two.
         for segments in sensible_segments(layer_bytes(events, name, len(sequential)), least=1 if name else 2):
-            yield _checkpointed(step, f"checkpoint_sequential, {segments} segments", {name: segments})
+            yield _checkpointed(step, f"checkpoint_sequential, {segments} segment{'' if segments == 1 else 's'}", {name: segments})
     elif sequentials and not blocks:
         yield _checkpointed(step, f"checkpoint {len(sequentials)} sequentials", [*sequentials])
 
