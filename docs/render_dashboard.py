@@ -3,7 +3,7 @@
     python docs/render_dashboard.py
 
 Trains `examples/digits.py` into a temporary folder, serves its logs with TensorBoard, renders the tabs with headless
-Chromium and fetches the two figures; all go to `docs/images/`.
+Chromium and fetches the figures; all go to `docs/images/`.
 """
 
 from __future__ import annotations
