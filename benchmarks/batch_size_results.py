@@ -156,17 +156,21 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
     """The page beside the JSON file."""
     shares = [pair.share for pair in pairs]
     at_all = [pair.suggestion.size / pair.less.gets_by for pair in pairs]
+    without_retry = [(pair.suggestion.limit_without_retry or 0) / pair.whole.trains for pair in pairs]
+    limits = [(pair.suggestion.limit or 0) / pair.whole.gets_by for pair in pairs]
     num_met = sum(pair.is_met for pair in pairs)
     lines = ["# The largest batch size", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
         f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and {len({pair.card for pair in pairs})} virtual cards. "
         f"Asked: training at the suggestion never runs out of memory, and it is at least {LEAST_SHARE:.0%} of what trains on a card of the "
-        f"capacity less the headroom. **{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion is {min(shares):.1%} to "
-        f"{max(shares):.1%} of that, {statistics.median(shares):.1%} in the median.",
+        f"capacity less the headroom. **{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion is {_range(shares)} of that.",
         "",
-        f"Of what gets by there, with retries and smaller workspaces, it is {min(at_all):.1%} to {max(at_all):.1%}, {statistics.median(at_all):.1%} "
-        f"in the median, and at least {LEAST_SHARE:.0%} in {sum(share >= LEAST_SHARE for share in at_all)} pairs. What lies between is left out on "
+        f"Of what gets by there, with retries and smaller workspaces, it is {_range(at_all)}, and at least {LEAST_SHARE:.0%} in {sum(share >= LEAST_SHARE for share in at_all)} pairs. What lies between is left out on "
         "purpose: there the allocator runs short.",
+        "",
+        f"Of the whole card, with nothing kept free: the limit without a retry is {_range(without_retry)} of what trains, the limit at all "
+        f"{_range(limits)} of what gets by; it falls behind where PyTorch takes a convolution's next algorithm because the workspace of the first cannot "
+        "be had.",
         "",
         "`benchmarks/batch_size.py` says what *trains* and *gets by* mean. Share: the suggestion in parts of what trains with the same headroom.",
         "",
@@ -192,6 +196,10 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "the search.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _range(shares: Sequence[float]) -> str:
+    return f"{min(shares):.1%} to {max(shares):.1%} ({statistics.median(shares):.1%} in the median)"
 
 
 def _pair_row(pair: Pair) -> str:
