@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from memcallback.checks import whole_number
@@ -51,15 +52,22 @@ class BatchSizeBounds:
                 f"dataset_size must be at least world_size, got {self.dataset_size} samples for {self.world_size} ranks: each needs one."
             )
 
-    def within(self, num_samples: int) -> int:
+    @property
+    def most(self) -> int | None:
+        """The most samples that are wanted, or are there for a rank; None if there is no such bound."""
+        of_rank = None if self.dataset_size is None else self.dataset_size // self.world_size
+        return min((bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None)
+
+    def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
         """The largest batch size within the bounds.
 
         Args:
             num_samples: How many samples fit, at least 0.
+            fits: Whether fewer fit, which is not sure: fewer samples can need more reserved memory.
         """
-        of_rank = None if self.dataset_size is None else self.dataset_size // self.world_size
-        most = min(bound for bound in (num_samples, self.max_batch_size, of_rank) if bound is not None)
-        return most - most % self.multiple_of if most >= self.multiple_of else most
+        most = num_samples if self.most is None else min(num_samples, self.most)
+        sizes = chain(range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1))
+        return next((size for size in sizes if size == num_samples or fits(size)), 0)
 
 
 DEFAULT_BOUNDS = BatchSizeBounds()
@@ -114,10 +122,14 @@ class BatchSizeAdvice:
     bounds: BatchSizeBounds = DEFAULT_BOUNDS
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         """The suggestion: the largest within the bounds; 0 if not even one sample is sure to fit."""
-        return self.bounds.within(self.largest)
+        return self.bounds.within(self.largest, self.fits)
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether the peak of a batch size, at least 1, plus the headroom stays within the device."""
+        return self.line.fits(batch_size, self.budget_bytes)
 
     @property
     def global_batch_size(self) -> int:
@@ -179,7 +191,12 @@ class BatchSizeAdvice:
         if self.batch_size < 1:
             raise ValueError(f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}")
         of_rank = effective_batch_size // world_size
-        batch_size = next(size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0)
+        smaller = (size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0)
+        batch_size = next((size for size in smaller if size == self.batch_size or self.fits(size)), None)
+        if batch_size is None:
+            raise ValueError(
+                f"effective_batch_size {effective_batch_size} cannot be had by accumulation: no batch size that divides it fits."
+            )
         return AccumulationPlan(batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size)
 
     def sentence(self) -> str:
@@ -187,11 +204,12 @@ class BatchSizeAdvice:
         if self.batch_size == 0:
             return (
                 f"No batch size is sure to fit: one sample may need {format_bytes(self.line.at(1))}, and "
-                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}."
+                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}. memcallback.what_if says what "
+                "would make it fit."
             )
         return (
             f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}{self._rounding}), "
-            f"{self.basis}, within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom."
+            f"{self.basis}, within {format_bytes(self.capacity_bytes)} less {100 * self.headroom:g}% headroom."
         )
 
     @property

@@ -61,12 +61,14 @@ def suggest(
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
-        traced = from_trace(predicted, measured, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        traced = from_trace(
+            predicted, measured, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom, bounds=bounds
+        )
         if traced is not None and predicted.trace.is_far(traced.batch_size):
             untried = f"whether the step does the same in so large a batch: the largest that was traced is {predicted.trace.largest_traced}"
             return replace(traced, leaves_out=(*traced.leaves_out, untried))
         if traced is not None:
-            return replace(traced, bounds=bounds)
+            return traced
     law = predicted if isinstance(predicted, TextbookPrediction) else None
     line = _measured_line(measured, always_held_bytes, law) if measured else None
     is_measured = line is not None
@@ -117,6 +119,8 @@ def from_trace(
     capacity_bytes: int,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
+    bounds: BatchSizeBounds = DEFAULT_BOUNDS,
+    bucket_bytes: int = 0,
 ) -> BatchSizeAdvice | None:
     """As `suggest`, from the replayed peaks alone, whether or not the step was traced near the suggestion.
 
@@ -126,28 +130,35 @@ def from_trace(
         capacity_bytes: As for `suggest`.
         outside_bytes: As for `suggest`.
         headroom: As for `suggest`.
+        bounds: As for `suggest`.
+        bucket_bytes: What several ranks keep to sum their gradients in, which one traced rank has not.
 
     Returns:
-        The advice; None if the trace cannot tell of other batch sizes, or there is no end.
+        The advice; None if the trace cannot tell of other batch sizes, or there is no end, in `bounds` neither.
     """
-    if not predicted.trace.grows:
+    if not predicted.trace.is_any_batch_size_known:
         return None
     # The memory to plan for need not be that of the device.
     predicted = predicted.on(replace(predicted.device, capacity_bytes=capacity_bytes))
-    here, line = predicted, TracedPeak(prediction=predicted)
+    here, line = predicted, TracedPeak(prediction=predicted, shift_bytes=bucket_bytes)
     measured_bytes = counted_peak(measured) if measured else None
     basis = f"replayed from the {predicted.source}"
+    if bucket_bytes:
+        basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
     if measured and measured.batch_size and measured_bytes is not None:
         here = predicted.at(measured.batch_size)
-        shift_bytes = max(0, measured_bytes - line.at(measured.batch_size))
+        shift_bytes = max(bucket_bytes, measured_bytes - TracedPeak(prediction=predicted).at(measured.batch_size))
         band_bytes = allocated_band(measured_bytes) if measured.peak_reserved_bytes is None else RESERVED_SHARE * measured_bytes
-        is_beyond = shift_bytes > band_bytes
+        is_beyond = shift_bytes > bucket_bytes + band_bytes
         line = TracedPeak(prediction=here, shift_bytes=shift_bytes, is_shift_per_sample=is_beyond)
         basis += (
             f", raised by the {format_bytes(shift_bytes)} that were measured more" if is_beyond else ", which the measured step bears out"
         )
     outside = predicted.device.context_bytes if outside_bytes is None else outside_bytes
-    found = line.largest_within(int(capacity_bytes * (1 - headroom)) - outside)
+    budget_bytes = int(capacity_bytes * (1 - headroom)) - outside
+    found = line.largest_within(budget_bytes)
+    if found is None and bounds.most is not None and line.fits(bounds.most, budget_bytes):
+        found = bounds.most
     if found is None:
         return None
     leaves_out = _always_left_out(outside)
@@ -157,6 +168,7 @@ def from_trace(
         leaves_out.append("what operators take for themselves while they run")
     return BatchSizeAdvice(
         largest=found,
+        bounds=bounds,
         line=line,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
+
+import torch
 
 from memcallback.checks import described
 from memcallback.fakes import untouched_globals
@@ -29,9 +32,12 @@ def sequence_lengths_of(given: Iterable[object], step: TrainingStep) -> tuple[tu
 
     Raises:
         ValueError: If there are none, the step does not say how long its own are, or a batch has other tensors than its own.
+        TypeError: If they are no lengths and no batches.
     """
+    if not isinstance(given, Iterable):
+        raise TypeError(f"sequence_lengths must be lengths or a data loader, got {described(given)}. Give one length as [512].")
     numbers, lengths = set[int](), set[int]()
-    with untouched_globals():
+    with untouched_globals(), _untouched_generators(given):
         for item in given:
             if isinstance(item, Integral):
                 numbers.add(int(item))
@@ -40,6 +46,19 @@ def sequence_lengths_of(given: Iterable[object], step: TrainingStep) -> tuple[tu
     if not numbers | lengths:
         raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
     return tuple(sorted(numbers | lengths)), bool(lengths)
+
+
+@contextmanager
+def _untouched_generators(loader: object) -> Iterator[None]:
+    """Give back the generators of a data loader and its sampler as they were."""
+    holders = (loader, getattr(loader, "sampler", None))
+    generators = [one for holder in holders if isinstance(one := getattr(holder, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _length_of(batch: object, step: TrainingStep) -> int:

@@ -40,6 +40,10 @@ class PeakLine:
             return 0
         return max(0, self.batch_size + (room // slope if slope else 0))
 
+    def fits(self, batch_size: int, budget_bytes: int) -> bool:
+        """Whether a batch size stays within a budget."""
+        return self.at(batch_size) <= budget_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedPeak:
@@ -78,8 +82,22 @@ class TracedPeak:
         return self._peaks[one.batch_size]
 
     def largest_within(self, budget_bytes: int) -> int | None:
-        """The largest batch size whose peak stays within a budget, without a retry; None if the trace cannot tell."""
-        return self.prediction.largest_batch_size(lambda one: one.fits_without_retry and self._of(one) <= budget_bytes)
+        """The largest batch size whose peak stays within a budget, without a retry; None if the trace cannot tell.
+
+        Some smaller one may need more: of reserved memory a few samples less can leave gaps that nothing fits into.
+        """
+        return self.prediction.largest_batch_size(lambda one: self._fits(one, budget_bytes))
+
+    def fits(self, batch_size: int, budget_bytes: int) -> bool:
+        """Whether a batch size stays within a budget, without a retry.
+
+        Raises:
+            UnknownBatchSize: If the trace cannot tell.
+        """
+        return self._fits(self.prediction.at(batch_size), budget_bytes)
+
+    def _fits(self, one: Prediction, budget_bytes: int) -> bool:
+        return one.fits_without_retry and self._of(one) <= budget_bytes
 
 
 def counted_peak(step: StepMemory) -> int | None:

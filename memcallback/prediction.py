@@ -270,7 +270,8 @@ class Prediction:
     def largest_batch_size(self, is_good: Callable[[Prediction], bool], *, with_cache: bool = True) -> int | None:
         """The largest batch size of which something holds, found by replays.
 
-        A larger batch is taken to need no less: the size found is good and the next one is not, and sizes far from both are not tried.
+        The size found is good and the next one is not; sizes far from both are not tried. Of reserved memory a few samples less can need
+        more, and a few more less, where blocks fit into each other or do not.
         Of a step that has less of something in a larger batch (a queue of fixed length), sizes beyond its end are not known.
 
         Args:

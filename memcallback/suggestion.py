@@ -13,9 +13,10 @@ from memcallback.batch_lengths import buckets, sequence_lengths_of
 from memcallback.batch_trace import BatchDependentPath
 from memcallback.device_here import torch_device
 from memcallback.devices import Device
+from memcallback.holdings import storage_bytes
 from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
-from memcallback.stats import StepMemory
+from memcallback.stats import Kind, StepMemory
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracing import ONLY, Traces, predict
 
@@ -47,7 +48,8 @@ def suggest_batch_size(
         multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
         max_batch_size: It is at most this.
         dataset_size: Samples in the dataset, of which each rank has its part.
-        world_size: How many ranks train; the batch size is that of one.
+        world_size: How many ranks train; the batch size is that of one, beside buckets as large as its gradients
+            (DistributedDataParallel).
         measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
         sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
             `by_sequence_length` of the advice has one for each length. Or a data loader, whose batches are read for their lengths; then there
@@ -60,7 +62,8 @@ def suggest_batch_size(
     Raises:
         PredictionError: As `predict`; also if the step was traced at its own batch size alone, or there is no end of memory.
         TypeError: If one of the numbers is none.
-        ValueError: As `predict`, or if one of the numbers is out of range, or `sequence_lengths` is empty.
+        ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is empty, or `measured` is no steady step that was
+            measured on a device of this kind.
     """
     bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
     check_headroom(headroom)
@@ -69,11 +72,23 @@ def suggest_batch_size(
     here = torch_device(device)
     outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
 
+    # As large as the gradients (torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=False).
+    bucket_bytes = storage_bytes([one for one in step.model.parameters() if one.requires_grad]) if world_size > 1 else 0
+    if measured is not None:
+        _check_measured(measured, prediction)
+
     def advice_of(one: Prediction) -> BatchSizeAdvice | None:
         if one.capacity_bytes is None:
             return None
-        found = from_trace(one, measured, capacity_bytes=one.capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
-        return None if found is None else replace(found, bounds=bounds)
+        return from_trace(
+            one,
+            measured,
+            capacity_bytes=one.capacity_bytes,
+            outside_bytes=outside_bytes,
+            headroom=headroom,
+            bounds=bounds,
+            bucket_bytes=bucket_bytes,
+        )
 
     advice = advice_of(prediction)
     if advice is None:
@@ -84,7 +99,19 @@ def suggest_batch_size(
         lengths = buckets(lengths, step_of_lengths or lengths[-1])
     by_length = {length: advice_of(prediction.at(sequence_length=length)) for length in lengths}
     sizes = {length: found.batch_size for length, found in by_length.items() if found is not None}
-    return replace(_verified(advice, step, prediction, advice_of), by_sequence_length=sizes)
+    advice = _verified(advice, step, prediction, advice_of)
+    return replace(advice, by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})})
+
+
+def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
+    is_other_device = (measured.peak_reserved_bytes is None) != (prediction.peak_reserved_bytes is None)
+    if measured.kind is Kind.MEASURED and not measured.is_warm_up and not is_other_device:
+        return
+    what = "a predicted step" if measured.kind is not Kind.MEASURED else "a warm-up step" if measured.is_warm_up else "a step"
+    raise ValueError(
+        f"measured is {what} on {measured.device_name}; it must be a steady step that was measured on the device that is planned for, here "
+        f"{prediction.device_name}. Give recorder.steady of a training there, or leave it out."
+    )
 
 
 def _verified(
@@ -125,4 +152,7 @@ def _why_none(prediction: Prediction) -> str:
     reason = next((caveat for caveat in prediction.trace.caveats if caveat.startswith(ONLY)), None)
     if reason is not None:
         return ONLY.lower() + reason.removeprefix(ONLY)
-    return "no batch size was found that does not fit: a larger batch needs no more memory, or hardly more."
+    return (
+        "no batch size was found that does not fit: a larger batch needs no more memory, or hardly more. Give the largest that you would train "
+        "with: max_batch_size=..."
+    )

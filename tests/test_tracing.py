@@ -1,5 +1,6 @@
 """`predict` and `suggest_batch_size`: a step in, a prediction out, for a device that need not be there."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from memcallback import PredictionError, TrainingStep
 from memcallback.batch_trace import UnknownBatchSize
 from memcallback.device_here import any_device, device_here
 from memcallback.devices import find_device
+from memcallback.stats import Kind
 from memcallback.units import GiB, MiB
 
 
@@ -139,6 +141,37 @@ def test_a_suggestion_before_training_stays_within_the_capacity():
         assert (needed <= advice.budget_bytes) == fits
 
 
+def convolutional_step():
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32 * 32, 10))
+    return make_step(model, torch.zeros(8, 3, 64, 64), optimizer=torch.optim.SGD)
+
+
+def test_a_suggestion_fits_although_fewer_samples_can_need_more():
+    step, context_bytes = convolutional_step(), 512 * MiB
+    prediction = mc.predict(step, device="24GiB")
+    needed = {size: max(one.peak_reserved_bytes for one in prediction.at(size).steps) for size in range(1, 100)}
+    # A multiple of 8 that needs more than some size a little above it: between the two lies a capacity for which that is not enough.
+    drops = [(size, more) for size, more in needed.items() if size > 8 and size % 8 and needed[size - size % 8] > more]
+    assert drops
+    for size, more in drops:
+        capacity_bytes = (more + needed[size - size % 8]) // 2 + context_bytes
+        advice = mc.suggest_batch_size(step, device=capacity_bytes, headroom=0.0)
+        assert 0 < needed[advice.batch_size] <= capacity_bytes - context_bytes
+        assert advice.batch_size % 8 == 0 or (advice.batch_size == advice.largest and advice.largest < 16)
+        assert needed[advice.accumulate_for(2 * (size - size % 8)).batch_size] <= capacity_bytes - context_bytes
+
+
+def test_several_ranks_have_buckets_besides():
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    one, two = (mc.suggest_batch_size(make_step(model, torch.ones(16, 1024)), device="1GiB", world_size=size) for size in (1, 2))
+    bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert two.line.at(two.largest) == max(step.peak_reserved_bytes for step in two.line.prediction.at(two.largest).steps) + bucket_bytes
+    assert two.largest < one.largest
+    assert two.limit < one.limit
+    assert "with 16.02 MiB for the buckets of DistributedDataParallel" in two.sentence()
+
+
 class Branches(nn.Module):
     """Does something else at every batch size but one."""
 
@@ -170,8 +203,31 @@ def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_
 def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_reason_said():
     loss = lambda model, batch: model.weight.sum() * batch.shape[0]  # noqa: E731
     step = make_step(nn.Linear(8, 4), torch.ones(16, 0), loss=loss, optimizer=torch.optim.SGD)
-    with pytest.raises(PredictionError, match=r"^No batch size can be suggested: no batch size was found that does not fit"):
+    text = r"^No batch size can be suggested: no batch size was found that does not fit.* Give .*: max_batch_size=\.\.\.$"
+    with pytest.raises(PredictionError, match=text):
         mc.suggest_batch_size(step, device="1GiB")
+    assert mc.suggest_batch_size(step, device="1GiB", max_batch_size=64).batch_size == 64
+    assert mc.suggest_batch_size(step, device="1GiB", dataset_size=1000, world_size=2).batch_size == 496
+
+
+def test_a_measured_step_must_be_one_and_of_such_a_device():
+    prediction = mc.predict(make_step(), device="24GiB")
+    steady = replace(prediction.step, kind=Kind.MEASURED)
+    assert "bears out" in mc.suggest_batch_size(make_step(), device="24GiB", measured=steady).basis
+    on_host = replace(mc.predict(make_step(), device="cpu").step, kind=Kind.MEASURED)
+    for step, text in (
+        (prediction.step, "a predicted step"),
+        (replace(steady, is_warm_up=True), "a warm-up step"),
+        (on_host, "a step on CPU"),
+    ):
+        with pytest.raises(ValueError, match=f"measured is {text}.* it must be a steady step .* Give recorder.steady"):
+            mc.suggest_batch_size(make_step(), device="24GiB", measured=step)
+
+
+def test_where_nothing_fits_the_way_out_is_said():
+    advice = mc.suggest_batch_size(make_step(nn.Linear(50, 70_000)), device="600MiB")
+    assert advice.batch_size == 0
+    assert advice.sentence().endswith("memcallback.what_if says what would make it fit.")
 
 
 def test_a_step_without_batch_size_is_refused_with_the_way_out():

@@ -174,15 +174,16 @@ def padded(sentences):
     return {"words": words, "next": words}
 
 
-def loader_of(lengths):
-    return DataLoader(Sentences(lengths), batch_size=4, collate_fn=padded, shuffle=True)
+def loader_of(lengths, generator=None):
+    return DataLoader(Sentences(lengths), batch_size=4, collate_fn=padded, shuffle=True, generator=generator)
 
 
 def test_a_data_loader_tells_how_long_its_batches_are():
     step = make_step(64, sequence_length=64)
-    state = torch.get_rng_state()
-    advice = suggest_batch_size(step, device="1GiB", sequence_lengths=loader_of([17, 200, 64] * 8))
-    assert torch.equal(torch.get_rng_state(), state)
+    generator = torch.Generator()
+    states = torch.get_rng_state(), generator.get_state()
+    advice = suggest_batch_size(step, device="1GiB", sequence_lengths=loader_of([17, 200, 64] * 8, generator))
+    assert all(torch.equal(*pair) for pair in zip(states, (torch.get_rng_state(), generator.get_state()), strict=True))
     # In 24 samples of three lengths, drawn four at a time, one batch at least has a longest one.
     assert advice.batch_size == suggest_batch_size(step, device="1GiB", sequence_lengths=[200]).batch_size
     assert max(advice.by_sequence_length) == 200
@@ -214,3 +215,8 @@ def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
 def test_lengths_that_cannot_be_read_are_told_of(lengths, batches, text):
     with pytest.raises(ValueError, match=text):
         suggest_batch_size(make_step(64, sequence_length=lengths), device="1GiB", sequence_lengths=batches)
+
+
+def test_one_number_is_no_list_of_lengths():
+    with pytest.raises(TypeError, match=r"sequence_lengths must be lengths or a data loader, got .*5.*\. Give one length as \[512\]\."):
+        suggest_batch_size(make_step(64, sequence_length=64), device="1GiB", sequence_lengths=5)
