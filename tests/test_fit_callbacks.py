@@ -1,0 +1,62 @@
+"""What other callbacks of a Trainer do to a training is in the search, or said."""
+
+from __future__ import annotations
+
+import pytest
+import training
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from test_fit_batch_size import SHORT, Sized, fit
+from torch import nn
+
+import memcallback as mc
+from memcallback.units import MiB
+
+
+class Wide(Sized):
+    """Its gradients are a good part of what it takes, so that those that live through a forward pass show."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.network = nn.Sequential(
+            nn.Linear(training.NUM_FEATURES, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, training.NUM_CLASSES)
+        )
+
+
+CAPACITY = "8MiB"
+#: Little data: enough for two updates of four batches, and no limit to the size.
+OPTIONS = {"max_epochs": 2, "limit_train_batches": 8}
+
+
+def found_with(tmp_path, callbacks=(), **options):
+    return fit(tmp_path, Wide(), capacity=CAPACITY, callbacks=callbacks, trainer_options=OPTIONS | options)
+
+
+def test_a_schedule_of_accumulation_is_tried_as_the_number_that_it_reaches(tmp_path):
+    once, _ = found_with(tmp_path)
+    four, _ = found_with(tmp_path, accumulate_grad_batches=4)
+    assert four.batch_size < 0.95 * once.batch_size
+    for schedule, expected in (({0: 4}, four), ({1: 3}, four), ({0: 1, 2: 4}, once)):
+        found, loop = found_with(tmp_path, [GradientAccumulationScheduler(schedule)])
+        assert (found.trials, found.predicted_batch_size) == (expected.trials, expected.predicted_batch_size)
+        assert loop.accumulate_grad_batches == 1
+        assert [type(one) for one in loop.callbacks] == [GradientAccumulationScheduler]
+
+
+@pytest.mark.parametrize("is_the_callbacks_own", [True, False])
+def test_training_with_a_schedule_takes_what_the_trial_took(tmp_path, is_the_callbacks_own):
+    schedule = {0: 2, 1: 4}
+    own = mc.MemoryCallback(accumulate=schedule if is_the_callbacks_own else None, fit_batch_size=True, device=CAPACITY)
+    callbacks = [own] if is_the_callbacks_own else [GradientAccumulationScheduler(schedule), own]
+    loop, module = training.trainer(tmp_path, callbacks, log_every_n_steps=1, **(SHORT | OPTIONS)), Wide()
+    loop.fit(module)
+    peak = max(step.peak_allocated_bytes for step in own.recorder.steps)
+    assert own.recorder.steps[-1].batch_size == own.fitted.batch_size == module.batch_size
+    assert 0.9 * 8 * MiB < peak <= own.fitted.trials[-1].peak_bytes
+    assert loop.global_step == 6
+    assert loop.accumulate_grad_batches == (1 if is_the_callbacks_own else 4)
+
+
+def test_a_trainer_that_accumulates_without_end_of_epochs_is_tried_with_all_of_its_schedule(tmp_path):
+    four, _ = found_with(tmp_path, accumulate_grad_batches=4)
+    found, _ = found_with(tmp_path, [GradientAccumulationScheduler({0: 1, 900: 4})], max_epochs=-1)
+    assert found.batch_size == four.batch_size
