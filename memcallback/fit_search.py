@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from memcallback.advice import BatchSizeAdvice, BatchSizeBounds
 from memcallback.advise import suggest
-from memcallback.fit_callbacks import accumulating, largest_accumulation
+from memcallback.fit_callbacks import accumulating, largest_accumulation, notes_on_callbacks, notes_on_updates
 from memcallback.fit_settings import FitSettings, check_supported, room_on
 from memcallback.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
 from memcallback.forecast import forecast
@@ -118,6 +118,7 @@ class FitSearch:
             raise RuntimeError(nothing_fits(self._trials[-1], self._gauge.device_name, self._room.capacity_bytes, self._prediction))
         if cap is not None and search.best == any_size.within(cap):
             self._notes.append(f"{why}: no larger batch was tried.")
+        updates = notes_on_updates(self._trainer, search.best, previous, num_samples)
         return FittedBatchSize(
             batch_size=search.best,
             previous_batch_size=previous,
@@ -130,7 +131,7 @@ class FitSearch:
             counts=self._gauge.counts,
             num_updates=self._settings.num_updates,
             has_validation=bool(self._trainer.enable_validation),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *notes_on_callbacks(self._trainer), *updates),
             train_dataloaders=None if self._given is None else resized(self._given, search.best),
         )
 

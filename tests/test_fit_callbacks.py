@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import training
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from test_fit_batch_size import SHORT, Sized, fit
 from torch import nn
 
 import memcallback as mc
+from memcallback.fit_callbacks import notes_on_callbacks
 from memcallback.units import MiB
 
 
@@ -60,3 +69,52 @@ def test_a_trainer_that_accumulates_without_end_of_epochs_is_tried_with_all_of_i
     four, _ = found_with(tmp_path, accumulate_grad_batches=4)
     found, _ = found_with(tmp_path, [GradientAccumulationScheduler({0: 1, 900: 4})], max_epochs=-1)
     assert found.batch_size == four.batch_size
+
+
+# What is said.
+
+
+class Freezes(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.network[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.network[0], optimizer)
+
+
+class TrainsWhatCanBeTrained(Sized):
+    def configure_optimizers(self):
+        return torch.optim.Adam(one for one in self.parameters() if one.requires_grad)
+
+
+def test_callbacks_that_change_what_trains_later_are_named():
+    later = [Freezes(), StochasticWeightAveraging(swa_lrs=0.01), ModelPruning("l1_unstructured")]
+    for callbacks, names in ((later[:1], "Freezes"), (later, "Freezes, StochasticWeightAveraging, ModelPruning")):
+        loop = Trainer(callbacks=[LearningRateMonitor(), *callbacks], accelerator="cpu", logger=False, enable_checkpointing=False)
+        assert notes_on_callbacks(loop) == (
+            f"With {names} later steps may take more memory than the trials, which run the first ones alone: leave room for that with a "
+            "larger headroom.",
+        )
+    assert notes_on_callbacks(Trainer(callbacks=[LearningRateMonitor()], accelerator="cpu", logger=False)) == ()
+
+
+def test_a_search_with_such_a_callback_says_so(tmp_path):
+    found, _ = fit(tmp_path, TrainsWhatCanBeTrained(), callbacks=[Freezes()], max_batch_size=64)
+    note = found.notes[-1]
+    assert note.startswith("With Freezes later steps may take more memory")
+    assert note in found.to_text()
+
+
+def test_how_many_samples_make_an_update_is_said_where_batches_are_accumulated(tmp_path, capsys):
+    found, _ = fit(tmp_path, max_batch_size=64, trainer_options={"accumulate_grad_batches": 4})
+    assert found.notes[-1] == "One update is made from 256 samples, 4 batches of 64; before it was made from 32."
+    own = mc.MemoryCallback(accumulate={0: 1, 1: 3}, fit_batch_size=True, device="4MiB", predict=False)
+    training.trainer(tmp_path, [own], **(SHORT | {"max_epochs": 2, "limit_val_batches": 0})).fit(Sized(num_samples=120))
+    note = "One update is made from up to 120 samples, all of an epoch; before it was made from up to 24."
+    assert own.fitted.notes[-1] == note
+    assert note in capsys.readouterr().out
+    plain, _ = fit(tmp_path, max_batch_size=64)
+    assert not any("update" in note for note in plain.notes)
