@@ -13,7 +13,7 @@ import torch.distributed as dist
 from memcallback.advice import BatchSizeAdvice, BatchSizeBounds
 from memcallback.advise import suggest
 from memcallback.fit_callbacks import accumulating, largest_accumulation, notes_on_callbacks, notes_on_updates
-from memcallback.fit_settings import FitSettings, check_supported, room_on
+from memcallback.fit_settings import GIVE_LIMIT, FitSettings, check_supported, room_on
 from memcallback.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
 from memcallback.forecast import forecast
 from memcallback.gauge import Gauge
@@ -185,7 +185,7 @@ class FitSearch:
         if cap is None:
             raise ValueError(
                 "The memory of a step does not grow with the batch size, so every size is predicted to fit, and the training data have no known "
-                "end. Give the largest that you would train with: max_batch_size=..."
+                f"end. Give the largest that you would train with: {GIVE_LIMIT}."
             )
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memcallback.fit_settings import GIVE_LIMIT
 from memcallback.gauge import Gauge
 from memcallback.loaders import batch_size_of, check_can_be_read_again, leaves, num_samples, resized
 from memcallback.steps import infer_batch_size
@@ -91,7 +92,7 @@ class Probe:
         if self._is_inferred and self.num_run == 0 and (found := infer_batch_size(batch).batch_size) != self._wanted:
             raise ValueError(
                 f"The training loader was asked for batches of {self._wanted} samples, and its first one has {found}. Let its batch sampler use "
-                "its batch_size, or give max_batch_size the number of samples that there are."
+                f"its batch_size, or give the number of samples that there are: {GIVE_LIMIT}."
             )
         self._gauge.begin_step(batch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import pytest
 import torch
 import training
@@ -13,8 +15,9 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from test_fit_batch_size import SHORT, Sized, fit
+from test_fit_batch_size import SHORT, Sized, Stream, fit
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import memcallback as mc
 from memcallback.fit_callbacks import notes_on_callbacks
@@ -118,3 +121,35 @@ def test_how_many_samples_make_an_update_is_said_where_batches_are_accumulated(t
     assert note in capsys.readouterr().out
     plain, _ = fit(tmp_path, max_batch_size=64)
     assert not any("update" in note for note in plain.notes)
+
+
+# The way out where the callback looks.
+
+
+class Unused(Sized):
+    """Its memory does not grow with the batch."""
+
+    def training_step(self, batch, batch_idx):
+        return self.network(torch.ones(4, training.NUM_FEATURES)).sum()
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return repeat(torch.empty(0))
+
+
+@pytest.mark.parametrize(("module", "data"), [(Unused, Endless), (training.Automatic, lambda: Stream(40))])
+def test_the_words_of_the_callback_name_a_way_out_that_it_has(tmp_path, module, data):
+    own = mc.MemoryCallback(fit_batch_size=True, device="4MiB", predict=False)
+    loop = training.trainer(tmp_path, [own], max_steps=3, limit_val_batches=0)
+    with pytest.warns(mc.MemoryWarning, match="No batch size was found") as caught:
+        loop.fit(module(), DataLoader(data(), 8))
+    (text,) = (str(one.message) for one in caught if one.category is mc.MemoryWarning)
+    assert text.endswith(
+        "memcallback.fit_batch_size(trainer, module, max_batch_size=...) before trainer.fit, without MemoryCallback(fit_batch_size=True)."
+    )
+    assert loop.global_step == 3
+    # As it says.
+    loop = training.trainer(tmp_path, limit_val_batches=0)
+    found = mc.fit_batch_size(loop, module(), train_dataloaders=DataLoader(data(), 8), capacity="4MiB", max_batch_size=40)
+    assert found.batch_size == 40
