@@ -51,8 +51,8 @@ def notes_on_callbacks(trainer: Any) -> tuple[str, ...]:
     if not names:
         return ()
     return (
-        f"With {names} later steps may take more memory than the trials, which run the first ones alone: leave room for that with a "
-        "larger headroom.",
+        f"With {names} later steps may take much more memory than the trials, which run the first ones alone: leave room for that with "
+        "a larger headroom, or look with a Trainer and a module as they will be by then.",
     )
 
 

@@ -98,8 +98,8 @@ def test_callbacks_that_change_what_trains_later_are_named():
     for callbacks, names in ((later[:1], "Freezes"), (later, "Freezes, StochasticWeightAveraging, ModelPruning")):
         loop = Trainer(callbacks=[LearningRateMonitor(), *callbacks], accelerator="cpu", logger=False, enable_checkpointing=False)
         assert notes_on_callbacks(loop) == (
-            f"With {names} later steps may take more memory than the trials, which run the first ones alone: leave room for that with a "
-            "larger headroom.",
+            f"With {names} later steps may take much more memory than the trials, which run the first ones alone: leave room for that with "
+            "a larger headroom, or look with a Trainer and a module as they will be by then.",
         )
     assert notes_on_callbacks(Trainer(callbacks=[LearningRateMonitor()], accelerator="cpu", logger=False)) == ()
 
@@ -107,7 +107,7 @@ def test_callbacks_that_change_what_trains_later_are_named():
 def test_a_search_with_such_a_callback_says_so(tmp_path):
     found, _ = fit(tmp_path, TrainsWhatCanBeTrained(), callbacks=[Freezes()], max_batch_size=64)
     note = found.notes[-1]
-    assert note.startswith("With Freezes later steps may take more memory")
+    assert note.startswith("With Freezes later steps may take much more memory")
     assert note in found.to_text()
 
 
