@@ -48,6 +48,9 @@ def fit_batch_size(
     nothing stays on disk. CUDA's peak statistics start anew. Hooks of callbacks run up to `on_fit_start`; the module's hooks at the end of
     training (`on_train_epoch_end`, `on_train_end`) do not. `prepare_data` and `setup` run as they do in `fit`, and what they write remains.
 
+    Of other callbacks a GradientAccumulationScheduler is in the search, with the most batches that it comes to for an update; those that change
+    later what trains, such as BaseFinetuning, cannot be, and a note names them.
+
     On several devices (`strategy="ddp"`) each rank tries on its own, and all agree on the smallest.
 
     Args:

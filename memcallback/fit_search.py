@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from memcallback.advice import BatchSizeAdvice, BatchSizeBounds
 from memcallback.advise import suggest
-from memcallback.fit_settings import FitSettings, check_supported, room_on
+from memcallback.fit_callbacks import accumulating, largest_accumulation, notes_on_callbacks, notes_on_updates
+from memcallback.fit_settings import GIVE_LIMIT, FitSettings, check_supported, room_on
 from memcallback.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
 from memcallback.forecast import forecast
 from memcallback.gauge import Gauge
@@ -78,6 +79,7 @@ class FitSearch:
                 f"Neither the module nor its data module has the attribute or hyperparameter {NAME}, so train_dataloader() cannot be told one. "
                 f"Set self.{NAME} in __init__ and write DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
             )
+        self._accumulate = largest_accumulation(trainer)
         self._gauge = Gauge(self._device, module)
         release_memory(self._device)
         self._room = room_on(self._device, settings)
@@ -116,6 +118,7 @@ class FitSearch:
             raise RuntimeError(nothing_fits(self._trials[-1], self._gauge.device_name, self._room.capacity_bytes, self._prediction))
         if cap is not None and search.best == any_size.within(cap):
             self._notes.append(f"{why}: no larger batch was tried.")
+        updates = notes_on_updates(self._trainer, search.best, previous, num_samples)
         return FittedBatchSize(
             batch_size=search.best,
             previous_batch_size=previous,
@@ -128,7 +131,7 @@ class FitSearch:
             counts=self._gauge.counts,
             num_updates=self._settings.num_updates,
             has_validation=bool(self._trainer.enable_validation),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *notes_on_callbacks(self._trainer), *updates),
             train_dataloaders=None if self._given is None else resized(self._given, search.best),
         )
 
@@ -139,7 +142,7 @@ class FitSearch:
         probe = as_callback(self._trainer, Probe)(self._gauge, 0)
         try:
             ask_loaders(self._trainer)
-            run(self._trainer, probe, num_updates=0, folder=folder, train_loaders=resized(self._given, None))
+            run(self._trainer, probe, num_updates=0, accumulate=1, folder=folder, train_loaders=resized(self._given, None))
         finally:
             self._state.restore()
         if probe.batch is None or probe.batch_size is None:
@@ -149,16 +152,17 @@ class FitSearch:
         num_samples: int | None = probe.num_samples
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
         self._is_inferred = infer_batch_size(probe.batch).batch_size == given
-        self._prediction = forecast(
-            self._trainer,
-            self._module,
-            probe.batch,
-            given,
-            device=self._device,
-            device_name=self._gauge.device_name,
-            capacity_bytes=self._room.capacity_bytes,
-            say=self._say,
-        )
+        with accumulating(self._trainer, self._accumulate):
+            self._prediction = forecast(
+                self._trainer,
+                self._module,
+                probe.batch,
+                given,
+                device=self._device,
+                device_name=self._gauge.device_name,
+                capacity_bytes=self._room.capacity_bytes,
+                say=self._say,
+            )
         return probe.batch_size, num_samples
 
     def _cap(self, num_samples: int | None) -> tuple[int | None, str]:
@@ -181,7 +185,7 @@ class FitSearch:
         if cap is None:
             raise ValueError(
                 "The memory of a step does not grow with the batch size, so every size is predicted to fit, and the training data have no known "
-                "end. Give the largest that you would train with: max_batch_size=..."
+                f"end. Give the largest that you would train with: {GIVE_LIMIT}."
             )
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap
@@ -233,9 +237,11 @@ class FitSearch:
     def _run(self, size: int, folder: str) -> _Shown:
         """Run a size for a few updates and put everything back."""
         trainer, num_updates = self._trainer, self._settings.num_updates
+        # Gradients that live through a second batch do so through all that follow.
+        accumulate = min(self._accumulate, 2)
         probe = as_callback(trainer, Probe)(
             self._gauge,
-            num_updates * min(trainer.accumulate_grad_batches, 2),
+            num_updates * accumulate,
             batch_size=size,
             is_inferred=self._is_inferred,
             asked=" and ".join(place.label for place in self._places),
@@ -246,7 +252,8 @@ class FitSearch:
             for place in self._places:
                 place.set(size)
             try:
-                run(trainer, probe, num_updates=num_updates, folder=folder, train_loaders=resized(self._given, size))
+                loaders = resized(self._given, size)
+                run(trainer, probe, num_updates=num_updates, accumulate=accumulate, folder=folder, train_loaders=loaders)
             except Exception as caught:
                 error = caught
             self._gauge.end()

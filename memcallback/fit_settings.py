@@ -13,6 +13,11 @@ from memcallback.checks import whole_number
 from memcallback.devices import CONTEXT_BYTES
 from memcallback.meters import device_memory
 
+#: How a limit is given, for an error: the callback has no argument for it.
+GIVE_LIMIT = (
+    "memcallback.fit_batch_size(trainer, module, max_batch_size=...) before trainer.fit, without MemoryCallback(fit_batch_size=True)"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:

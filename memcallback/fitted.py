@@ -209,7 +209,7 @@ class FittedBatchSize:
             "device_name": self.device_name,
             "capacity_bytes": self.capacity_bytes,
             "outside_bytes": self.outside_bytes,
-            "headroom": self.headroom,
+            "headroom_pct": 100 * self.headroom,
             "counts": self.counts,
             "num_updates": self.num_updates,
             "has_validation": self.has_validation,

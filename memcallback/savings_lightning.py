@@ -96,13 +96,14 @@ class TrainerSavings:
                 f"accumulate={accumulate} is for automatic optimization, and {type(pl_module).__name__} steps its optimizers itself. Leave it "
                 "out, and call them every so many batches in training_step."
             )
-        schedulers = [callback for callback in trainer.callbacks if type(callback).__name__ == "GradientAccumulationScheduler"]
-        if trainer.accumulate_grad_batches != 1 or schedulers:
-            has = "a GradientAccumulationScheduler" if schedulers else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        scheduler_class = _of_lightning(trainer, "callbacks").GradientAccumulationScheduler
+        is_scheduled = any(isinstance(callback, scheduler_class) for callback in trainer.callbacks)
+        if trainer.accumulate_grad_batches != 1 or is_scheduled:
+            has = "a GradientAccumulationScheduler" if is_scheduled else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
             raise ValueError(f"MemoryCallback(accumulate={accumulate}) for a Trainer that has {has}. Leave one of them out.")
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         if isinstance(accumulate, Mapping):
-            scheduler = _of_lightning(trainer, "callbacks").GradientAccumulationScheduler(dict(accumulate))
+            scheduler = scheduler_class(dict(accumulate))
             trainer.callbacks.append(scheduler)
             self._undo.append(lambda: trainer.callbacks.remove(scheduler))
         else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memcallback.fit_settings import GIVE_LIMIT
 from memcallback.gauge import Gauge
 from memcallback.loaders import batch_size_of, check_can_be_read_again, leaves, num_samples, resized
 from memcallback.steps import infer_batch_size
@@ -91,7 +92,7 @@ class Probe:
         if self._is_inferred and self.num_run == 0 and (found := infer_batch_size(batch).batch_size) != self._wanted:
             raise ValueError(
                 f"The training loader was asked for batches of {self._wanted} samples, and its first one has {found}. Let its batch sampler use "
-                "its batch_size, or give max_batch_size the number of samples that there are."
+                f"its batch_size, or give the number of samples that there are: {GIVE_LIMIT}."
             )
         self._gauge.begin_step(batch)
 
@@ -117,17 +118,19 @@ class Probe:
             raise TrialOver
 
 
-def run(trainer: Any, probe: Any, *, num_updates: int, folder: str, train_loaders: Any = None) -> None:
+def run(trainer: Any, probe: Any, *, num_updates: int, accumulate: int, folder: str, train_loaders: Any = None) -> None:
     """Run a Trainer's loop until the probe ends it. The Trainer is left as the loop leaves it: restore it.
 
     Args:
         trainer: A Trainer in `fit`, set up and not yet training.
         probe: The callback that ends it.
         num_updates: Batches of a validation.
+        accumulate: Batches for each update.
         folder: Where what the module writes to its Trainer's folder goes.
         train_loaders: The loaders to train with; None to ask the module or data module for them.
     """
     _stand_alone(trainer, probe, num_updates, folder)
+    trainer.accumulate_grad_batches = accumulate
     loop = trainer.fit_loop
     # What was made for the batch size before is not asked again.
     loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
@@ -158,8 +161,6 @@ def _stand_alone(trainer: Any, probe: Any, num_updates: int, folder: str) -> Non
         is_number = isinstance(trainer.limit_val_batches, int)
         trainer.limit_val_batches = min(trainer.limit_val_batches, num_updates) if is_number else num_updates
     trainer.check_val_every_n_epoch = 1 if trainer.check_val_every_n_epoch else None
-    # Gradients that live through a second batch do so through all that follow.
-    trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, 2)
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     fit_loop.min_epochs = epoch_loop.min_steps = None
     fit_loop.max_epochs = epoch_loop.max_steps = -1

@@ -115,6 +115,8 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
 def test_the_data_has_every_trial():
     found = fitted(trial(1234, 1010 * MiB), trial(1190, 980 * MiB)).to_dict()
     assert found["batch_size"] == 1190
+    assert found["headroom_pct"] == 5.0
+    assert "headroom" not in found
     assert [one["fits"] for one in found["trials"]] == [False, True]
     assert found["corrections"] == ["Batch size 1234 took 1010.00 MiB, more than the 1000.00 MiB that may be used: 1190 was tried next."]
 

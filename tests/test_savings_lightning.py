@@ -263,8 +263,13 @@ def test_a_saving_that_cannot_be_applied_stops_the_fit_and_leaves_nothing(tmp_pa
     assert (loop.accumulate_grad_batches, loop.precision) == (before.accumulate_grad_batches, before.precision)
 
 
-def test_a_scheduler_of_the_trainers_own_is_a_conflict(tmp_path):
-    loop = training.trainer(tmp_path, [GradientAccumulationScheduler({0: 2}), MemoryCallback(accumulate=2)])
+class OwnScheduler(GradientAccumulationScheduler):
+    """A subclass is one too."""
+
+
+@pytest.mark.parametrize("kind", [GradientAccumulationScheduler, OwnScheduler])
+def test_a_scheduler_of_the_trainers_own_is_a_conflict(tmp_path, kind):
+    loop = training.trainer(tmp_path, [kind({0: 2}), MemoryCallback(accumulate={0: 1, 1: 4})])
     with pytest.raises(ValueError, match=r"a Trainer that has a GradientAccumulationScheduler\. Leave one of them out"):
         loop.fit(training.Automatic(), training.loader())
 
