@@ -105,7 +105,7 @@ class FitSearch:
             previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
             advice = self._advise(measured=None, elsewhere_bytes=self._elsewhere_bytes)
-            predicted = None if advice is None else any_size.within(advice.largest)
+            predicted = None if advice is None else any_size.within(advice.largest, advice.fits)
             line = None if advice is None else advice.line
             self._line = LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes) if isinstance(line, TracedPeak) else line
             (first,) = self._agree(self._first(previous, predicted, cap))
