@@ -9,8 +9,9 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from memcallback.devices import Device, find_device, is_cuda_here
@@ -26,6 +27,9 @@ _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
 _STEP = "package.module:make_step"
 _STEP_HELP = f"{TARGET_HELP}: a function that returns a TrainingStep, or a LightningModule with its data"
 _CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
+#: Moves to the top of a console and clears what is below.
+_CLEAR = "\x1b[H\x1b[J"
+_LONGEST_WATCH_S = 86400.0
 _DEVICE_HELP = f"{_CARD_HELP}; cpu; or a device of this machine, such as cuda:0"
 #: The card of an exported history, where none is named: only the workspaces in it and where memory runs out depend on it.
 _DEFAULT_DEVICE = "NVIDIA A100-SXM4-80GB"
@@ -125,6 +129,19 @@ def _add_what_if(commands: Any) -> None:
     parser.set_defaults(command=_run_what_if)
 
 
+def _add_devices(commands: Any) -> None:
+    parser = commands.add_parser(
+        "devices",
+        help="who uses which device of this machine, and how much",
+        description="Show every device of this machine: memory, utilisation, temperature, power, and the processes on it.",
+    )
+    parser.add_argument(
+        "--watch", metavar="SECONDS", nargs="?", const="2", help="show them again and again, every 2 seconds or so many, until interrupted"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with the unit in every key; with --watch one line each time")
+    parser.set_defaults(command=_run_devices)
+
+
 def _add_headroom(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--headroom", metavar="PERCENT", default="5", help="percent of the card to keep free; 5 by default")
 
@@ -148,7 +165,7 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 #: Each adds one sub-command, which sets `command` to the function that runs it.
-_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_suggest, _add_what_if, _add_layers, _add_export)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_suggest, _add_what_if, _add_layers, _add_export, _add_devices)
 
 
 def _run_predict(arguments: argparse.Namespace) -> None:
@@ -199,6 +216,30 @@ def _parse_headroom(text: str) -> float:
     if not 0 <= percent < 100:
         raise UsageError(f"--headroom {text!r} is no percentage from 0 to below 100. Write a number, such as --headroom 5.")
     return percent / 100
+
+
+def _run_devices(arguments: argparse.Namespace) -> None:
+    seconds = None if arguments.watch is None else _parse_seconds(arguments.watch)
+    device_states = importlib.import_module("memcallback.device_states").device_states
+    if seconds is None:
+        states = device_states()
+        print(json.dumps(states.to_dict(), indent=2) if arguments.json else states.to_text(), end="\n" if arguments.json else "")
+        return
+    with suppress(KeyboardInterrupt):
+        while True:
+            states = device_states()
+            print(json.dumps(states.to_dict()) if arguments.json else f"{_CLEAR}{states.to_text()}", flush=True)
+            sleep(seconds)
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < _LONGEST_WATCH_S:
+        raise UsageError(f"--watch {text!r} is no number of seconds above 0. Write one, such as --watch 5.")
+    return seconds
 
 
 def _run_export(arguments: argparse.Namespace) -> None:

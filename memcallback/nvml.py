@@ -26,16 +26,18 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
     """
     properties = torch.cuda.get_device_properties(device)
     try:
-        nvml = _initialised()
+        nvml = initialised()
         handle = _handle(nvml, str(properties.uuid))
-        used = _used_bytes(nvml, handle)
+        used = used_bytes(nvml, handle)
     except Exception as error:  # whatever is wrong with a driver, training goes on
         free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(capacity_bytes=total, used_bytes=total - free, unavailable=f"NVML is not available: {_reason(error)}")
+        return DeviceMemory(capacity_bytes=total, used_bytes=total - free, unavailable=f"NVML is not available: {reason_of(error)}")
     try:
         own, others = _by_process(nvml, handle)
     except Exception as error:
-        return DeviceMemory(capacity_bytes=properties.total_memory, used_bytes=used, unavailable=f"no figures by process: {_reason(error)}")
+        return DeviceMemory(
+            capacity_bytes=properties.total_memory, used_bytes=used, unavailable=f"no figures by process: {reason_of(error)}"
+        )
     hidden = "this process is not in NVML's list, as in a container with process numbers of its own" if own is None else None
     return DeviceMemory(
         capacity_bytes=properties.total_memory,
@@ -47,7 +49,12 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
 
 
 @lru_cache(maxsize=1)
-def _initialised() -> Any:
+def initialised() -> Any:
+    """The module pynvml, ready to be asked.
+
+    Raises:
+        Exception: If the module or a driver is missing.
+    """
     import pynvml
 
     pynvml.nvmlInit()
@@ -60,7 +67,13 @@ def _handle(nvml: Any, uuid: str) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(name)
 
 
-def _used_bytes(nvml: Any, handle: Any) -> int:
+def used_bytes(nvml: Any, handle: Any) -> int:
+    """What is used of a device's memory, without what the driver keeps for itself.
+
+    Args:
+        nvml: The module.
+        handle: The device.
+    """
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except nvml.NVMLError_FunctionNotFound:
@@ -81,7 +94,8 @@ def _by_process(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
     return own, others
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why NVML does not answer, in words."""
     if isinstance(error, ModuleNotFoundError):
         return "the module pynvml is missing (pip install nvidia-ml-py)"
     return f"{type(error).__name__}: {error}"

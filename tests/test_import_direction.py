@@ -92,6 +92,7 @@ MEASURING = [
     "holdings",
     "tensor_parts",
     "nvml",
+    "device_states",
     "cpu_meter",
     "meters",
     "lightning_step",

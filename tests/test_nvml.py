@@ -61,14 +61,14 @@ class Driver:
 @pytest.fixture
 def read(monkeypatch):
     def with_driver(driver):
-        nvml._initialised.cache_clear()
+        nvml.initialised.cache_clear()
         monkeypatch.setitem(sys.modules, "pynvml", driver)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=UUID, total_memory=24 * GiB))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * GiB, 24 * GiB))
         return nvml.cuda_memory(torch.device("cuda", 0))
 
     yield with_driver
-    nvml._initialised.cache_clear()
+    nvml.initialised.cache_clear()
 
 
 def test_the_shares_of_this_process_and_of_others_are_told_apart(read):
