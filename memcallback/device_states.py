@@ -84,7 +84,9 @@ class DeviceStates:
         text = Table(title="Devices of this machine", columns=_DEVICE_COLUMNS, rows=rows, left_columns=frozenset({"name"})).to_text()
         processes = tuple(_process_row(device, process) for device in self.devices for process in device.processes or ())
         if processes:
-            text += Table(title="Processes", columns=_PROCESS_COLUMNS, rows=processes, left_columns=frozenset({"user", "command"})).to_text()
+            text += Table(
+                title="Processes", columns=_PROCESS_COLUMNS, rows=processes, left_columns=frozenset({"user", "command"})
+            ).to_text()
         notes = [f"Device {device.index}: {note}" for device in self.devices for note in device.notes]
         return text + "".join(f"{line}\n" for line in [*notes, *([self.unavailable] if self.unavailable else [])])
 

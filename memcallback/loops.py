@@ -93,7 +93,7 @@ def _automatic_step(step: TrainingStep, copies: Copies, *, is_first: bool, is_la
         loss = _forward(step, copies, batch)
         if is_first and not step.zero_grad_before_forward:
             _zero_grad(copies)
-        _backward(copies, loss)
+        _backward(step, copies, loss)
         if is_last and copies.optimizers:
             _update(step, copies, copies.optimizers)
         del loss, batch
@@ -106,7 +106,7 @@ def _alternating_step(step: TrainingStep, copies: Copies) -> None:
         for number, optimizer in enumerate(copies.optimizers):
             optimizer.zero_grad(set_to_none=True)
             loss = _forward(step, copies, batch, number)
-            _backward(copies, loss)
+            _backward(step, copies, loss)
             _update(step, copies, (optimizer,))
             del loss
         del batch
@@ -129,7 +129,7 @@ def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None
             loss = _forward(step, copies, batch)
             if not step.zero_grad_before_forward:
                 _zero_grad(copies)
-            _backward(copies, loss)
+            _backward(step, copies, loss)
         return loss
 
     with update:
@@ -256,11 +256,13 @@ def _forward(step: TrainingStep, copies: Copies, batch: Any, number: int = 0) ->
         if wrong := wrong_with_loss(loss, copies.model, is_lightning=step.lightning is not None):
             name = "training_step" if step.lightning else "loss" if len(step.losses) == 1 else f"loss[{number}]"
             raise PredictionError(f"{name} {wrong}")
-        return loss / step.accumulate if step.accumulate > 1 else loss
+        return loss / step.accumulate if step.accumulate > 1 and not step.divides_in_backward else loss
 
 
-def _backward(copies: Copies, loss: torch.Tensor) -> None:
+def _backward(step: TrainingStep, copies: Copies, loss: torch.Tensor) -> None:
     with copies.marks.phase(Phase.BACKWARD):
+        if step.accumulate > 1 and step.divides_in_backward:
+            loss = loss / step.accumulate
         (copies.scaler.scale(loss) if copies.scaler else loss).backward()
 
 

@@ -6,6 +6,8 @@ import pytest
 import savings_run
 import torch
 import training
+from torch import nn
+from torch.nn import functional as F
 
 import memcallback as mc
 from memcallback.units import MiB
@@ -33,12 +35,38 @@ def test_what_is_predicted_is_saved(before, savings):
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     assert saved > 0
     assert dry.before.device_name == torch.cuda.get_device_name()
-    # A loss takes 512 bytes, and is let go at slightly other places than in the user's loop.
-    assert abs(dry.saved_bytes - saved) <= 1024
+    # Some scalar of 512 bytes is let go at a slightly other place than in the user's loop.
+    assert abs(dry.saved_bytes - saved) <= 512
     for predicted, found in zip(dry.after.step.windows, after.windows, strict=True):
-        assert abs(predicted.peak_allocated_bytes - found.peak_allocated_bytes) <= 1024
+        assert abs(predicted.peak_allocated_bytes - found.peak_allocated_bytes) <= 512
         # What else this process has left in its segments can move one small segment, the least that is reserved.
         assert abs(predicted.peak_reserved_bytes - found.peak_reserved_bytes) <= 2 * MiB
+
+
+def test_a_loss_that_keeps_more_than_its_value_is_counted_until_its_owner_lets_go_of_it():
+    def reconstruct(model, batch):
+        return F.mse_loss(model(batch), batch)  # on CUDA its storage is as large as the batch
+
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1))
+
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    model, on_host = make().cuda(), torch.zeros(32, 3, 64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulation = mc.accumulate(2, model, optimizer)
+    peaks = []
+    for _ in accumulation.over([on_host] * 6):
+        batch = on_host.cuda()
+        torch.cuda.reset_peak_memory_stats()
+        loss = reconstruct(model, batch)
+        accumulation.backward(loss)
+        accumulation.step()
+        peaks.append(torch.cuda.max_memory_allocated())
+        del loss, batch
+    step = mc.TrainingStep(make(), torch.zeros(64, 3, 64, 64), loss=reconstruct, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    assert mc.dry_run(step, accumulate=2).after.peak_allocated_bytes == max(peaks[-2:])
 
 
 class Deep(training.Automatic):
