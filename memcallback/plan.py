@@ -58,6 +58,7 @@ class Plan:
         device_name: The device.
         capacity_bytes: Its memory; None if unknown.
         headroom: The fraction of it that the largest batch sizes leave free.
+        outside_bytes: What others than this process's allocator use of it; None if that is not known, and the device's context is left free.
         caveats: What was assumed of the step as it is.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     device_name: str
     capacity_bytes: int | None
     headroom: float
+    outside_bytes: int | None = None
     caveats: tuple[str, ...] = ()
 
     def helps(self, row: PlanRow) -> bool:
@@ -90,6 +92,7 @@ class Plan:
         known = [row for row in self.rows if not row.problem]
         num_helping = sum(map(self.helps, known))
         room = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}, {self.headroom:.0%} kept free"
+        room += "" if self.outside_bytes is None else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
             columns=("saving", "peak allocated", "peak reserved", "saved", "largest batch", "extra compute"),
@@ -143,6 +146,7 @@ class Plan:
             "device_name": self.device_name,
             "capacity_bytes": self.capacity_bytes,
             "headroom_pct": 100 * self.headroom,
+            "outside_bytes": self.outside_bytes,
             "current": asdict(self.current),
             "savings": [{**asdict(row), "helps": self.helps(row), "saved_pct": self.saved_pct(row)} for row in self.rows],
             "caveats": list(self.caveats),

@@ -10,7 +10,7 @@ import torch
 
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom, suggest
-from memcallback.device_here import any_device
+from memcallback.device_here import any_device, outside_bytes
 from memcallback.devices import Device
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
@@ -36,7 +36,7 @@ def what_if(
 
     Args:
         step: The step as it is.
-        device: As for `predict`.
+        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
         batch_size: Samples between two updates; by default as many as the step has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0 and below 1.
         progress: Called after each saving that was tried alone, with the number of those and of all.
@@ -50,7 +50,7 @@ def what_if(
     """
     check_headroom(headroom)
     base = predict(step, device=any_device(device), batch_size=batch_size)
-    trial = _Trial(step, base, headroom)
+    trial = _Trial(step, base, headroom, outside_bytes(device, base.device))
     tried: list[tuple[Saving, PlanRow]] = []
     savings = list(savings_for(step, base.trace.at(base.batch_size).events))
     for number, saving in enumerate(savings):
@@ -65,10 +65,11 @@ def what_if(
 class _Trial:
     """Predicts a step with savings, as many samples between two updates as without."""
 
-    def __init__(self, step: TrainingStep, base: Prediction, headroom: float) -> None:
+    def __init__(self, step: TrainingStep, base: Prediction, headroom: float, outside_bytes: int | None) -> None:
         self._step = step
         self._base = base
         self._headroom = headroom
+        self._outside_bytes = outside_bytes
 
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
         """All that was tried."""
@@ -77,6 +78,7 @@ class _Trial:
             tried=tuple(rows),
             device_name=self._base.device_name,
             capacity_bytes=self._base.capacity_bytes,
+            outside_bytes=self._outside_bytes,
             headroom=self._headroom,
             caveats=self._base.caveats,
         )
@@ -107,7 +109,13 @@ class _Trial:
             yield next((one for one in fewer if not one.problem), row)
 
     def _row_of(self, prediction: Prediction, row: PlanRow) -> PlanRow:
-        advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=self._headroom)
+        advice = suggest(
+            measured=None,
+            predicted=prediction,
+            capacity_bytes=prediction.capacity_bytes,
+            outside_bytes=self._outside_bytes,
+            headroom=self._headroom,
+        )
         return replace(
             row,
             peak_allocated_bytes=prediction.peak_allocated_bytes,

@@ -11,9 +11,8 @@ from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvi
 from memcallback.advise import check_headroom, from_trace
 from memcallback.batch_lengths import buckets, sequence_lengths_of
 from memcallback.batch_trace import BatchDependentPath
-from memcallback.device_here import torch_device
+from memcallback.device_here import outside_bytes
 from memcallback.devices import Device
-from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
 from memcallback.stats import StepMemory
 from memcallback.steps import PredictionError, TrainingStep
@@ -66,13 +65,12 @@ def suggest_batch_size(
     check_headroom(headroom)
     lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
-    here = torch_device(device)
-    outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
+    outside = outside_bytes(device, prediction.device)
 
     def advice_of(one: Prediction) -> BatchSizeAdvice | None:
         if one.capacity_bytes is None:
             return None
-        found = from_trace(one, measured, capacity_bytes=one.capacity_bytes, outside_bytes=outside_bytes, headroom=headroom)
+        found = from_trace(one, measured, capacity_bytes=one.capacity_bytes, outside_bytes=outside, headroom=headroom)
         return None if found is None else replace(found, bounds=bounds)
 
     advice = advice_of(prediction)
@@ -110,12 +108,6 @@ def _verified(
             break
         advice = another
     return replace(advice, leaves_out=(*advice.leaves_out, f"whether the step does the same at batch size {advice.batch_size}{why}"))
-
-
-def _outside_bytes(here: torch.device, device: Device) -> int:
-    """What is used of a device of this machine, or is about to be, by others than this process's allocator."""
-    memory = device_memory(here)
-    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.context_bytes)
 
 
 def _why_none(prediction: Prediction) -> str:
