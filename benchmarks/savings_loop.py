@@ -184,10 +184,11 @@ def _mixed(training: Training, name: str, line: str) -> None:
     training.amp = _run(training, f"amp = {line}")["amp"]
 
 
-def _in_bfloat16(training: Training, name: str, line: str) -> None:
+def _in_half(training: Training, name: str, line: str) -> None:
     _run(training, line)
+    dtype = torch.bfloat16 if name == "bf16-true" else torch.float16
     if not training.is_lightning:
-        training.batch = _mapped(training.batch, lambda value: value.to(torch.bfloat16) if value.is_floating_point() else value)
+        training.batch = _mapped(training.batch, lambda value: value.to(dtype) if value.is_floating_point() else value)
 
 
 def _optimizer(training: Training, name: str, line: str) -> None:
@@ -235,7 +236,7 @@ def _of_the_process(training: Training, name: str, line: str) -> None:
 _SAVINGS: dict[str, Apply] = {
     r"accumulate \d+ batches": _accumulate,
     r"(bf)?16-mixed": _mixed,
-    r"bf16-true": _in_bfloat16,
+    r"(bf)?16-true": _in_half,
     r"checkpoint.*|inplace activations|freeze all but the last layer": _as_it_stands,
     r"SGD|SGD with momentum|Adam|Adafactor": _optimizer,
     r"fused optimizer": _fused,
