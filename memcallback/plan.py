@@ -153,8 +153,8 @@ class Plan:
         if not fitting:
             return ("Not even one sample is sure to fit, as it is or with any of these savings.",)
         named = [f"{row.saving} (up to {row.largest_batch_size:,})" for row in fitting[:_NUM_NAMED]]
-        more = f", and {len(fitting) - _NUM_NAMED} more" if len(fitting) > _NUM_NAMED else ""
-        return (f"As it is, not even one sample is sure to fit. A batch fits with {', '.join(named)}{more}.",)
+        more = f" or {len(fitting) - _NUM_NAMED} more" if len(fitting) > _NUM_NAMED else ""
+        return (f"As it is, not even one sample is sure to fit. A batch fits with {' or '.join(named)}{more}.",)
 
     def to_text(self) -> str:
         """For a console."""
