@@ -9,6 +9,7 @@ be written elsewhere (`fused=True`, a smaller input) is done in that place. So n
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -106,7 +107,14 @@ class Training:
     def _by_trainer(self, module: Module) -> list[StepMemory]:
         module.make_optimizer = self.make_optimizer
         callback = MemoryCallback(predict=False, **self.callback_options)
+        with tempfile.TemporaryDirectory() as folder:
+            self._fit(module, callback, folder)
+        assert callback.recorder is not None
+        return list(callback.recorder.steps)[-self.accumulate :]
+
+    def _fit(self, module: Module, callback: MemoryCallback, folder: str) -> None:
         trainer = Trainer(
+            default_root_dir=folder,
             accelerator="gpu",
             devices=1,
             max_epochs=1,
@@ -118,8 +126,6 @@ class Training:
             **self.trainer_options,
         )
         trainer.fit(module, DataLoader([self.batch] * NUM_WINDOWS * self.accumulate, batch_size=None))  # type: ignore[arg-type]
-        assert callback.recorder is not None
-        return list(callback.recorder.steps)[-self.accumulate :]
 
 
 class Module(LightningModule):
@@ -184,10 +190,11 @@ def _mixed(training: Training, name: str, line: str) -> None:
     training.amp = _run(training, f"amp = {line}")["amp"]
 
 
-def _in_bfloat16(training: Training, name: str, line: str) -> None:
+def _in_half(training: Training, name: str, line: str) -> None:
     _run(training, line)
+    dtype = torch.bfloat16 if name == "bf16-true" else torch.float16
     if not training.is_lightning:
-        training.batch = _mapped(training.batch, lambda value: value.to(torch.bfloat16) if value.is_floating_point() else value)
+        training.batch = _mapped(training.batch, lambda value: value.to(dtype) if value.is_floating_point() else value)
 
 
 def _optimizer(training: Training, name: str, line: str) -> None:
@@ -235,7 +242,7 @@ def _of_the_process(training: Training, name: str, line: str) -> None:
 _SAVINGS: dict[str, Apply] = {
     r"accumulate \d+ batches": _accumulate,
     r"(bf)?16-mixed": _mixed,
-    r"bf16-true": _in_bfloat16,
+    r"(bf)?16-true": _in_half,
     r"checkpoint.*|inplace activations|freeze all but the last layer": _as_it_stands,
     r"SGD|SGD with momentum|Adam|Adafactor": _optimizer,
     r"fused optimizer": _fused,

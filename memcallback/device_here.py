@@ -1,4 +1,4 @@
-"""`device_here`: the CUDA device of this machine as a `DeviceSpec`; `any_device`: that or any other."""
+"""`device_here`: the CUDA device of this machine as a `DeviceSpec`; `any_device`: that or any other; what others use of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memcallback.devices import CATALOGUE, Device, DeviceSpec, find_device, is_cuda_here
+from memcallback.meters import device_memory
 from memcallback.steps import PredictionError
 
 
@@ -37,6 +38,23 @@ def torch_device(device: object) -> torch.device | None:
     if is_cuda_here(device):
         device = torch.device(str(device).strip().lower())
     return device if isinstance(device, torch.device) and device.type == "cuda" else None
+
+
+def outside_bytes(device: object, spec: Device) -> int | None:
+    """What is used of a device of this machine, or is about to be, by others than this process's allocator.
+
+    Args:
+        device: What `any_device` took.
+        spec: What it gave.
+
+    Returns:
+        The bytes; None for a device that is not of this machine, and for a CPU.
+    """
+    here = torch_device(device)
+    if here is None:
+        return None
+    memory = device_memory(here)
+    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + spec.context_bytes)
 
 
 def device_here(device: torch.device | None = None) -> DeviceSpec:

@@ -190,7 +190,7 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
         extra = f", {row.extra_compute_pct:+.0f} % compute" if row.extra_compute_pct and abs(row.extra_compute_pct) >= 1 else ""
         axes.text((row.peak_bytes or 0) / unit, position, f"{fits}{extra}", va="center", fontsize=9, bbox={"color": "white", "pad": 0})
     axes.axvline(present_bytes / unit, color="black", linestyle="--", label=f"as it is, batch size {plan.current.batch_size}")
-    axes.set_yticks(range(len(rows)), [textwrap.fill(row.saving, 56) for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(plan.name_of(row), 56) for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.5, y=0.01)
     axes.set_xlim(left=0)

@@ -12,7 +12,7 @@ import torch
 from memcallback import textbook, tracing
 from memcallback.cpu_meter import cpu_memory
 from memcallback.device_here import device_here
-from memcallback.devices import HostSpec
+from memcallback.devices import Device, HostSpec
 from memcallback.holdings import storage_bytes
 from memcallback.plan import Plan
 from memcallback.planning import what_if
@@ -124,8 +124,11 @@ def plan_for(
         The plan; None, with a warning, if there can be none.
     """
     try:
-        spec = HostSpec(capacity_bytes=cpu_memory().capacity_bytes) if device.type == "cpu" else device_here(device)
-        spec = spec if capacity_bytes is None else replace(spec, capacity_bytes=capacity_bytes)
+        spec: Device | torch.device = device
+        if device.type == "cpu":
+            spec = HostSpec(capacity_bytes=cpu_memory().capacity_bytes if capacity_bytes is None else capacity_bytes)
+        elif capacity_bytes is not None:
+            spec = replace(device_here(device), capacity_bytes=capacity_bytes)
         progress = tracing.how_far(lambda part: say(f"Trying savings before the first step: {part}."), of="savings")
         return what_if(step_of(trainer, pl_module, batch, batch_size), device=spec, headroom=headroom, progress=progress)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on

@@ -13,6 +13,10 @@ from memcallback.units import format_bytes
 
 _WIDTH = 100
 _INDENT = "    "
+#: What is less than this share of the peak or of the largest batch, in percent, is no help.
+_NOTABLE_PCT = 1.0
+#: Of the savings with which a batch fits at all.
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,7 @@ class PlanRow:
 
     Attributes:
         saving: The saving, or several joined by ` + `.
+        kind: What it changes, such as `precision` or `checkpointing`; of several, joined as they are.
         batch_size: Samples in one forward pass; as many samples as without the saving come between two updates.
         peak_allocated_bytes: The largest allocated figure of the steady step; None if the step could not be predicted.
         peak_reserved_bytes: The same of reserved memory; None too on a CPU.
@@ -33,6 +38,7 @@ class PlanRow:
     """
 
     saving: str
+    kind: str = ""
     batch_size: int
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -47,6 +53,11 @@ class PlanRow:
         """The peak that must fit: of reserved memory, on a CPU of allocated memory."""
         return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
 
+    @property
+    def rank(self) -> tuple[int, int, float]:
+        """The smaller, the better: by the largest batch size where that is known, then by the peak, then by the computation."""
+        return -(self.largest_batch_size or 0), self.peak_bytes or 0, self.extra_compute_pct or 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -58,6 +69,7 @@ class Plan:
         device_name: The device.
         capacity_bytes: Its memory; None if unknown.
         headroom: The fraction of it that the largest batch sizes leave free.
+        outside_bytes: What others than this process's allocator use of it; None if that is not known, and the device's context is left free.
         caveats: What was assumed of the step as it is.
     """
 
@@ -66,13 +78,32 @@ class Plan:
     device_name: str
     capacity_bytes: int | None
     headroom: float
+    outside_bytes: int | None = None
     caveats: tuple[str, ...] = ()
 
     def helps(self, row: PlanRow) -> bool:
-        """Whether the step needs less with it, or a larger batch fits."""
-        if row.peak_bytes is None or self.current.peak_bytes is None:
+        """Whether the peak is smaller with it, or the largest batch is larger, by 1 % at least."""
+        if row.problem or row is self.current:
             return False
-        return row.peak_bytes < self.current.peak_bytes or (row.largest_batch_size or 0) > (self.current.largest_batch_size or 0)
+        return self._has_smaller_peak(row) or self._has_larger_batch(row)
+
+    def _has_smaller_peak(self, row: PlanRow) -> bool:
+        saved_pct = self.saved_pct(row)
+        return saved_pct is not None and saved_pct >= _NOTABLE_PCT
+
+    def _has_larger_batch(self, row: PlanRow) -> bool:
+        here, there = self.current.largest_batch_size, row.largest_batch_size
+        return here is not None and there is not None and there > here and 100 * (there - here) >= _NOTABLE_PCT * here
+
+    @cached_property
+    def best_checkpointing(self) -> PlanRow | None:
+        """Of several ways to checkpoint, the one with the largest batch, then with the smallest peak; None if not several help."""
+        rows = [row for row in self.tried if row.kind == "checkpointing" and self.helps(row)]
+        return min(rows, key=lambda row: row.rank) if len(rows) > 1 else None
+
+    def name_of(self, row: PlanRow) -> str:
+        """The saving, with a mark at the best way to checkpoint."""
+        return f"{row.saving} (best)" if row is self.best_checkpointing else row.saving
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
@@ -90,6 +121,7 @@ class Plan:
         known = [row for row in self.rows if not row.problem]
         num_helping = sum(map(self.helps, known))
         room = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}, {self.headroom:.0%} kept free"
+        room += "" if self.outside_bytes is None else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
             columns=("saving", "peak allocated", "peak reserved", "saved", "largest batch", "extra compute"),
@@ -99,9 +131,9 @@ class Plan:
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
         saved, extra = self.saved_pct(row), row.extra_compute_pct
-        verdict = f"{saved:.1f} %" if saved is not None and self.helps(row) else "does not help"
+        verdict = f"{saved:.1f} %" if self._has_smaller_peak(row) else "larger batch" if self.helps(row) else "does not help"
         return (
-            row.saving,
+            self.name_of(row),
             _bytes(row.peak_allocated_bytes),
             _bytes(row.peak_reserved_bytes),
             "" if row is self.current else verdict,
@@ -113,26 +145,37 @@ class Plan:
         helping = [row for row in self.rows if self.helps(row) and " + " not in row.saving]
         return (("How to have them, and what they change:", helping), ("Not possible:", [row for row in self.rows if row.problem]))
 
+    def _if_nothing_fits(self) -> tuple[str, ...]:
+        """Where the step as it is does not fit with one sample: with which savings it does, the best first."""
+        if self.current.largest_batch_size != 0:
+            return ()
+        fitting = sorted((row for row in self.tried if row.largest_batch_size), key=lambda row: row.rank)
+        if not fitting:
+            return ("Not even one sample is sure to fit, as it is or with any of these savings.",)
+        named = [f"{row.saving} (up to {row.largest_batch_size:,})" for row in fitting[:_NUM_NAMED]]
+        more = f" or {len(fitting) - _NUM_NAMED} more" if len(fitting) > _NUM_NAMED else ""
+        return (f"As it is, not even one sample is sure to fit. A batch fits with {' or '.join(named)}{more}.",)
+
     def to_text(self) -> str:
         """For a console."""
-        lines = [self.to_table().to_text().rstrip("\n")]
+        lines = [self.to_table().to_text().rstrip("\n"), *map(_filled, self._if_nothing_fits())]
         for title, rows in self._notes():
             if rows:
                 lines.append(f"\n{title}")
             for row in rows:
-                lines.append(_filled(f"  {row.saving}: {row.problem or row.changes}"))
+                lines.append(_filled(f"  {self.name_of(row)}: {row.problem or row.changes}"))
                 lines += [f"{_INDENT}{line}" for line in row.line.splitlines() if not row.problem]
         lines += [_filled(caveat) for caveat in self.caveats]
         return "\n".join(lines) + "\n"
 
     def to_markdown(self) -> str:
         """For TensorBoard and files."""
-        parts = [self.to_table().to_markdown()]
+        parts = [self.to_table().to_markdown(), *self._if_nothing_fits()]
         for title, rows in self._notes():
             if rows:
                 parts.append(f"**{title}**")
             for row in rows:
-                parts.append(f"{row.saving}: {row.problem or row.changes}")
+                parts.append(f"{self.name_of(row)}: {row.problem or row.changes}")
                 if not row.problem:
                     parts.append(f"```\n{row.line}\n```")
         return "\n\n".join((*parts, *self.caveats)) + "\n"
@@ -143,8 +186,17 @@ class Plan:
             "device_name": self.device_name,
             "capacity_bytes": self.capacity_bytes,
             "headroom_pct": 100 * self.headroom,
+            "outside_bytes": self.outside_bytes,
             "current": asdict(self.current),
-            "savings": [{**asdict(row), "helps": self.helps(row), "saved_pct": self.saved_pct(row)} for row in self.rows],
+            "savings": [
+                {
+                    **asdict(row),
+                    "helps": self.helps(row),
+                    "is_best_checkpointing": row is self.best_checkpointing,
+                    "saved_pct": self.saved_pct(row),
+                }
+                for row in self.rows
+            ],
             "caveats": list(self.caveats),
         }
 

@@ -10,13 +10,13 @@ import torch
 
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom, suggest
-from memcallback.device_here import any_device
+from memcallback.device_here import any_device, outside_bytes
 from memcallback.devices import Device
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracing import predict
-from memcallback.variants import Saving, savings_for, together
+from memcallback.variants import Saving, left_out, savings_for, together
 
 #: Kinds of which the best are tried together.
 _TOGETHER = ("precision", "checkpointing", "accumulation", "optimizer", "inplace", "allocator")
@@ -36,7 +36,7 @@ def what_if(
 
     Args:
         step: The step as it is.
-        device: As for `predict`.
+        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
         batch_size: Samples between two updates; by default as many as the step has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0 and below 1.
         progress: Called after each saving that was tried alone, with the number of those and of all.
@@ -50,25 +50,27 @@ def what_if(
     """
     check_headroom(headroom)
     base = predict(step, device=any_device(device), batch_size=batch_size)
-    trial = _Trial(step, base, headroom)
+    trial = _Trial(step, base, headroom, outside_bytes(device, base.device))
     tried: list[tuple[Saving, PlanRow]] = []
-    savings = list(savings_for(step, base.trace.at(base.batch_size).events))
+    savings = list(savings_for(step, base.batch_size, base.trace.at(base.batch_size).events))
     for number, saving in enumerate(savings):
         tried.append((saving, trial.row(saving)))
         if progress is not None:
             progress(number + 1, len(savings))
     plan = trial.plan(row for _, row in tried)
-    best = _best_of_each_kind(saving for saving, row in sorted(tried, key=_by_peak) if plan.helps(row))
+    tried.sort(key=lambda one: one[1].rank)
+    best = _best_of_each_kind(saving for saving, row in tried if plan.helps(row))
     return trial.plan((*plan.tried, *trial.several(best)))
 
 
 class _Trial:
     """Predicts a step with savings, as many samples between two updates as without."""
 
-    def __init__(self, step: TrainingStep, base: Prediction, headroom: float) -> None:
+    def __init__(self, step: TrainingStep, base: Prediction, headroom: float, outside_bytes: int | None) -> None:
         self._step = step
         self._base = base
         self._headroom = headroom
+        self._outside_bytes = outside_bytes
 
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
         """All that was tried."""
@@ -77,21 +79,22 @@ class _Trial:
             tried=tuple(rows),
             device_name=self._base.device_name,
             capacity_bytes=self._base.capacity_bytes,
+            outside_bytes=self._outside_bytes,
             headroom=self._headroom,
-            caveats=self._base.caveats,
+            caveats=(*self._base.caveats, *left_out(self._step)),
         )
 
     def row(self, saving: Saving) -> PlanRow:
         """The step with a saving."""
         batch_size = self._base.batch_size // saving.num_parts
-        row = PlanRow(saving=saving.name, batch_size=batch_size, changes=saving.changes, line=saving.line)
+        row = PlanRow(saving=saving.name, kind=saving.kind, batch_size=batch_size, changes=saving.changes, line=saving.line)
         settings = replace(self._base.settings, expandable_segments=True) if saving.expandable_segments else self._base.settings
-        if saving.kind == "allocator":
-            return self._row_of(replace(self._base, settings=settings), row)
         try:
+            if saving.kind == "allocator":
+                return self._row_of(replace(self._base, settings=settings), row)
             varied = saving.apply(self._step)
             return self._row_of(predict(varied, device=self._base.device, batch_size=batch_size, settings=settings), row)
-        except PredictionError as error:
+        except (PredictionError, ValueError) as error:
             cause = error.__cause__ or error
             return replace(row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0])
 
@@ -101,13 +104,17 @@ class _Trial:
             yield self.row(together(*pair))
         if len(best) > 2:
             row = self.row(together(*best))
-            fewer = (
-                (self.row(together(*(one for one in best if one is not left_out))) for left_out in reversed(best)) if row.problem else ()
-            )
+            fewer = (self.row(together(*(one for one in best if one is not least))) for least in reversed(best)) if row.problem else ()
             yield next((one for one in fewer if not one.problem), row)
 
     def _row_of(self, prediction: Prediction, row: PlanRow) -> PlanRow:
-        advice = suggest(measured=None, predicted=prediction, capacity_bytes=prediction.capacity_bytes, headroom=self._headroom)
+        advice = suggest(
+            measured=None,
+            predicted=prediction,
+            capacity_bytes=prediction.capacity_bytes,
+            outside_bytes=self._outside_bytes,
+            headroom=self._headroom,
+        )
         return replace(
             row,
             peak_allocated_bytes=prediction.peak_allocated_bytes,
@@ -123,10 +130,6 @@ class _Trial:
         of_here = here.num_flops / (here.batch_size * here.num_batches)
         of_there = there.num_flops / (there.batch_size * there.num_batches)
         return 100 * (of_there / of_here - 1)
-
-
-def _by_peak(tried: tuple[Saving, PlanRow]) -> int:
-    return tried[1].peak_bytes or 0
 
 
 def _best_of_each_kind(helping: Iterable[Saving]) -> list[Saving]:

@@ -54,7 +54,8 @@ def checkpoint(
 
     Raises:
         ValueError: If there is no such module, or none to be found; if a number of segments is out of range or the module has none; if a
-            module is checkpointed already.
+            module is checkpointed already; if `name` is empty.
+        TypeError: If `name` is nothing of the kind, or a number of segments is none.
         RuntimeError: In the forward pass, if a segment changes its own input in place.
 
     Examples:
@@ -69,6 +70,11 @@ def checkpoint(
     if len({id(stand_in.module) for stand_in in stand_ins}) < len(stand_ins):
         raise ValueError(f"name={list(wanted)} has a module twice, perhaps as a block of another one. Name each once.")
     return Checkpointing(tuple(wanted), stand_ins)
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether a part of the model is checkpointed by `checkpoint` at this moment."""
+    return any(isinstance(vars(module).get("forward"), _StandIn) for module in model.modules())
 
 
 def checkpoint_option(model: nn.Module, option: CheckpointOption) -> Checkpointing:
@@ -97,6 +103,8 @@ def check_checkpoint(option: object) -> None:
 
 def _wanted(root: nn.Module, name: str | Sequence[str] | Mapping[str, int] | None, segments: int | None) -> Mapping[str, int | None]:
     """Names of modules, with their numbers of segments."""
+    if name is not None:
+        _check_name(name)
     if isinstance(name, Mapping):
         if segments is not None:
             raise ValueError(f"segments={segments} cannot hold beside those in name={dict(name)}. Leave segments out.")
@@ -108,6 +116,21 @@ def _wanted(root: nn.Module, name: str | Sequence[str] | Mapping[str, int] | Non
             "mapping: name={'...': 4}."
         )
     return dict.fromkeys(names, segments)
+
+
+def _check_name(name: object) -> None:
+    """See that `name` names modules.
+
+    Raises:
+        TypeError: If it is nothing of the kind.
+        ValueError: If there is no name in it.
+    """
+    names = [name] if isinstance(name, str) else name
+    way_out = "Leave it out to have modules found."
+    if not isinstance(names, (list, tuple, Mapping)) or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"name must be the name of a module, a list of several, or numbers of segments by name, got {name!r}. {way_out}")
+    if not names:
+        raise ValueError(f"name must have at least one name of a module, got {name!r}. {way_out}")
 
 
 class Checkpointing:

@@ -87,10 +87,13 @@ def starts(module: nn.Sequential, name: str, segments: int | None) -> list[int]:
 
     Raises:
         ValueError: If there cannot be so many.
+        TypeError: If it is no whole number.
     """
     layers, least = list(module), 1 if name else 2
     if segments is None:
         segments = len(layers) if has_blocks(module) else max(least, round(len(layers) ** 0.5))
+    if isinstance(segments, bool) or not hasattr(segments, "__index__"):
+        raise TypeError(f"segments={segments!r} for {name or 'the model'!r} must be a whole number. Leave it out to have it chosen.")
     if not least <= segments <= len(layers):
         raise ValueError(
             f"segments={segments} for {name or 'the model'!r}, whose number of layers is {len(layers)}: it must be at least {least}"

@@ -11,10 +11,9 @@ from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvi
 from memcallback.advise import check_headroom, from_trace
 from memcallback.batch_lengths import buckets, sequence_lengths_of
 from memcallback.batch_trace import BatchDependentPath
-from memcallback.device_here import torch_device
+from memcallback.device_here import outside_bytes
 from memcallback.devices import Device
 from memcallback.holdings import storage_bytes
-from memcallback.meters import device_memory
 from memcallback.prediction import Prediction
 from memcallback.stats import Kind, StepMemory
 from memcallback.steps import PredictionError, TrainingStep
@@ -69,8 +68,7 @@ def suggest_batch_size(
     check_headroom(headroom)
     lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
-    here = torch_device(device)
-    outside_bytes = None if here is None else _outside_bytes(here, prediction.device)
+    outside = outside_bytes(device, prediction.device)
 
     # As large as the gradients (torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=False).
     bucket_bytes = storage_bytes([one for one in step.model.parameters() if one.requires_grad]) if world_size > 1 else 0
@@ -84,7 +82,7 @@ def suggest_batch_size(
             one,
             measured,
             capacity_bytes=one.capacity_bytes,
-            outside_bytes=outside_bytes,
+            outside_bytes=outside,
             headroom=headroom,
             bounds=bounds,
             bucket_bytes=bucket_bytes,
@@ -137,12 +135,6 @@ def _verified(
             break
         advice = another
     return replace(advice, leaves_out=(*advice.leaves_out, f"whether the step does the same at batch size {advice.batch_size}{why}"))
-
-
-def _outside_bytes(here: torch.device, device: Device) -> int:
-    """What is used of a device of this machine, or is about to be, by others than this process's allocator."""
-    memory = device_memory(here)
-    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.context_bytes)
 
 
 def _why_none(prediction: Prediction) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch.utils._pytree import tree_map_only
 from memcallback.events import Event
 from memcallback.holdings import tensors_in
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH
-from memcallback.savings_checkpoint import checkpoint
+from memcallback.savings_checkpoint import checkpoint, is_checkpointed
 from memcallback.savings_layers import found, has_blocks, is_sequential
-from memcallback.segments import layer_bytes, sensible_segments
+from memcallback.segments import NUM_TRIED, LayerBytes, layer_bytes, segments_together, sensible_segments
 from memcallback.steps import TrainingStep
 
 Optimizers = Sequence[torch.optim.Optimizer]
 _SAME = "nothing"
 _LR = 1e-3
+#: Of what containers hold; an nn.Sequential with more has several numbers of segments tried for it alone.
+_LARGE_SHARE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +51,15 @@ class Saving:
     expandable_segments: bool = False
 
 
-def savings_for(step: TrainingStep, events: Sequence[Event]) -> Iterator[Saving]:
+def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) -> Iterator[Saving]:
     """What can be tried on a step, in the order in which people think of it.
 
     Args:
         step: The step.
-        events: Its trace as it is.
+        batch_size: Samples between two updates.
+        events: Its trace as it is, at that batch size.
     """
-    yield from _accumulation(step)
+    yield from _accumulation(step, batch_size)
     yield from _precision(step)
     yield from _checkpointing(step, events)
     yield from _inplace(step)
@@ -72,6 +76,16 @@ def savings_for(step: TrainingStep, events: Sequence[Event]) -> Iterator[Saving]
     yield from _layout(step)
     yield from _freezing(step)
     yield from _smaller_input(step)
+
+
+def left_out(step: TrainingStep) -> Iterator[str]:
+    """Which savings were not tried, and why, one sentence each.
+
+    Args:
+        step: The step.
+    """
+    if is_checkpointed(step.model):
+        yield "Checkpointing is in use already, so nothing else was tried of that kind."
 
 
 def together(*savings: Saving) -> Saving:
@@ -101,17 +115,19 @@ def together(*savings: Saving) -> Saving:
     )
 
 
-def _accumulation(step: TrainingStep) -> Iterator[Saving]:
+def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
     if len(step.losses) > 1 or (step.lightning is not None and not step.model.automatic_optimization):
         return
+    # What stands in the line: Lightning divides the loss before, `memcallback.accumulate` in its backward pass.
+    in_backward = step.lightning is None
     for num_parts in (2, 4):
-        if (step.batch_size.batch_size or 0) % num_parts:
+        if batch_size % num_parts:
             continue
         accumulate = step.accumulate * num_parts
         yield Saving(
             name=f"accumulate {num_parts} batches",
             kind="accumulation",
-            apply=lambda one, accumulate=accumulate: one.varied(accumulate=accumulate),  # type: ignore[misc]
+            apply=lambda one, accumulate=accumulate: one.varied(accumulate=accumulate, divides_in_backward=in_backward),  # type: ignore[misc]
             changes="batch norm sees smaller batches; else the gradients to rounding",
             line=(
                 f"Trainer(accumulate_grad_batches={accumulate})  # and a batch size {num_parts} times smaller"
@@ -146,28 +162,41 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
                 changes=changes,
                 line=f'Trainer(precision="{precision}")' if is_lightning else plain,
             )
-    yield Saving(
-        name="bf16-true",
-        kind="precision",
-        apply=lambda one: one.varied(precision="bf16-true", prepare=_in_bfloat16),
-        changes="weights and optimizer state too are in bfloat16: updates smaller than 1/256 of a weight are lost",
-        line='Trainer(precision="bf16-true")' if is_lightning else "model.to(torch.bfloat16)",
-        is_same_training=False,
-    )
+    for precision, dtype, changes in (
+        ("bf16-true", torch.bfloat16, "weights and optimizer state too are in bfloat16: updates smaller than 1/256 of a weight are lost"),
+        (
+            "16-true",
+            torch.float16,
+            "weights and optimizer state too are in half precision: updates smaller than 1/2048 of a weight are lost, and gradients over- and "
+            "underflow, which no scaler prevents",
+        ),
+    ):
+        if precision != step.precision:
+            yield Saving(
+                name=precision,
+                kind="precision",
+                apply=lambda one, precision=precision, dtype=dtype: one.varied(precision=precision, prepare=partial(_cast, dtype)),  # type: ignore[misc]
+                changes=changes,
+                line=f'Trainer(precision="{precision}")' if is_lightning else f"model.to({dtype})",
+                is_same_training=False,
+            )
 
 
-def _in_bfloat16(model: nn.Module, batch: Any) -> Any:
-    model.to(torch.bfloat16)
-    return _map_tensors(batch, lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+def _cast(dtype: torch.dtype, model: nn.Module, batch: Any) -> Any:
+    model.to(dtype)
+    return _map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Saving]:
+    if is_checkpointed(step.model):
+        return
     try:
         names = found(step.model)
     except ValueError:
         return
     containers = {name: step.model.get_submodule(name) for name in names}
-    sequentials = {name: one for name, one in containers.items() if is_sequential(one) and not has_blocks(one) and len(one) > 2}
+    made = {name: layer_bytes(events, name, [*one._modules]) for name, one in containers.items()}
+    sequentials = {name: made[name] for name, one in containers.items() if is_sequential(one) and not has_blocks(one)}
     blocks = {
         f"{name}.{child}".lstrip("."): block
         for name, one in containers.items()
@@ -180,13 +209,27 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
         second = [*blocks][::2]
         are_cut = all(is_sequential(blocks[name]) for name in second)
         yield _checkpointed(step, "checkpoint every second block", dict.fromkeys(second, 1) if are_cut else second)
-    if len(containers) == 1 and sequentials:
-        ((name, sequential),) = sequentials.items()
+    large = _large(sequentials, sum(map(_held_bytes, made.values())), at_least_one=not blocks)
+    for name in large:
+        of = f" of {name}" if len(containers) > 1 else ""
         # Of a model itself the last segment is not checkpointed, so there are at least two.
-        for segments in sensible_segments(layer_bytes(events, name, len(sequential)), least=1 if name else 2):
-            yield _checkpointed(step, f"checkpoint_sequential, {segments} segment{'' if segments == 1 else 's'}", {name: segments})
-    elif sequentials and not blocks:
-        yield _checkpointed(step, f"checkpoint {len(sequentials)} sequentials", [*sequentials])
+        num_tried = NUM_TRIED if len(large) == 1 else NUM_TRIED // len(large) + 1
+        for segments in sensible_segments(sequentials[name], least=1 if name else 2, num_tried=num_tried):
+            number = f"{segments} segment{'' if segments == 1 else 's'}"
+            yield _checkpointed(step, f"checkpoint_sequential{of}, {number}", {name: segments})
+    if len(sequentials) > 1 and not blocks:
+        yield _checkpointed(step, f"checkpoint {len(sequentials)} sequentials", segments_together(sequentials))
+
+
+def _large(sequentials: Mapping[str, Sequence[LayerBytes]], all_bytes: int, *, at_least_one: bool) -> list[str]:
+    """Those that hold a good part of all that is held, the largest first."""
+    by_size = sorted(sequentials, key=lambda name: _held_bytes(sequentials[name]), reverse=True)
+    large = [name for name in by_size if _held_bytes(sequentials[name]) > _LARGE_SHARE * all_bytes]
+    return large or by_size[:at_least_one]
+
+
+def _held_bytes(layers: Sequence[LayerBytes]) -> int:
+    return sum(layer.held_bytes for layer in layers)
 
 
 def _checkpointed(step: TrainingStep, name: str, parts: list[str] | dict[str, int]) -> Saving:
@@ -276,7 +319,11 @@ def _gradients(step: TrainingStep) -> Iterator[Saving]:
         kind="zero_grad",
         apply=lambda one: one.varied(zero_grad_before_forward=True),
         changes=_SAME,
-        line="def on_train_batch_start(self, batch, batch_idx):\n    self.zero_grad()",
+        line=(
+            "def on_train_batch_start(self, batch, batch_idx):\n    self.zero_grad()"
+            if step.lightning is not None
+            else "optimizer.zero_grad()  # before the forward pass"
+        ),
     )
 
 

@@ -402,3 +402,23 @@ def test_a_block_that_changes_its_input_in_place_is_refused_when_it_runs():
     mc.checkpoint(model, "1")
     with pytest.raises(RuntimeError, match=r"'1\[0:2\]' has changed its own input in place.*inplace=False"):
         model(vectors())
+
+
+@pytest.mark.parametrize("name", [3, ["layer1", 3], {3: 2}, True])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(
+        TypeError, match=r"name must be the name of a module, a list of several, or numbers of segments by name, got .*Leave it"
+    ):
+        mc.checkpoint(convolutions(), name)
+
+
+@pytest.mark.parametrize("name", [[], {}, ()])
+def test_no_name_at_all_is_refused(name):
+    with pytest.raises(ValueError, match=r"name must have at least one name of a module, got .*Leave it out to have modules found"):
+        mc.checkpoint(convolutions(), name)
+
+
+@pytest.mark.parametrize("options", [{"segments": "3"}, {"name": {"": 2.5}}, {"segments": True}])
+def test_a_number_of_segments_that_is_none_is_refused(options):
+    with pytest.raises(TypeError, match=r"segments=.* for 'the model' must be a whole number\. Leave it out"):
+        mc.checkpoint(convolutions(), **options)

@@ -1,7 +1,7 @@
 """Into how many segments to cut, from what layers hold."""
 
 from memcallback.events import Alloc, Category, Free, Phase, PhaseEnd, PhaseStart
-from memcallback.segments import LayerBytes, layer_bytes, sensible_segments
+from memcallback.segments import LayerBytes, layer_bytes, segments_together, sensible_segments
 
 
 def alloc(id_, size, module):
@@ -24,8 +24,9 @@ def test_what_layers_make_is_that_of_the_last_forward_pass():
         PhaseEnd(Phase.FORWARD),
         Free(3),
     ]
-    assert layer_bytes(events, "net", 3) == (LayerBytes(10, 20), LayerBytes(30, 30), LayerBytes(0, 0))
-    assert layer_bytes(events, "", 1) == (LayerBytes(0, 0),)
+    assert layer_bytes(events, "net", ["0", "1", "2"]) == (LayerBytes(10, 20), LayerBytes(30, 30), LayerBytes(0, 0))
+    assert layer_bytes(events, "", ["0"]) == (LayerBytes(0, 0),)
+    assert layer_bytes(events, "", ["net", "other"]) == (LayerBytes(90, 50), LayerBytes(40, 40))
 
 
 def test_like_layers_are_cut_near_the_square_root():
@@ -48,3 +49,21 @@ def test_the_input_of_a_layer_that_views_its_own_is_what_it_was_given():
 def test_there_are_no_fewer_segments_than_wanted():
     assert sensible_segments([LayerBytes(1, 100), LayerBytes(1, 100)], least=2) == [2]
     assert sensible_segments([LayerBytes(1, 100), LayerBytes(1, 100)]) == [1, 2]
+
+
+def test_fewer_numbers_may_be_wanted():
+    every = sensible_segments([LayerBytes(100, 100)] * 16)
+    two = sensible_segments([LayerBytes(100, 100)] * 16, num_tried=2)
+    assert len(two) == 2
+    assert set(two) < set(every)
+
+
+def test_together_small_ones_stay_whole_beside_a_large_one():
+    layers = {"large": [LayerBytes(100, 10)] * 8, "small": [LayerBytes(10, 10)] * 4}
+    # A segment of the large one holds 100; so may all of the small one, without an input more.
+    assert segments_together(layers) == {"large": 8, "small": 1}
+
+
+def test_together_two_alike_are_cut_alike():
+    layers = {"first": [LayerBytes(100, 10)] * 8, "second": [LayerBytes(100, 10)] * 8}
+    assert segments_together(layers) == {"first": 8, "second": 8}
