@@ -120,7 +120,10 @@ class Plan:
         """One row for each saving that was predicted, the step as it is first."""
         known = [row for row in self.rows if not row.problem]
         num_helping = sum(map(self.helps, known))
-        room = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}, {self.headroom:.0%} kept free"
+        capacity = "" if self.capacity_bytes is None else format_bytes(self.capacity_bytes)
+        # A card that was given by its size is named by it.
+        size = f" of {capacity}" if capacity and not self.device_name.endswith(capacity) else ""
+        room = f"{size}, {100 * self.headroom:g}% kept free" if capacity else ""
         room += "" if self.outside_bytes is None else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
