@@ -87,6 +87,8 @@ def run_window(step: TrainingStep, copies: Copies) -> None:
 def _automatic_step(step: TrainingStep, copies: Copies, *, is_first: bool, is_last: bool) -> None:
     """Forward, backward, and at the end of an accumulation window the update of all optimizers."""
     with copies.marks.step():
+        if is_first and step.has_accumulation:
+            _zero_grad(copies)
         batch = copies.new_batch()
         if is_first and step.zero_grad_before_forward:
             _zero_grad(copies)
@@ -256,12 +258,12 @@ def _forward(step: TrainingStep, copies: Copies, batch: Any, number: int = 0) ->
         if wrong := wrong_with_loss(loss, copies.model, is_lightning=step.lightning is not None):
             name = "training_step" if step.lightning else "loss" if len(step.losses) == 1 else f"loss[{number}]"
             raise PredictionError(f"{name} {wrong}")
-        return loss / step.accumulate if step.accumulate > 1 and not step.divides_in_backward else loss
+        return loss / step.accumulate if step.accumulate > 1 and not step.has_accumulation else loss
 
 
 def _backward(step: TrainingStep, copies: Copies, loss: torch.Tensor) -> None:
     with copies.marks.phase(Phase.BACKWARD):
-        if step.accumulate > 1 and step.divides_in_backward:
+        if step.accumulate > 1 and step.has_accumulation:
             loss = loss / step.accumulate
         (copies.scaler.scale(loss) if copies.scaler else loss).backward()
 

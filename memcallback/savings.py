@@ -113,7 +113,7 @@ def with_savings(
     if accumulate is not None:
         _check_can_accumulate(step, accumulate)
         changed.accumulate = step.accumulate * accumulate
-        changed.divides_in_backward = step.lightning is None
+        changed.has_accumulation = step.lightning is None
         savings.append(f"accumulate={accumulate}")
     if amp is not None:
         _check_can_mix(step, amp)

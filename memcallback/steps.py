@@ -120,8 +120,9 @@ class TrainingStep:
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most loops do. Lightning clears
             them after it, so they live through it.
-        divides_in_backward: Whether the loss is divided by `accumulate` in the call of the backward pass, whose caller keeps the undivided one
-            (`memcallback.accumulate`), and not before (`loss = loss / accumulate`, Lightning).
+        has_accumulation: Whether the batches of an update come from `memcallback.accumulate`, which clears gradients before it gives the first one
+            and divides the loss in its backward pass, whose caller keeps the undivided one; and not as in `loss = loss / accumulate`, or
+            Lightning.
 
     Raises:
         ValueError: For an unknown precision, a number that is out of range, a sequence length that no tensor has, no loss in a list, or an
@@ -175,7 +176,7 @@ class TrainingStep:
         self.clip_grad_value = clip_grad_value
         self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
-        self.divides_in_backward = False
+        self.has_accumulation = False
         self.prepare: Prepare | None = None
         self.change_optimizers: ChangeOptimizers | None = None
         self._optimizer = optimizer
@@ -283,7 +284,7 @@ class TrainingStep:
         self,
         *,
         zero_grad_before_forward: bool | None = None,
-        divides_in_backward: bool | None = None,
+        has_accumulation: bool | None = None,
         prepare: Prepare | None = None,
         change_optimizers: ChangeOptimizers | None = None,
         **changes: Any,
@@ -292,7 +293,7 @@ class TrainingStep:
 
         Args:
             zero_grad_before_forward: As the attribute; None to leave it.
-            divides_in_backward: As the attribute; None to leave it.
+            has_accumulation: As the attribute; None to leave it.
             prepare: As the attribute, after what this step has; None to leave it.
             change_optimizers: As the attribute; None to leave it.
             changes: Arguments of `TrainingStep`.
@@ -313,7 +314,7 @@ class TrainingStep:
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
         step.zero_grad_before_forward = self.zero_grad_before_forward if zero_grad_before_forward is None else zero_grad_before_forward
-        step.divides_in_backward = self.divides_in_backward if divides_in_backward is None else divides_in_backward
+        step.has_accumulation = self.has_accumulation if has_accumulation is None else has_accumulation
         step.change_optimizers = change_optimizers or self.change_optimizers
         step.prepare = _one_after_the_other(self.prepare, prepare)
         return step

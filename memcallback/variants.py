@@ -118,8 +118,8 @@ def together(*savings: Saving) -> Saving:
 def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
     if len(step.losses) > 1 or (step.lightning is not None and not step.model.automatic_optimization):
         return
-    # What stands in the line: Lightning divides the loss before, `memcallback.accumulate` in its backward pass.
-    in_backward = step.lightning is None
+    # What stands in the line.
+    is_ours = step.lightning is None
     for num_parts in (2, 4):
         if batch_size % num_parts:
             continue
@@ -127,7 +127,7 @@ def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
         yield Saving(
             name=f"accumulate {num_parts} batches",
             kind="accumulation",
-            apply=lambda one, accumulate=accumulate: one.varied(accumulate=accumulate, divides_in_backward=in_backward),  # type: ignore[misc]
+            apply=lambda one, accumulate=accumulate: one.varied(accumulate=accumulate, has_accumulation=is_ours),  # type: ignore[misc]
             changes="batch norm sees smaller batches; else the gradients to rounding",
             line=(
                 f"Trainer(accumulate_grad_batches={accumulate})  # and a batch size {num_parts} times smaller"

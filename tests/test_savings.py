@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import memcallback as mc
+from memcallback.events import Alloc, Category, StepStart
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +96,17 @@ def test_a_step_of_several_updates_has_no_accumulation():
     step = mc.TrainingStep(model, torch.ones(8, 8), loss=[loss, loss], optimizer=optimizers)
     with pytest.raises(ValueError, match="accumulate=2 with 2 losses is not known"):
         mc.dry_run(step, accumulate=2, device="cpu")
+
+
+def test_gradients_are_cleared_before_the_first_batch_of_an_update_comes():
+    after = mc.dry_run(savings_run.training_step("cpu"), accumulate=2, device="24GiB").after
+    events = after.trace.at(after.batch_size).events
+    starts = [position for position, event in enumerate(events) if isinstance(event, StepStart)]
+    allocs = {event.id: event for event in events if isinstance(event, Alloc)}
+    # As `Accumulation.over` does: in the second update, at whose third step of all, before the batch is on the device.
+    of_step = events[starts[2] + 1 : starts[3]]
+    first = next(position for position, event in enumerate(of_step) if isinstance(event, Alloc))
+    assert of_step[first].category is Category.INPUT
+    cleared = [allocs[event.id].category for event in of_step[:first]]
+    assert set(cleared) == {Category.GRADIENT}
+    assert len(cleared) == sum(parameter.requires_grad for parameter in savings_run.training_step("cpu").model.parameters())

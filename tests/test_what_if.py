@@ -79,7 +79,7 @@ def test_each_row_is_the_prediction_of_the_step_with_that_saving(plan, saving, b
 
 def _accumulated(**options):
     accumulated = step(accumulate=4, **options)
-    accumulated.divides_in_backward = True
+    accumulated.has_accumulation = True
     return accumulated
 
 
