@@ -108,6 +108,8 @@ def test_in_a_trainer_what_others_use_of_the_device_is_left_to_them(used_by_othe
     def planned(**options):
         callback = mc.MemoryCallback(what_if=True, **options)
         trainer = Trainer(
+            accelerator="gpu",
+            devices=1,
             max_epochs=1,
             logger=False,
             default_root_dir=tmp_path,
