@@ -13,7 +13,7 @@ from memcallback import textbook, tracing
 from memcallback.cpu_meter import cpu_memory
 from memcallback.device_here import device_here
 from memcallback.devices import Device, HostSpec
-from memcallback.holdings import storage_bytes
+from memcallback.holdings import bucket_bytes
 from memcallback.plan import Plan
 from memcallback.planning import what_if
 from memcallback.predicted import StepPrediction
@@ -192,7 +192,7 @@ def notes_on(trainer: Any, pl_module: torch.nn.Module) -> tuple[str, ...]:
     """What a job of several devices has beyond the step that is predicted, one sentence each."""
     if type(trainer.model).__name__ != "DistributedDataParallel":
         return ()
-    buckets = format_bytes(storage_bytes([parameter for parameter in pl_module.parameters() if parameter.requires_grad]))
+    buckets = format_bytes(bucket_bytes(pl_module))
     return (f"Not predicted: the buckets in which DistributedDataParallel sums gradients, about {buckets} beside the gradients.",)
 
 

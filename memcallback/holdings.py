@@ -77,6 +77,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}.values())
 
 
+def bucket_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the buckets in which DistributedDataParallel sums gradients, as large as these (gradient_as_bucket_view=False)."""
+    return storage_bytes([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
 def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors' own elements, at most those of their storages; for a view of a large storage, what a copy of it would take."""
     elements: dict[int, int] = {}

@@ -13,7 +13,7 @@ from memcallback.batch_lengths import buckets, sequence_lengths_of
 from memcallback.batch_trace import BatchDependentPath
 from memcallback.device_here import outside_bytes
 from memcallback.devices import Device
-from memcallback.holdings import storage_bytes
+from memcallback.holdings import bucket_bytes
 from memcallback.prediction import Prediction
 from memcallback.stats import Kind, StepMemory
 from memcallback.steps import PredictionError, TrainingStep
@@ -70,8 +70,7 @@ def suggest_batch_size(
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
     outside = outside_bytes(device, prediction.device)
 
-    # As large as the gradients (torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=False).
-    bucket_bytes = storage_bytes([one for one in step.model.parameters() if one.requires_grad]) if world_size > 1 else 0
+    beside_bytes = bucket_bytes(step.model) if world_size > 1 else 0
     if measured is not None:
         _check_measured(measured, prediction)
 
@@ -85,7 +84,7 @@ def suggest_batch_size(
             outside_bytes=outside,
             headroom=headroom,
             bounds=bounds,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=beside_bytes,
         )
 
     advice = advice_of(prediction)
