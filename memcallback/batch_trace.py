@@ -6,11 +6,12 @@ path at every size. What an operator takes for itself follows from the sizes of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memcallback.checks import whole_number
+from memcallback.code_lines import CodeLine
 from memcallback.events import Alloc, AllocationTrace, Event, Free, PhaseEnd, PhaseStart
 from memcallback.kernels import Kernel, KernelRule, Make, Multiply, Take, completed
 
@@ -54,6 +55,21 @@ class KernelCall:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where an allocation comes from.
+
+    Attributes:
+        shape: That of the tensor for which it was made.
+        dtype: Its type, such as `float32`.
+        line: The line of the program that made it; None if none is known.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    line: CodeLine | None
+
+
+@dataclass(frozen=True)
 class TracedStep:
     """A step as it was traced at one batch size.
 
@@ -65,6 +81,7 @@ class TracedStep:
         num_flops: Floating-point operations from one update to the next, of the operators that PyTorch counts (matrix products,
             convolutions, attention).
         num_batches: How many batches those are.
+        origins: The number of each allocation that a tensor stands for -> where it comes from.
     """
 
     trace: AllocationTrace
@@ -73,6 +90,7 @@ class TracedStep:
     caveats: tuple[str, ...] = ()
     num_flops: int = 0
     num_batches: int = 1
+    origins: Mapping[int, Origin] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, SAMPLES)
@@ -161,6 +179,7 @@ class BatchTrace:
         caveats: What was assumed, one sentence each.
         base: In place of its `numbers`, those of the same step at another sequence length; None for its own.
         largest_traced: The largest batch size that was traced and agrees; None for that of `traced`.
+        shape_slopes: What the dimensions of tensors grow with each sample, by the number of their allocations, where any grows.
     """
 
     traced: TracedStep
@@ -168,6 +187,7 @@ class BatchTrace:
     caveats: tuple[str, ...] = ()
     base: tuple[int, ...] | None = None
     largest_traced: int | None = None
+    shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     #: Answers of rules: a batch size is asked for more than once, and many operators ask the same.
     _answers: dict[tuple[object, ...], Kernel] = field(default_factory=dict, repr=False)
 
@@ -203,7 +223,13 @@ class BatchTrace:
         if uneven is not None:
             raise _path_depends(first, second, item_of(first, uneven))
         caveats = dict.fromkeys(first.caveats + second.caveats + (check.caveats if check else ()))
-        fitted = cls(first, tuple(slope for slope, _ in steps), tuple(caveats), largest_traced=second.batch_size)
+        fitted = cls(
+            first,
+            tuple(slope for slope, _ in steps),
+            tuple(caveats),
+            largest_traced=second.batch_size,
+            shape_slopes=_shape_slopes(first, second),
+        )
         return fitted if check is None else fitted.verified(check)
 
     def verified(self, check: TracedStep) -> BatchTrace:
@@ -286,6 +312,19 @@ class BatchTrace:
             )
         return self.traced.with_numbers(numbers, self._answers)
 
+    def origin(self, number: int, batch_size: int) -> Origin | None:
+        """Where an allocation comes from; None if no tensor stands for it.
+
+        Args:
+            number: The number of its `Alloc`.
+            batch_size: At which the shape is to be.
+        """
+        origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
+        if origin is None or slopes is None:
+            return origin
+        more = batch_size - self.batch_size
+        return replace(origin, shape=tuple(round(size + more * slope) for size, slope in zip(origin.shape, slopes, strict=True)))
+
     def _reproduce(self, check: TracedStep) -> None:
         ours, theirs = self.at(check.batch_size).events, check.trace.events
         for position, (one, other) in enumerate(zip(ours, theirs, strict=False)):
@@ -294,6 +333,17 @@ class BatchTrace:
         if len(ours) != len(theirs):
             end = min(len(ours), len(theirs))
             raise _check_fails(check.batch_size, event_text(ours, end), event_text(theirs, end))
+
+
+def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[float, ...]]:
+    """What dimensions grow with each sample; a tensor of another number of dimensions is taken to stay as it is."""
+    num_samples = second.batch_size - first.batch_size
+    found = {}
+    for number, origin in first.origins.items():
+        other = second.origins.get(number)
+        if other is not None and origin.shape != other.shape and len(origin.shape) == len(other.shape):
+            found[number] = tuple((more - size) / num_samples for size, more in zip(origin.shape, other.shape, strict=True))
+    return found
 
 
 def _made(call: KernelCall) -> tuple[int, ...]:

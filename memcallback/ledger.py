@@ -9,7 +9,8 @@ from itertools import accumulate, groupby
 
 import torch
 
-from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall
+from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall, Origin
+from memcallback.code_lines import line_here
 from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import KernelRule
 from memcallback.tensor_parts import dense_parts
@@ -28,9 +29,10 @@ class Entry:
         node: The number of the autograd node that was running; -1 for none.
         is_freed: Whether it was given back.
         is_truth: Whether it stands for True when it is read.
+        origin: The tensor that it was allocated for, and by which line; None if no tensor stands for it.
     """
 
-    __slots__ = ("category", "id", "is_freed", "is_truth", "module", "node", "operator", "phase", "reference", "size_bytes")
+    __slots__ = ("category", "id", "is_freed", "is_truth", "module", "node", "operator", "origin", "phase", "reference", "size_bytes")
 
     def __init__(
         self, id_: int | None, size_bytes: int, category: Category | None, operator: str, module: str, phase: Phase | None
@@ -45,6 +47,7 @@ class Entry:
         self.is_freed = False
         self.is_truth = False
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
+        self.origin: Origin | None = None
 
     @property
     def is_host(self) -> bool:
@@ -82,6 +85,8 @@ class Ledger:
         """Write down the storage of a dense tensor as a new allocation, of its own size unless another is given."""
         storage = tensor.untyped_storage()
         entry = self.take(storage.nbytes() if size_bytes is None else size_bytes, category, operator, is_host=is_host)
+        if not is_host:
+            entry.origin = Origin(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), line_here())
         self._follow(storage, entry)
         return entry
 
@@ -186,6 +191,12 @@ class Ledger:
             return tuple(self._calls)
         starts = list(accumulate((len(row) if isinstance(row, list) else 1 for row in self._rows), initial=0))
         return tuple(replace(call, start=starts[call.start], stop=starts[call.stop]) for call in self._calls)
+
+    @property
+    def origins(self) -> dict[int, Origin]:
+        """The number of each allocation that a tensor stands for -> where it comes from."""
+        entries = (row for row in self._rows if isinstance(row, Entry))
+        return {entry.id: entry.origin for entry in entries if entry.id is not None and entry.origin is not None}
 
     def trace(self) -> AllocationTrace:
         """All that was written down; what no category was found for is temporary.

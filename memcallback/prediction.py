@@ -13,7 +13,7 @@ from memcallback import search
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import SAMPLES, BatchTrace
+from memcallback.batch_trace import SAMPLES, BatchTrace, Origin
 from memcallback.checks import whole_number
 from memcallback.devices import Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
@@ -216,6 +216,16 @@ class Prediction:
         """What stands where allocated memory is first largest in the steady step, the largest first; adds up to the peak."""
         shown = self._shown
         return standing_at(shown.steps[-1].peak_position, self._events, shown.block_bytes)
+
+    def origin_of(self, alloc: Alloc) -> Origin | None:
+        """The tensor that an allocation is for, and by which line of the program; None if no tensor stands for it.
+
+        Of a step at another sequence length than the traced one the shape is that of the traced one.
+
+        Args:
+            alloc: One of the trace's, such as those of `at_peak`.
+        """
+        return self.trace.origin(alloc.id, self.batch_size)
 
     @cached_property
     def peak_phase(self) -> Phase:

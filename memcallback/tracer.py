@@ -134,6 +134,7 @@ def trace(
         caveats=tuple(mode.assumed),
         num_flops=num_flops[-1] - num_flops[-2],
         num_batches=step.accumulate,
+        origins=mode.ledger.origins,
     )
 
 

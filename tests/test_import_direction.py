@@ -16,6 +16,7 @@ ALLOCATOR = ["allocator_settings", "allocator_blocks", "allocator_expandable", "
 CUDNN = ["convolution_layout", "cudnn_library", "cudnn", "convolution_workspace", "convolution_bias"]
 DATA = [
     "checks",
+    "code_lines",
     "search",
     "units",
     "events",

@@ -383,3 +383,28 @@ def test_a_count_whose_length_only_values_tell_is_not_guessed():
 def test_an_optimizer_that_cannot_be_made_is_a_prediction_error():
     with pytest.raises(PredictionError, match="ZeroDivisionError"):
         mc.predict(TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), optimizer=lambda parameters: 1 / 0), device="24GiB")
+
+
+def test_an_allocation_tells_the_tensor_and_the_line_that_made_it():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(32, 4096), torch.nn.Linear(4096, 10)
+
+        def forward(self, x):
+            hidden = self.first(x).exp()
+            widened = torch.cat([hidden, hidden])
+            return self.second(widened)
+
+    step = TrainingStep(
+        Net(), torch.ones(512, 32), loss=lambda model, batch: model(batch).sum(), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
+    )
+    prediction = mc.predict(step, device="NVIDIA A100-SXM4-80GB")
+    for batch_size in (512, 513, 1000):
+        found = {
+            origin.line.text: (origin.shape, origin.dtype)
+            for standing in prediction.at(batch_size).at_peak
+            if standing.alloc.category is mc.Category.ACTIVATION and (origin := prediction.at(batch_size).origin_of(standing.alloc))
+        }
+        assert found["hidden = self.first(x).exp()"] == ((batch_size, 4096), "float32")
+        assert found["widened = torch.cat([hidden, hidden])"] == ((2 * batch_size, 4096), "float32")

@@ -1,0 +1,104 @@
+"""Which line of a person's program something comes from: the innermost one that is not in PyTorch, Lightning, Python itself or here."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType, TracebackType
+
+_LIBRARIES = ("torch", "functorch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "memcallback")
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of a program.
+
+    Attributes:
+        file: The file's path: from the working directory where it lies there, of an installed package from the package on.
+        number: The line's number, from 1.
+        function: The function that it is in, such as `training_step`; `<module>` outside of all.
+        path: The file's path as Python knows it.
+    """
+
+    file: str
+    number: int
+    function: str
+    path: str
+
+    @property
+    def text(self) -> str:
+        """What stands there; empty if the file cannot be read."""
+        return linecache.getline(self.path, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" + ("" if self.function == "<module>" else f" in {self.function}")
+
+
+def line_of(frame: FrameType | None) -> CodeLine | None:
+    """The innermost line of a person's program from a frame outwards; None if there is none."""
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            return _line(frame, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def line_here() -> CodeLine | None:
+    """The line of a person's program that is running; None if there is none."""
+    return line_of(sys._getframe(1))
+
+
+def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
+    """The innermost line of a person's program that an error went through; None if there is none."""
+    own = [(frame, number) for frame, number in frames_of(traceback) if is_own(frame.f_code.co_filename)]
+    return _line(*own[-1]) if own else None
+
+
+def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames that an error went through and where they were, the outermost first."""
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+@cache
+def is_own(path: str) -> bool:
+    """Whether a file is a person's program or a package that is none of PyTorch, Lightning, Python and memcallback."""
+    if path.startswith("<"):
+        # Generated code and what is frozen into Python is nobody's; what a person types, and cells of a notebook, are.
+        return path == "<stdin>" or path.startswith("<ipython-input")
+    full = os.path.abspath(path)
+    if any(full.startswith(folder) for folder in _library_folders()):
+        return False
+    return not full.startswith(_python_folder()) or any(f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES)
+
+
+def _library_folders() -> list[str]:
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
+    return [os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file]
+
+
+@cache
+def _python_folder() -> str:
+    return sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def _line(frame: FrameType, number: int) -> CodeLine:
+    return CodeLine(_short(frame.f_code.co_filename), number, frame.f_code.co_name, frame.f_code.co_filename)
+
+
+@cache
+def _short(path: str) -> str:
+    full = os.path.abspath(path)
+    for name in _PACKAGES:
+        _, found, after = full.partition(f"{os.sep}{name}{os.sep}")
+        if found:
+            return after
+    here = os.getcwd() + os.sep
+    return full[len(here) :] if full.startswith(here) else path
