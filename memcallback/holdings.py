@@ -135,18 +135,21 @@ def _children(obj: object) -> list[object]:
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: one, or those of the tensors that a sparse tensor or a wrapper such as DTensor consists of."""
+    for part in parts_of(tensor):
+        yield part.untyped_storage()
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with one storage each that a tensor consists of: itself, or the parts of a sparse tensor or a wrapper such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from storages_of(getattr(tensor, name))
+            yield from parts_of(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
+        yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-            yield from storages_of(part)
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield from storages_of(part)
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     elif not torch.nn.parameter.is_lazy(tensor):
-        yield tensor.untyped_storage()
+        yield tensor

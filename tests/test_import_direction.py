@@ -91,6 +91,9 @@ TRACER = [
 ]
 MEASURING = [
     "holdings",
+    "saved_tensors",
+    "frame_tensors",
+    "live_tensors",
     "tensor_parts",
     "nvml",
     "device_states",

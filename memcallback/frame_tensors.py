@@ -1,0 +1,155 @@
+"""Tensors that variables of a program hold, with the names of these variables.
+
+Nothing of the user's runs: objects are looked at without asking them, and what is not looked at has no name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+#: How deep containers and objects are searched for tensors, and how many of them below one variable.
+_MOST_DEPTH = 4
+_MOST_OBJECTS = 20_000
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, FunctionType, FrameType)
+_SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
+_OWN = str(Path(__file__).parent)
+
+
+@cache
+def is_library(filename: str) -> bool:
+    """Whether a source file belongs to Python, to an installed package or to this one, and not to the user's program."""
+    paths = sysconfig.get_paths()
+    roots = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(Path(torch.__file__).parents[1]), _OWN}
+    return filename.startswith("<frozen ") or any(filename.startswith(f"{root}/") for root in roots)
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a frame, by name; none where reading them would keep what they hold alive.
+
+    Before Python 3.13 `f_locals` of a function is a dict that the frame keeps, with all that is in it. It is emptied again, unless a
+    debugger is tracing: Python would write the emptied dict back into the function's variables.
+    """
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
+        return dict(frame.f_locals)
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        return {}
+    kept = frame.f_locals
+    found = dict(kept)
+    # The frame's own reference, ours and that of the argument: with more, the program has asked for its locals() itself.
+    if sys.getrefcount(kept) <= 3:
+        kept.clear()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """The variables of one function that runs, or of a file; it holds what they hold.
+
+    Attributes:
+        values: By name.
+        owner: How a variable is called, with `{}` for its name.
+    """
+
+    values: Mapping[str, object]
+    owner: str
+
+
+def scopes(frames: Iterable[FrameType]) -> list[Scope]:
+    """The variables of frames, and the global ones of the user's files that these run in.
+
+    Args:
+        frames: The frames, in the order of precedence; those of this package are left out.
+    """
+    frames = [frame for frame in frames if not frame.f_code.co_filename.startswith(_OWN)]
+    found, files = [], set()
+    for frame in frames:
+        code = frame.f_code
+        if code.co_name == "<module>":
+            files.add(id(frame.f_globals))
+            owner = f"variable '{{}}' in {Path(code.co_filename).name}"
+        else:
+            owner = f"local variable '{{}}' in {code.co_name}() of {Path(code.co_filename).name}"
+        found.append(Scope(values=variables(frame), owner=owner))
+    for frame in frames:
+        filename = frame.f_code.co_filename
+        if id(frame.f_globals) not in files and not is_library(filename):
+            files.add(id(frame.f_globals))
+            found.append(Scope(values=dict(frame.f_globals), owner=f"variable '{{}}' in {Path(filename).name}"))
+    return found
+
+
+def scope_tensors(scope: Scope) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that variables hold, themselves or in containers and objects, with the name of the owner."""
+    return _named(scope.values, scope.owner)
+
+
+def module_attributes(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Tensors in attributes of modules that are neither parameters nor buffers, with the name of the module and of the attribute."""
+    for name, module in modules.items():
+        attributes = {key: value for key, value in _attributes(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        of = f"module {name!r}" if name else "the root module"
+        for owner, tensor in _named(attributes, f"attribute '{{}}' of {of}"):
+            yield name, owner, tensor
+
+
+def _named(values: Mapping[str, object], owner: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in list(values.items()):
+        for path, tensor in _search(name, value):
+            yield owner.format(path), tensor
+
+
+def _search(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in containers and objects, the nearest first, with the name and the attributes that lead there."""
+    pending, seen = deque([(name, value, 0)]), {id(value)}
+    while pending:
+        path, obj, depth = pending.popleft()
+        if issubclass(type(obj), torch.Tensor):
+            yield path, obj  # type: ignore[misc]
+            continue
+        if depth == _MOST_DEPTH or issubclass(type(obj), (*_LEAVES, *_SEARCHED_APART)):
+            continue
+        for attribute, child in _children(obj):
+            if id(child) not in seen and len(seen) < _MOST_OBJECTS:
+                seen.add(id(child))
+                pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
+
+
+def _children(obj: object) -> list[tuple[str, object]]:
+    """What a container holds, with empty names, or an object in its attributes; read past whatever its class makes of that."""
+    held: Any = obj
+    for container in (list, tuple, set, frozenset, deque):
+        if issubclass(type(obj), container):
+            return [("", child) for child in container.__iter__(held)]
+    if issubclass(type(obj), dict):
+        return [("", child) for child in dict.values(held)]
+    return list(_attributes(obj).items())
+
+
+def _attributes(obj: object) -> dict[str, object]:
+    """The instance's own attributes, those in slots too."""
+    found: dict[str, object] = {}
+    try:
+        held = object.__getattribute__(obj, "__dict__")
+        if type(held) is dict:
+            found.update((name, value) for name, value in held.items() if type(name) is str)
+    except Exception:
+        pass
+    for kind in type(obj).__mro__:
+        for name, member in list(vars(kind).items()):
+            if inspect.ismemberdescriptor(member):
+                try:
+                    found[name] = member.__get__(obj)
+                except Exception:
+                    continue
+    return found
