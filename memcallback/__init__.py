@@ -17,6 +17,7 @@ from memcallback.advice import BatchSizeAdvice
 from memcallback.events import Category, Phase
 from memcallback.fitted import FittedBatchSize
 from memcallback.layer_table import Layer, LayerTable
+from memcallback.oom_report import OutOfMemoryReport
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
@@ -50,6 +51,7 @@ __all__ = [
     "MemoryRecorder",
     "MemoryStats",
     "MemoryWarning",
+    "OutOfMemoryReport",
     "Phase",
     "PhaseMemory",
     "Plan",

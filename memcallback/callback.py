@@ -23,14 +23,17 @@ from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
-from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, warn_of_batch, warn_of_devices
+from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of, warn_of_batch, warn_of_devices
 from memcallback.meters import device_memory
+from memcallback.oom import is_out_of_memory
+from memcallback.oom_report import OutOfMemoryReport
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
 from memcallback.plan import Plan
 from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
+from memcallback.rescue import AllocatorHistory, tell
 from memcallback.savings_checkpoint import CheckpointOption
 from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
@@ -56,6 +59,8 @@ else:
 
 _P = ParamSpec("_P")
 
+#: What Lightning calls a stage, in words.
+_STAGES = {"validate": "validation", "sanity_check": "validation before training", "test": "test", "predict": "prediction"}
 #: Attributes of the recorder that a checkpoint carries on.
 _LIFETIME_PEAKS = ("lifetime_peak_allocated_bytes", "lifetime_peak_reserved_bytes", "lifetime_peak_resident_bytes")
 
@@ -112,6 +117,8 @@ class MemoryCallback(Callback):
         amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; a skipped step is told of and counted (see
             `memcallback.amp`).
         checkpoint: True, or which modules are computed again in the backward pass (see `memcallback.checkpoint`).
+        oom_snapshot: Whether the CUDA allocator records its last 20,000 events with the lines that made them, to be written for PyTorch's
+            memory_viz if memory runs out. That costs time at each allocation.
 
     The three savings hold for a fit; afterwards Trainer and module are as they were before.
 
@@ -121,6 +128,7 @@ class MemoryCallback(Callback):
         report: The last report; None before.
         fitted: The batch size that was found for the current or last fit; None if none was.
         plan: What savings would buy, if that was asked for.
+        out_of_memory: Of the out-of-memory error that ended the current or last fit; None if none did.
 
     Raises:
         ValueError: If the device is none, or one without a known size; if the headroom, the batch size or a saving is out of range; when a
@@ -145,6 +153,7 @@ class MemoryCallback(Callback):
         accumulate: int | Mapping[int, int] | None = None,
         amp: str | None = None,
         checkpoint: CheckpointOption | None = None,
+        oom_snapshot: bool = False,
     ) -> None:
         check_headroom(headroom)
         if batch_size is not None and fit_batch_size:
@@ -159,6 +168,8 @@ class MemoryCallback(Callback):
         self._tries_savings = what_if
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
+        self._records_history = oom_snapshot
+        self._history: AllocatorHistory | None = None
         self.fitted: FittedBatchSize | None = None
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
         self.recorder: MemoryRecorder | None = None
@@ -174,6 +185,7 @@ class MemoryCallback(Callback):
         self._without_savings: Prediction | None = None
         self.report = None
         self.plan = None
+        self.out_of_memory: OutOfMemoryReport | None = None
         self._sinks: Sinks | None = None
         self._hooks: list[Any] = []
         self._is_broken = False
@@ -225,6 +237,8 @@ class MemoryCallback(Callback):
             own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
             self._sinks = Sinks(trainer.loggers, own)
         warn_of_devices(pl_module, device)
+        if self._records_history and device.type == "cuda":
+            self._history = AllocatorHistory(device)
 
     @_never_stops_training
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -305,6 +319,8 @@ class MemoryCallback(Callback):
 
     @_never_stops_training
     def _on_failure(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if is_out_of_memory(exception, is_memory_short=True):
+            self._explain(trainer, pl_module, exception)
         if self.recorder is None or not self._is_running:
             return
         record = self.recorder.end_step(is_interrupted=True)
@@ -437,6 +453,26 @@ class MemoryCallback(Callback):
         if advice is not None:
             self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
 
+    def _explain(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
+        """Say where memory ran out, also outside of a fit: in validation before it, in tests."""
+        recorder = self.recorder if self.recorder and self._is_running else MemoryRecorder(pl_module, device=trainer.strategy.root_device)
+        batch = recorder.open_batch
+        report = recorder.explain(error, self.prediction, where=_STAGES.get(str(trainer.state.stage), ""))
+        if report is None:
+            return
+        is_in_step = report.place.step is not None
+        folder = self._sinks.log_dir if self._sinks and self._sinks.log_dir else Path(trainer.default_root_dir) / "memcallback"
+        self.out_of_memory = tell(
+            report,
+            say=lambda text: _print(pl_module, text),
+            folder=None if trainer.fast_dev_run else folder,
+            rank=trainer.global_rank if trainer.world_size > 1 else None,
+            sinks=self._sinks,
+            prediction=self.prediction if is_in_step else None,
+            make_step=lambda: step_of(trainer, pl_module, batch, self._batch_size),
+            history=self._history,
+        )
+
     def _finish(self, trainer: Any, pl_module: Any) -> None:
         if self.recorder is None:
             return
@@ -455,6 +491,9 @@ class MemoryCallback(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._history is not None:
+            self._history.close()
+            self._history = None
         if self.recorder is not None:
             self.recorder.close()
         if self._sinks is not None:

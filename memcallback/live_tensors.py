@@ -33,6 +33,7 @@ class LiveTensor:
             empty if that is not known.
         module: The fully qualified name of the module that has it, or whose operator saved it; the root is "", None is unknown.
         address: Where it begins. No two that are alive at one time have the same.
+        order: Its place in the order in which autograd saved those that stand; None if it did not save it.
     """
 
     size_bytes: int
@@ -42,6 +43,7 @@ class LiveTensor:
     owner: str
     module: str | None
     address: int
+    order: int | None = None
 
 
 def live_tensors(
@@ -89,7 +91,10 @@ def live_tensors(
         for scope in around:
             search.add("variables", ((tensor, owner, None, None) for owner, tensor in scope_tensors(scope)))
         search.add("other gradients", _other_gradients(others, search.owner_of))
-        search.add("saved", _saved(others, named))
+        saved = list(_saved(others, named))
+        # Of several nodes that saved one, that of a known module comes first.
+        search.add("saved", sorted(saved, key=lambda owned: owned[3] is None))
+        search.number(tensor for tensor, *_ in saved)
         search.add("others", map(_unowned, others))
     return search.found
 
@@ -154,6 +159,15 @@ class _Search:
         dtype = str(part.dtype).removeprefix("torch.")
         live = LiveTensor(size_bytes=size, shape=_shape(part), dtype=dtype, category=category, owner=owner, module=module, address=address)
         self._found[storage._cdata] = _Found(live, source, covered)
+
+    def number(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Give storages their place in the order of tensors, of which several can have one."""
+        for order, tensor in enumerate(tensors):
+            with suppress(Exception):
+                for part in parts_of(tensor) if tensor is not None else ():
+                    known = self._found.get(part.untyped_storage()._cdata)
+                    if known is not None and known.live.order is None:
+                        known.live = replace(known.live, order=order)
 
     def owner_of(self, tensor: torch.Tensor) -> str:
         """Who owns the storage of a tensor, as far as it is known; empty if it is not."""
@@ -256,15 +270,13 @@ def _grad_fn(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _saved(tensors: Iterable[torch.Tensor], named: Mapping[int, _Parameter]) -> list[_Owned]:
-    """What is saved for backward in the graph behind tensors; of several nodes that saved one, that of a known module comes first."""
+def _saved(tensors: Iterable[torch.Tensor], named: Mapping[int, _Parameter]) -> Iterator[_Owned]:
+    """What is saved for backward in the graph behind tensors, in the order in which it was saved."""
     modules = {key: one.module for key, one in named.items() if not one.is_tied}
-    found: list[_Owned] = []
     for saved in saved_tensors(graph_nodes(filter(None, map(_grad_fn, tensors))), modules):
         owner = f"attribute '{saved.attribute}' of {saved.node}" if saved.attribute else f"saved for {saved.node}"
         of = f" of {saved.module}" if saved.module else ""
-        found.append((saved.tensor, owner + of, Category.ACTIVATION, saved.module))
-    return sorted(found, key=lambda owned: owned[3] is None)
+        yield saved.tensor, owner + of, Category.ACTIVATION, saved.module
 
 
 def _unowned(tensor: torch.Tensor) -> _Owned:

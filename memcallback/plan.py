@@ -35,6 +35,7 @@ class PlanRow:
         changes: What it changes in the numbers that come out.
         line: What to write in a program to have it.
         problem: Why it could not be predicted, or does not work with this model; empty if it does.
+        fits: Whether it was predicted to fit the device; None if it could not be predicted.
     """
 
     saving: str
@@ -47,6 +48,7 @@ class PlanRow:
     changes: str = ""
     line: str = ""
     problem: str = ""
+    fits: bool | None = None
 
     @property
     def peak_bytes(self) -> int | None:

@@ -15,7 +15,7 @@ from memcallback.devices import Device
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.steps import PredictionError, TrainingStep
-from memcallback.tracing import predict
+from memcallback.tracing import predict, predict_once
 from memcallback.variants import Saving, left_out, savings_for, together
 
 #: Kinds of which the best are tried together.
@@ -63,6 +63,26 @@ def what_if(
     return trial.plan((*plan.tried, *trial.several(best)))
 
 
+def rescues(step: TrainingStep, base: Prediction, *, progress: Callable[[int, int], None] | None = None) -> Iterator[PlanRow]:
+    """Predict what the savings under which the same model is trained would do to a step that does not fit, at its own batch size alone.
+
+    Each is one trace; `what_if` knows more of each, and asks for more traces.
+
+    Args:
+        step: The step as it is.
+        base: Its prediction at the batch size that does not fit, on the device with the memory that there is.
+        progress: Called before each, with the number of those that are done and of all.
+
+    Yields:
+        A row for each, without the largest batch size.
+    """
+    savings = [one for one in savings_for(step, base.batch_size, base.trace.at(base.batch_size).events) if one.is_same_training]
+    for number, saving in enumerate(savings):
+        if progress is not None:
+            progress(number, len(savings))
+        yield _Trial(step, base, 0.0, None).row(saving, predict=predict_once)
+
+
 class _Trial:
     """Predicts a step with savings, as many samples between two updates as without."""
 
@@ -84,7 +104,7 @@ class _Trial:
             caveats=(*self._base.caveats, *left_out(self._step)),
         )
 
-    def row(self, saving: Saving) -> PlanRow:
+    def row(self, saving: Saving, predict: Callable[..., Prediction] = predict) -> PlanRow:
         """The step with a saving."""
         batch_size = self._base.batch_size // saving.num_parts
         row = PlanRow(saving=saving.name, kind=saving.kind, batch_size=batch_size, changes=saving.changes, line=saving.line)
@@ -119,6 +139,7 @@ class _Trial:
             row,
             peak_allocated_bytes=prediction.peak_allocated_bytes,
             peak_reserved_bytes=prediction.peak_reserved_bytes,
+            fits=prediction.fits,
             largest_batch_size=advice.largest if advice else None,
             extra_compute_pct=self._extra_compute_pct(prediction),
         )

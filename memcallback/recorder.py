@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,12 +18,19 @@ from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.oom import is_out_of_memory
+from memcallback.oom_explained import explain
+from memcallback.oom_moments import forget, last_moment, listen
+from memcallback.oom_report import OutOfMemoryReport
 from memcallback.phase_windows import PhaseWindows, phase_of
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import INFERRED, infer_batch_size
+from memcallback.warn import warn
 
+#: In a sentence.
+_WORDS = {Phase.FORWARD: "forward pass", Phase.BACKWARD: "backward pass", Phase.OPTIMIZER_STEP: "optimizer step"}
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
 
@@ -37,6 +45,7 @@ class _OpenStep:
     num_updates_before: int
     phases: PhaseWindows
     stats: tuple[MemoryStats, ...] | None = None
+    failed_in: Phase | None = None
 
 
 class MemoryRecorder:
@@ -65,6 +74,7 @@ class MemoryRecorder:
             one included; what `torch.cuda.max_memory_allocated()` would say without the resets. None before the first step.
         lifetime_peak_reserved_bytes: The same for reserved memory.
         lifetime_peak_resident_bytes: The same for the resident size of the process (CPU).
+        out_of_memory: Of the last out-of-memory error in a step; None if there was none.
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
@@ -104,6 +114,7 @@ class MemoryRecorder:
             if chosen.type == "cpu"
             else AllocatorMeter(chosen, reset_peaks=reset_peaks)
         )
+        listen()
         self.steps: deque[StepMemory] = deque(maxlen=100)
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
@@ -111,6 +122,7 @@ class MemoryRecorder:
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
         self.lifetime_peak_resident_bytes: int | None = None
+        self.out_of_memory: OutOfMemoryReport | None = None
         self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
         self._num_steps = 0
         self._num_updates = 0
@@ -137,7 +149,7 @@ class MemoryRecorder:
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
-        """One training step: one batch, with its phases inside.
+        """One training step: one batch, with its phases inside. If memory runs out in it, a report is printed to stderr.
 
         Args:
             batch: The batch, to count its storages as input and its samples.
@@ -149,7 +161,9 @@ class MemoryRecorder:
         self.begin_step(batch, batch_size=batch_size)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if (report := self.explain(error)) is not None:
+                print(report.to_text(), file=sys.stderr)
             self.end_step(is_interrupted=True)
             raise
         self.end_step()
@@ -169,6 +183,10 @@ class MemoryRecorder:
         self.open_phase(phase)
         try:
             yield
+        except BaseException:
+            if self._open is not None:
+                self._open.failed_in = phase
+            raise
         finally:
             self.close_phase()
 
@@ -178,6 +196,11 @@ class MemoryRecorder:
     def current_phase(self) -> Phase | None:
         """The phase that is open and did begin; None between phases, and in one that is provisional."""
         return self._open.phases.current_phase if self._open else None
+
+    @property
+    def open_batch(self) -> object:
+        """The batch of the step that is open; None if none is."""
+        return self._open.batch if self._open else None
 
     def begin_step(self, batch: object = None, *, batch_size: int | None = None, sample: bool = False) -> None:
         """Begin a step.
@@ -198,6 +221,7 @@ class MemoryRecorder:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
+        forget()
         if self._is_skipping:
             self._num_steps += 1
             return
@@ -277,6 +301,43 @@ class MemoryRecorder:
         )
         self._keep(record)
         return record
+
+    def explain(
+        self, error: BaseException, prediction: StepPrediction | None = None, *, where: str = "", batch: object = None
+    ) -> OutOfMemoryReport | None:
+        """Say what stood when memory ran out, while the frames of the error still hold it; for who catches errors of a loop.
+
+        Args:
+            error: The error.
+            prediction: What was predicted of the step, at any batch size.
+            where: What was going on outside of steps, such as `validation`.
+            batch: The batch there, if it is no step's.
+
+        Returns:
+            The report, which is also kept in `out_of_memory`; None if the error is another one, or, with a warning, if nothing can be said.
+        """
+        if not is_out_of_memory(error, is_memory_short=last_moment() is not None):
+            return None
+        step = self._open
+        phase = (step.failed_in or step.phases.current_phase) if step else None
+        batch = step.batch if step else batch
+        try:
+            self.out_of_memory = explain(
+                error,
+                modules=self._modules,
+                optimizers=self._optimizers,
+                batch=batch,
+                batch_size=step.batch_size if step else infer_batch_size(batch).batch_size,
+                device=self.meter.device,
+                device_name=self.meter.device_name,
+                phase=_WORDS[phase] if phase else where,
+                step=self._num_steps + 1 if step else None,
+                prediction=prediction,
+            )
+        except Exception as other:  # of whatever state a device that is full leaves things in, the error itself goes on
+            warn(f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is.")
+            return None
+        return self.out_of_memory
 
     def report(
         self,

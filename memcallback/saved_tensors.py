@@ -101,18 +101,24 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _module_of(node: Any, modules: Mapping[int, str | None]) -> str | None:
-    """The module of the first parameter that reaches the node's operator, directly or transposed or cast."""
+    """The module of the first parameter that the node's operator takes and that has one."""
+    return next((modules[number] for number in parameters_of(node) if modules.get(number) is not None), None)
+
+
+def parameters_of(node: Any) -> Iterator[int]:
+    """The ids of the parameters that reach a node's operator, directly or transposed or cast."""
+    own = getattr(node, "variable", None)
+    if own is not None:
+        yield id(own)
     for following, _ in node.next_functions:
         for _ in range(_MOST_BETWEEN):
             if following is None:
                 break
             variable = getattr(following, "variable", None)
             if variable is not None:
-                if modules.get(id(variable)) is not None:
-                    return modules[id(variable)]
+                yield id(variable)
                 break
             kind: type = type(following)
             if len(following.next_functions) != 1 or _saving_attributes(kind):
                 break
             following = following.next_functions[0][0]
-    return None

@@ -35,6 +35,7 @@ STEP_IMAGE_TAG = "memory/step_by_category"
 CURVE_IMAGE_TAG = "memory/batch_size_curve"
 WHAT_IF_TAG = "memory/what_if"
 WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
+OUT_OF_MEMORY_TAG = "memory/out_of_memory"
 #: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
 LAYOUT_RUN = "memory_layout"
 

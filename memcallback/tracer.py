@@ -168,7 +168,8 @@ class _Tracer:
         self._last_phase: Phase | None = None
         self._failed_in: str | None = None
         self._places: list[list[Event]] = []
-        self._error_before = sys.exc_info()[1]
+        # By its id: a tracer shall not keep an error alive, and with it what its frames hold.
+        self._error_before = id(sys.exc_info()[1])
         # Where in the sequence of autograd nodes the running module changed, and to which.
         self._changed_at: list[int] = [0]
         self._changed_to: list[str] = [""]
@@ -293,7 +294,7 @@ class _Tracer:
 
     def _leave(self) -> None:
         left = self._stack.pop()
-        if sys.exc_info()[1] is not self._error_before:  # the module failed
+        if id(sys.exc_info()[1]) != self._error_before:  # the module failed
             self._failed_in = self._failed_in or left
         self._change()
 

@@ -97,6 +97,22 @@ def predict(
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
 
 
+def predict_once(step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings) -> Prediction:
+    """Predict a step at one batch size alone, which takes one trace.
+
+    Args:
+        step: The step.
+        device: The device.
+        batch_size: Samples in the batch.
+        settings: Those of a card's allocator.
+
+    Raises:
+        PredictionError: If the step cannot be traced.
+    """
+    traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)
+    return Prediction.of(BatchTrace.single(traced), device, batch_size=batch_size, settings=settings)
+
+
 def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
     """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more than 2 s have passed.
 

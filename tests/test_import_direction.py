@@ -48,6 +48,8 @@ PLAIN = [
     "segments",
     "plan",
     "report",
+    "whole_files",
+    "oom_report",
     "fitted",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
@@ -99,9 +101,12 @@ MEASURING = [
     "device_states",
     "cpu_meter",
     "meters",
+    "oom",
+    "oom_moments",
     "lightning_step",
     "step_checks",
     "steps",
+    "oom_explained",
     "recorder",
     "function_copies",
     "fakes",
@@ -110,10 +115,22 @@ MEASURING = [
     "optimizer_state",
 ]
 SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "planning"]
-RUNNING = ["oom", "run_state", "loaders", "gauge", "fit_settings"]
+RUNNING = ["run_state", "loaders", "gauge", "fit_settings"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS, *RUNNING]
 FITTING = ["trial", "fit_callbacks", "fit_search", "fit"]
-ADAPTERS = ["figures", "tensorboard", "sinks", "savings_lightning", "forecast", *FITTING, "callback", "targets", "cli", "__main__"]
+ADAPTERS = [
+    "figures",
+    "tensorboard",
+    "sinks",
+    "savings_lightning",
+    "forecast",
+    "rescue",
+    *FITTING,
+    "callback",
+    "targets",
+    "cli",
+    "__main__",
+]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 
