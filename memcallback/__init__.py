@@ -20,6 +20,7 @@ from memcallback.layer_table import Layer, LayerTable
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.tensor_changes import TensorChange
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import format_bytes, parse_bytes
 from memcallback.warn import MemoryWarning
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
     from memcallback.suggestion import suggest_batch_size
+    from memcallback.tensor_diff import TensorDiff
     from memcallback.tracing import predict
 
 __version__ = "0.1.0"
@@ -57,6 +59,8 @@ __all__ = [
     "Prediction",
     "PredictionError",
     "StepMemory",
+    "TensorChange",
+    "TensorDiff",
     "TextbookPrediction",
     "TrainingStep",
     "accumulate",
@@ -77,6 +81,7 @@ _ON_FIRST_USE = {
     "MemoryCallback": "callback",
     "MemoryRecorder": "recorder",
     "PredictionError": "steps",
+    "TensorDiff": "tensor_diff",
     "TrainingStep": "steps",
     "accumulate": "savings",
     "amp": "savings",

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,18 @@ def is_library(filename: str) -> bool:
     paths = sysconfig.get_paths()
     roots = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(Path(torch.__file__).parents[1]), _OWN}
     return filename.startswith("<frozen ") or any(filename.startswith(f"{root}/") for root in roots)
+
+
+def is_own(filename: str) -> bool:
+    """Whether a source file is one of this package."""
+    return filename.startswith(_OWN)
+
+
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, from the inside out."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
@@ -71,7 +84,7 @@ def scopes(frames: Iterable[FrameType]) -> list[Scope]:
     Args:
         frames: The frames, in the order of precedence; those of this package are left out.
     """
-    frames = [frame for frame in frames if not frame.f_code.co_filename.startswith(_OWN)]
+    frames = [frame for frame in frames if not is_own(frame.f_code.co_filename)]
     found, files = [], set()
     for frame in frames:
         code = frame.f_code
@@ -139,17 +152,18 @@ def _children(obj: object) -> list[tuple[str, object]]:
 def _attributes(obj: object) -> dict[str, object]:
     """The instance's own attributes, those in slots too."""
     found: dict[str, object] = {}
-    try:
+    with suppress(Exception):
         held = object.__getattribute__(obj, "__dict__")
         if type(held) is dict:
             found.update((name, value) for name, value in held.items() if type(name) is str)
-    except Exception:
-        pass
-    for kind in type(obj).__mro__:
-        for name, member in list(vars(kind).items()):
-            if inspect.ismemberdescriptor(member):
-                try:
-                    found[name] = member.__get__(obj)
-                except Exception:
-                    continue
+    kind: type = type(obj)
+    for name, member in _slots(kind):
+        with suppress(AttributeError):  # an empty one
+            found[name] = member.__get__(obj)
     return found
+
+
+@cache
+def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
+    members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+    return tuple((name, member) for name, member in members.items() if inspect.ismemberdescriptor(member))

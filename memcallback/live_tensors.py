@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -70,6 +71,18 @@ def live_tensors(
     Returns:
         The storages, the largest first.
     """
+    return tuple(live for live, _ in live_storages(modules, optimizers, batch, device, frames=frames))
+
+
+def live_storages(
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    batch: object,
+    device: torch.device,
+    *,
+    frames: Iterable[FrameType] = (),
+) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
+    """As `live_tensors`, each with the storage, which this keeps no longer alive than it is."""
     given, around = list(modules), scopes(frames)
     others = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
@@ -115,6 +128,7 @@ class _Found:
     live: LiveTensor
     source: str
     covered_bytes: int
+    reference: weakref.ref[torch.UntypedStorage]
 
 
 class _Search:
@@ -126,9 +140,10 @@ class _Search:
         self._found: dict[int, _Found] = {}
 
     @property
-    def found(self) -> tuple[LiveTensor, ...]:
+    def found(self) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
         """The storages, the largest first."""
-        return tuple(sorted((found.live for found in self._found.values()), key=lambda live: (-live.size_bytes, live.address)))
+        found = sorted(self._found.values(), key=lambda one: (-one.live.size_bytes, one.live.address))
+        return [(one.live, one.reference) for one in found]
 
     def add(self, source: str, owned: Iterable[_Owned]) -> None:
         """Take the storages of tensors that no earlier source had; of an earlier one only learn that autograd saved it."""
@@ -153,7 +168,7 @@ class _Search:
             return
         dtype = str(part.dtype).removeprefix("torch.")
         live = LiveTensor(size_bytes=size, shape=_shape(part), dtype=dtype, category=category, owner=owner, module=module, address=address)
-        self._found[storage._cdata] = _Found(live, source, covered)
+        self._found[storage._cdata] = _Found(live, source, covered, weakref.ref(storage))
 
     def owner_of(self, tensor: torch.Tensor) -> str:
         """Who owns the storage of a tensor, as far as it is known; empty if it is not."""

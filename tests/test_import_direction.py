@@ -48,6 +48,7 @@ PLAIN = [
     "plan",
     "report",
     "fitted",
+    "tensor_changes",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
 KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
@@ -98,6 +99,8 @@ MEASURING = [
     "device_states",
     "cpu_meter",
     "meters",
+    "tensor_ledger",
+    "tensor_diff",
     "lightning_step",
     "step_checks",
     "steps",

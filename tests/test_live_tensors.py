@@ -9,10 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from memcallback.events import Category
 from memcallback.live_tensors import live_tensors
+from memcallback.saved_tensors import READS_SAVED
 
 CPU = torch.device("cpu")
-#: In PyTorch 2.11 and later, what was saved for backward can be read without unpacking it.
-READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
 needs_saved = pytest.mark.skipif(not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors")
 
 
