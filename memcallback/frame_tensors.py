@@ -29,10 +29,11 @@ _OWN = str(Path(__file__).parent)
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether a source file belongs to Python, to an installed package or to this one, and not to the user's program."""
+    """Whether a source file belongs to Python, to an installed package or to this one, or was generated, and is not the user's program."""
     paths = sysconfig.get_paths()
     roots = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(Path(torch.__file__).parents[1]), _OWN}
-    return filename.startswith("<frozen ") or any(filename.startswith(f"{root}/") for root in roots)
+    is_generated = filename.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in filename
+    return is_generated or any(filename.startswith(f"{root}/") for root in roots)
 
 
 def is_own(filename: str) -> bool:
@@ -107,9 +108,9 @@ def scope_tensors(scope: Scope) -> Iterator[tuple[str, torch.Tensor]]:
     return _named(scope.values, scope.owner)
 
 
-def module_attributes(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Tensors in attributes of modules that are neither parameters nor buffers, with the name of the module and of the attribute."""
-    for name, module in modules.items():
+def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Tensors in attributes of a model's modules that are neither parameters nor buffers, with the names of module and owner."""
+    for name, module in model.named_modules():
         attributes = {key: value for key, value in _attributes(module).items() if key not in ("_parameters", "_buffers", "_modules")}
         of = f"module {name!r}" if name else "the root module"
         for owner, tensor in _named(attributes, f"attribute '{{}}' of {of}"):

@@ -50,7 +50,7 @@ class TensorDiff:
         device: The device; by default the model's, else the current accelerator, else the CPU.
         ledger: Also follow every operator inside `with` blocks, through a dispatch mode: then each storage has the operator and the line
             that made it, and storages are seen that only C++ holds. It costs time there, and under a dispatch mode PyTorch writes less in
-            place, takes other formulas for a few derivatives (the last bits of results can differ) and runs compiled code uncompiled.
+            place and takes other formulas for a few derivatives, with which the last bits of results can differ.
 
     Attributes:
         changes: What came and went from each mark to the next one; of the first mark, what was there.
@@ -145,7 +145,7 @@ class TensorDiff:
     def _look(self, frames: list[FrameType]) -> dict[int, _Known]:
         """All storages that are there: those that are found, those that the ledger saw being made, and those that were found before."""
         made = self._ledger.made if self._ledger else {}
-        known = {key: one for key, one in self._known.items() if one.reference() is not None}
+        known = {key: now for key, one in self._known.items() if (now := _now(one)) is not None}
         for key, one in made.items():
             if key not in known or known[key].reference() is not one.reference():
                 known[key] = _Known(reference=one.reference, live=_live(one), made=one)
@@ -242,6 +242,14 @@ def _meter(device: torch.device) -> AllocatorMeter | None:
 
 def _line_of(frame: FrameType) -> SourceLine:
     return SourceLine(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name)
+
+
+def _now(known: _Known) -> _Known | None:
+    """What was known of a storage with the size that it has now; None if it is gone."""
+    storage = known.reference()
+    if storage is None or not storage.nbytes():
+        return None
+    return replace(known, live=replace(known.live, size_bytes=storage.nbytes(), address=storage.data_ptr()))
 
 
 def _live(made: Made) -> LiveTensor:

@@ -46,8 +46,8 @@ class Made:
 class TensorLedger(TorchDispatchMode):
     """Sees every operator of this thread and of the backward passes that it starts.
 
-    Under a dispatch mode PyTorch writes less in place and takes other formulas for a few derivatives, and compiled code runs uncompiled:
-    memory between two points, and the last bits of results, can differ from those without.
+    Under a dispatch mode PyTorch writes less in place and takes other formulas for a few derivatives: memory between two points, and the
+    last bits of results, can differ from those without.
 
     Args:
         device: Storages elsewhere are left out.
@@ -64,6 +64,11 @@ class TensorLedger(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._made: dict[int, Made] = {}
         self._modules = _Modules()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """PyTorch asks whether compiled code shall run as it would without this mode, which then sees what is left of its operators."""
+        return True
 
     @property
     def made(self) -> Mapping[int, Made]:

@@ -225,6 +225,22 @@ def test_a_storage_of_another_size_came_and_went():
     assert (the(change.vanished, "local").size_bytes, the(change.appeared, "local").size_bytes) == (1234 * 4, 9000)
 
 
+def test_compiled_code_runs_as_compiled():
+    compiled = torch.compile(lambda values: torch.compiler.is_compiling(), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3))
+    with mc.TensorDiff(ledger=True):
+        assert compiled(torch.ones(4))
+
+
+def test_operators_of_higher_order_go_through_the_ledger():
+    values = torch.ones(1234)
+    with mc.TensorDiff(ledger=True) as diff:
+        result = torch.cond(torch.tensor(True), torch.exp, torch.sin, (values,))
+        at = line() - 1
+    assert the(diff.changes[-1].appeared, "local variable 'result'").made_at.line == at
+    assert torch.equal(result, values.exp())
+
+
 def test_losses_that_are_kept_are_found():
     model, losses = nn.Linear(10, 1), []
     diff = mc.TensorDiff(model)
