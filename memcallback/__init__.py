@@ -21,6 +21,7 @@ from memcallback.oom_report import OutOfMemoryReport
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.tensor_changes import TensorChange
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.units import format_bytes, parse_bytes
 from memcallback.warn import MemoryWarning
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from memcallback.shape_pass import layers
     from memcallback.steps import PredictionError, TrainingStep
     from memcallback.suggestion import suggest_batch_size
+    from memcallback.tensor_diff import TensorDiff
     from memcallback.tracing import predict
 
 __version__ = "0.1.0"
@@ -59,6 +61,8 @@ __all__ = [
     "Prediction",
     "PredictionError",
     "StepMemory",
+    "TensorChange",
+    "TensorDiff",
     "TextbookPrediction",
     "TrainingStep",
     "accumulate",
@@ -79,6 +83,7 @@ _ON_FIRST_USE = {
     "MemoryCallback": "callback",
     "MemoryRecorder": "recorder",
     "PredictionError": "steps",
+    "TensorDiff": "tensor_diff",
     "TrainingStep": "steps",
     "accumulate": "savings",
     "amp": "savings",

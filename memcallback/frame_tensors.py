@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,10 +29,23 @@ _OWN = str(Path(__file__).parent)
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether a source file belongs to Python, to an installed package or to this one, and not to the user's program."""
+    """Whether a source file belongs to Python, to an installed package or to this one, or was generated, and is not the user's program."""
     paths = sysconfig.get_paths()
     roots = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(Path(torch.__file__).parents[1]), _OWN}
-    return filename.startswith("<frozen ") or any(filename.startswith(f"{root}/") for root in roots)
+    is_generated = filename.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in filename
+    return is_generated or any(filename.startswith(f"{root}/") for root in roots)
+
+
+def is_own(filename: str) -> bool:
+    """Whether a source file is one of this package."""
+    return filename.startswith(_OWN)
+
+
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, from the inside out."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
@@ -71,7 +85,7 @@ def scopes(frames: Iterable[FrameType]) -> list[Scope]:
     Args:
         frames: The frames, in the order of precedence; those of this package are left out.
     """
-    frames = [frame for frame in frames if not frame.f_code.co_filename.startswith(_OWN)]
+    frames = [frame for frame in frames if not is_own(frame.f_code.co_filename)]
     found, files = [], set()
     for frame in frames:
         code = frame.f_code
@@ -94,9 +108,9 @@ def scope_tensors(scope: Scope) -> Iterator[tuple[str, torch.Tensor]]:
     return _named(scope.values, scope.owner)
 
 
-def module_attributes(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Tensors in attributes of modules that are neither parameters nor buffers, with the name of the module and of the attribute."""
-    for name, module in modules.items():
+def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Tensors in attributes of a model's modules that are neither parameters nor buffers, with the names of module and owner."""
+    for name, module in model.named_modules():
         attributes = {key: value for key, value in _attributes(module).items() if key not in ("_parameters", "_buffers", "_modules")}
         of = f"module {name!r}" if name else "the root module"
         for owner, tensor in _named(attributes, f"attribute '{{}}' of {of}"):
@@ -139,17 +153,18 @@ def _children(obj: object) -> list[tuple[str, object]]:
 def _attributes(obj: object) -> dict[str, object]:
     """The instance's own attributes, those in slots too."""
     found: dict[str, object] = {}
-    try:
+    with suppress(Exception):
         held = object.__getattribute__(obj, "__dict__")
         if type(held) is dict:
             found.update((name, value) for name, value in held.items() if type(name) is str)
-    except Exception:
-        pass
-    for kind in type(obj).__mro__:
-        for name, member in list(vars(kind).items()):
-            if inspect.ismemberdescriptor(member):
-                try:
-                    found[name] = member.__get__(obj)
-                except Exception:
-                    continue
+    kind: type = type(obj)
+    for name, member in _slots(kind):
+        with suppress(AttributeError):  # an empty one
+            found[name] = member.__get__(obj)
     return found
+
+
+@cache
+def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
+    members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+    return tuple((name, member) for name, member in members.items() if inspect.ismemberdescriptor(member))

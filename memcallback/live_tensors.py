@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -72,6 +73,18 @@ def live_tensors(
     Returns:
         The storages, the largest first.
     """
+    return tuple(live for live, _ in live_storages(modules, optimizers, batch, device, frames=frames))
+
+
+def live_storages(
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    batch: object,
+    device: torch.device,
+    *,
+    frames: Iterable[FrameType] = (),
+) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
+    """As `live_tensors`, each with the storage, which this keeps no longer alive than it is."""
     given, around = list(modules), scopes(frames)
     others = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
@@ -86,8 +99,7 @@ def live_tensors(
             search.add("optimizer", _held_by(optimizer, named))
         search.add("batch", ((tensor, "input", Category.INPUT, None) for tensor in tensors_in(batch)))
         for _, model in models:
-            attributes = module_attributes(dict(model.named_modules()))
-            search.add("attributes", ((tensor, owner, None, name) for name, owner, tensor in attributes))
+            search.add("attributes", ((tensor, owner, None, name) for name, owner, tensor in module_attributes(model)))
         for scope in around:
             search.add("variables", ((tensor, owner, None, None) for owner, tensor in scope_tensors(scope)))
         search.add("other gradients", _other_gradients(others, search.owner_of))
@@ -120,6 +132,7 @@ class _Found:
     live: LiveTensor
     source: str
     covered_bytes: int
+    reference: weakref.ref[torch.UntypedStorage]
 
 
 class _Search:
@@ -131,9 +144,10 @@ class _Search:
         self._found: dict[int, _Found] = {}
 
     @property
-    def found(self) -> tuple[LiveTensor, ...]:
+    def found(self) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
         """The storages, the largest first."""
-        return tuple(sorted((found.live for found in self._found.values()), key=lambda live: (-live.size_bytes, live.address)))
+        found = sorted(self._found.values(), key=lambda one: (-one.live.size_bytes, one.live.address))
+        return [(one.live, one.reference) for one in found]
 
     def add(self, source: str, owned: Iterable[_Owned]) -> None:
         """Take the storages of tensors that no earlier source had; of an earlier one only learn that autograd saved it."""
@@ -158,7 +172,7 @@ class _Search:
             return
         dtype = str(part.dtype).removeprefix("torch.")
         live = LiveTensor(size_bytes=size, shape=_shape(part), dtype=dtype, category=category, owner=owner, module=module, address=address)
-        self._found[storage._cdata] = _Found(live, source, covered)
+        self._found[storage._cdata] = _Found(live, source, covered, weakref.ref(storage))
 
     def number(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Give storages their place in the order of tensors, of which several can have one."""
@@ -187,19 +201,28 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _models(modules: Sequence[torch.nn.Module], around: Sequence[Scope]) -> list[tuple[str, torch.nn.Module]]:
     """The models, those that were given and the outermost that variables hold, each with what is said after the names of its parameters."""
-    inside = {id(part) for module in modules for part in module.modules()}
+    inside: set[int] = set()
+    for module in modules:
+        inside |= _parts(module) | {id(module)}
     variables: dict[int, tuple[str, torch.nn.Module]] = {}
     for scope in around:
         for name, value in scope.values.items():
             if issubclass(type(value), torch.nn.Module) and id(value) not in inside:
                 variables.setdefault(id(value), (name, value))  # type: ignore[arg-type]
-    for _, model in list(variables.values()):
-        with suppress(Exception):
-            inside.update(id(part) for part in model.modules() if part is not model)
+    for _, model in variables.values():
+        inside |= _parts(model)
     models = [(f" of {type(module).__name__}" if len(modules) > 1 else "", module) for module in modules]
     outermost = [(name, model) for key, (name, model) in variables.items() if key not in inside]
     is_alone = not models and len(outermost) == 1
     return models + [("" if is_alone else f" of {name}", model) for name, model in outermost]
+
+
+def _parts(model: torch.nn.Module) -> set[int]:
+    """The ids of the modules in a model; none for one that cannot be read, such as one that is not initialised."""
+    found: set[int] = set()
+    with suppress(Exception):
+        found.update(id(part) for part in model.modules() if part is not model)
+    return found
 
 
 def _named_parameters(models: Sequence[tuple[str, torch.nn.Module]]) -> dict[int, _Parameter]:
@@ -254,15 +277,23 @@ def _other_gradients(tensors: Iterable[torch.Tensor], owner_of: Callable[[torch.
         gradient = None
         with suppress(Exception):
             # PyTorch warns where the gradient of any other tensor is asked for.
-            gradient = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+            gradient = tensor.grad if _is_leaf(tensor) or tensor.retains_grad else None
         if gradient is not None:
             yield gradient, " of ".join(filter(None, ("gradient", owner_of(tensor)))), Category.GRADIENT, None
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf of the graph, asked of views only where that makes no node, as it can in `_grad_fn`."""
+    if tensor._is_view() and tensor._base.requires_grad:  # type: ignore[union-attr]
+        return False
+    return tensor.is_leaf
 
 
 def _grad_fn(tensor: torch.Tensor) -> Any:
     """The autograd node that made a tensor; of a view, the one that made what it is a view of.
 
-    A view may have none yet, after something was written into it: asking for it makes one, which then comes later in the order of nodes.
+    A view may have none yet, after something was written into its base: asking for it makes one, and those that the program makes
+    afterwards get other places in the order in which a backward pass runs.
     """
     try:
         return (tensor._base if tensor._is_view() else tensor).grad_fn  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from memcallback.code_lines import CodeLine, frames_of, line_of_error
 from memcallback.device_states import DeviceProcess, device_states
 from memcallback.devices import DeviceSpec
 from memcallback.events import Alloc, Category, Free, Phase, PhaseEnd, PhaseStart, StepStart
+from memcallback.frame_tensors import variables
 from memcallback.holdings import tensors_in
 from memcallback.live_tensors import LiveTensor, live_tensors
 from memcallback.meters import device_memory
@@ -179,7 +180,7 @@ def _module_of(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) 
     found = None
     for frame, _ in frames_of(trace):
         with suppress(Exception):  # what is in a person's frames can be of any kind
-            owner = frame.f_locals.get("self")
+            owner = variables(frame).get("self")
             if id(owner) in names and isinstance(owner, torch.nn.Module):
                 found = names[id(owner)]
     return found
@@ -240,7 +241,7 @@ def _expected(prediction: StepPrediction | None, batch_size: int | None, shortag
 def _batch_of(frames: Sequence[FrameType]) -> tuple[object, int | None]:
     """What the innermost function calls its batch, and how many samples it has; None if none does."""
     for frame in reversed(frames):
-        batch = frame.f_locals.get("batch")
+        batch = variables(frame).get("batch")
         if next(tensors_in(batch), None) is not None:
             return batch, infer_batch_size(batch).batch_size
     return None, None

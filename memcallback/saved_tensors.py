@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+#: Whether PyTorch tells what it saved without unpacking it, as it does from version 2.11 on.
+READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
 _RAW = "_raw_saved_"
 #: From a parameter to the operator that takes it there are at most so many operators that save nothing: a transposition, a cast.
 _MOST_BETWEEN = 3

@@ -125,7 +125,11 @@ def trace(
                 raise tracer.failure(error) from error
             finally:
                 mode.is_recording = False
-        mode.ledger.close()
+                mode.ledger.close()
+                # A gradient is a part of its tensor that Python's garbage collector does not see: left there, it would keep all this alive.
+                for parameter in model.parameters():
+                    parameter.grad = None
+                mode.modules = None
     assert batch_size or given
     return TracedStep(
         trace=mode.ledger.trace(),

@@ -80,3 +80,15 @@ def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):
     assert predicted == peak
     assert abs(float(measured) - float(predicted)) <= 0.01
     assert float(re.search(r"Validation accuracy: ([\d.]+)", output)[1]) > 0.9
+
+
+def test_tensors_between_two_lines_are_told(tmp_path):
+    output = run(tmp_path, "tensor_diff.py")
+    forward, backward, step, leak = re.split(r"^(?=From )", output, flags=re.MULTILINE)[1:]
+    # A convolution's input of 8 x 64 x 32 x 32 float32.
+    assert re.search(r"\+ +1 x +\(8, 64, 32, 32\) +float32 +2\.00 MiB +activations +saved for ConvolutionBackward0 of 2", forward)
+    assert re.search(r"\+ +1 x .* gradients +gradient of 5\.weight", backward)
+    assert re.search(r"- +1 x .* activations +saved for ConvolutionBackward0 of 2", backward)
+    assert re.search(r"\+ +2 x .* optimizer state +exp_avg of 5\.weight, exp_avg_sq of 5\.weight", step)
+    assert re.search(r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .* tensor_diff\.py:\d+$", leak, flags=re.MULTILINE)
+    assert re.search(r"\+ +3 x +\(\) .* local variable 'losses' in several_steps\(\) of tensor_diff\.py", leak)

@@ -51,6 +51,7 @@ PLAIN = [
     "whole_files",
     "oom_report",
     "fitted",
+    "tensor_changes",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
 KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
@@ -103,6 +104,8 @@ MEASURING = [
     "meters",
     "oom",
     "oom_moments",
+    "tensor_ledger",
+    "tensor_diff",
     "lightning_step",
     "step_checks",
     "steps",

@@ -9,10 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from memcallback.events import Category
 from memcallback.live_tensors import live_tensors
+from memcallback.saved_tensors import READS_SAVED
 
 CPU = torch.device("cpu")
-#: In PyTorch 2.11 and later, what was saved for backward can be read without unpacking it.
-READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
 needs_saved = pytest.mark.skipif(not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors")
 
 
@@ -249,6 +248,27 @@ def test_objects_that_misbehave_are_survived():
     assert found["input"].shape == (1235,)
     assert any(owner.startswith("local variable 'broken'") for owner in found)
     del liar, broken
+
+
+class Unfinished(nn.Module):
+    def __init__(self):
+        pass
+
+
+def test_a_module_that_is_not_initialised_is_survived():
+    unfinished = Unfinished()
+    assert "0.weight of Sequential" in live(network(), unfinished, frames=[sys._getframe()])
+
+
+def test_no_autograd_node_is_made_for_a_view_that_was_written_into():
+    base = torch.ones(1234, requires_grad=True) * 2
+    first, stale = base[:5], base[5:]
+    first.mul_(3)
+    before = torch._C._autograd._get_sequence_nr()
+    live(frames=[sys._getframe()])
+    assert torch._C._autograd._get_sequence_nr() == before
+    assert stale.grad_fn is not None
+    assert torch._C._autograd._get_sequence_nr() > before
 
 
 def test_nothing_is_kept_alive():

@@ -1,5 +1,7 @@
 """`predict` and `suggest_batch_size`: a step in, a prediction out, for a device that need not be there."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -408,3 +410,30 @@ def test_an_allocation_tells_the_tensor_and_the_line_that_made_it():
         }
         assert found["hidden = self.first(x).exp()"] == ((batch_size, 4096), "float32")
         assert found["widened = torch.cat([hidden, hidden])"] == ((2 * batch_size, 4096), "float32")
+
+
+def test_nothing_of_a_trace_stays_alive():
+    class Probe(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(Probe(8, 8), torch.nn.ReLU(), Probe(8, 2))
+    step = TrainingStep(model, torch.ones(4, 8), loss=lambda model, batch: model(batch).sum(), optimizer=torch.optim.AdamW)
+    mc.predict(step, device="24GiB")
+    gc.collect()
+    assert sum(type(one) is Probe for one in gc.get_objects()) == 2
+
+
+def test_a_trace_keeps_no_error_alive_that_is_being_handled_meanwhile():
+    step = TrainingStep(torch.nn.Linear(8, 2), torch.ones(4, 8), loss=lambda model, batch: model(batch).sum(), optimizer=torch.optim.AdamW)
+
+    class OutOfMemory(RuntimeError):
+        pass
+
+    try:
+        raise OutOfMemory
+    except OutOfMemory as error:
+        prediction = mc.predict(step, device="24GiB")
+        reference = weakref.ref(error)
+    assert prediction.fits
+    gc.collect()
+    assert reference() is None
