@@ -457,7 +457,7 @@ class MemoryCallback(Callback):
         """Say where memory ran out, also outside of a fit: in validation before it, in tests."""
         recorder = self.recorder if self.recorder and self._is_running else MemoryRecorder(pl_module, device=trainer.strategy.root_device)
         batch = recorder.open_batch
-        report = recorder.explain(error, self.prediction, where=_STAGES.get(str(trainer.state.stage), ""))
+        report = recorder.explain(error, self.prediction, where=_STAGES.get(getattr(trainer.state.stage, "value", ""), ""))
         if report is None:
             return
         is_in_step = report.place.step is not None

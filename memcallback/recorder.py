@@ -309,7 +309,7 @@ class MemoryRecorder:
 
         Args:
             error: The error.
-            prediction: What was predicted of the step, at any batch size.
+            prediction: What was predicted of a training step, at any batch size; outside of one it says nothing.
             where: What was going on outside of steps, such as `validation`.
             batch: The batch there, if it is no step's.
 
@@ -332,7 +332,7 @@ class MemoryRecorder:
                 device_name=self.meter.device_name,
                 phase=_WORDS[phase] if phase else where,
                 step=self._num_steps + 1 if step else None,
-                prediction=prediction,
+                prediction=prediction if step else None,
             )
         except Exception as other:  # of whatever state a device that is full leaves things in, the error itself goes on
             warn(f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is.")
