@@ -175,12 +175,14 @@ def _place(
 
 
 def _module_of(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) -> str | None:
-    """The innermost module in whose own function the error was; None if it was in none."""
+    """The innermost module in whose own function the error was; None if it was in none, or in an optimizer."""
     names = {id(one): name for module in modules for name, one in module.named_modules()}
     found = None
     for frame, _ in frames_of(trace):
         with suppress(Exception):  # what is in a person's frames can be of any kind
             owner = variables(frame).get("self")
+            if isinstance(owner, torch.optim.Optimizer):
+                found = None
             if id(owner) in names and isinstance(owner, torch.nn.Module):
                 found = names[id(owner)]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         OSError: If it cannot be written; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         with beside.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
