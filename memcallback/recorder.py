@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -17,14 +18,32 @@ from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.optimizer_copy import unwrapped
 from memcallback.phase_windows import PhaseWindows, phase_of
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import INFERRED, infer_batch_size
+from memcallback.watching import FirstBatch, Watch
 
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
+
+Models = torch.nn.Module | Iterable[torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+class StepListener(Protocol):
+    """What is told of a recorder's steps; nothing of it may raise."""
+
+    def wants_step(self) -> bool | None:
+        """Whether the step that begins is to be recorded also where only sampled ones are."""
+
+    def on_step(self, record: StepMemory) -> None:
+        """A step was recorded."""
+
+    def close(self) -> None:
+        """The recorder is closed."""
 
 
 @dataclass
@@ -88,22 +107,22 @@ class MemoryRecorder:
 
     def __init__(
         self,
-        model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
         *,
         device: torch.device | str | None = None,
         sample_every_n_steps: int = 50,
         reset_peaks: bool = True,
         use_profiler: bool = True,
     ) -> None:
-        self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        chosen = torch.device(device) if device is not None else default_device(self._modules)
-        self.meter: Meter = (
-            CpuMeter(reset_peaks=reset_peaks, use_profiler=use_profiler)
-            if chosen.type == "cpu"
-            else AllocatorMeter(chosen, reset_peaks=reset_peaks)
-        )
+        self._modules: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Any] = []
+        self._device = None if device is None else torch.device(device)
+        self._reset_peaks = reset_peaks
+        self._use_profiler = use_profiler
+        self._add(model, optimizer)
+        self.meter = self._new_meter()
         self.steps: deque[StepMemory] = deque(maxlen=100)
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
@@ -117,19 +136,95 @@ class MemoryRecorder:
         self._sampled_since = 0
         self._open: _OpenStep | None = None
         self._is_skipping = False
+        self._watch: Watch | None = None
+        self._listeners: list[StepListener] = []
+
+    def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
+        models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
+        optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._modules += [one for one in models if all(one is not known for known in self._modules)]
         # The optimizer shall not keep the recorder, and with it the model, alive.
         this = weakref.ref(self)
-        self._hooks = [opt.register_step_post_hook(lambda *_: _count_update(this)) for opt in self._optimizers]
+        for one in map(unwrapped, optimizers):
+            if all(one is not known for known in self._optimizers):
+                self._optimizers.append(one)
+                self._hooks.append(one.register_step_post_hook(lambda *_: _count_update(this)))
+
+    def _new_meter(self) -> Meter:
+        chosen = default_device(self._modules) if self._device is None else self._device
+        if chosen.type == "cpu":
+            return CpuMeter(reset_peaks=self._reset_peaks, use_profiler=self._use_profiler)
+        return AllocatorMeter(chosen, reset_peaks=self._reset_peaks)
+
+    def watch(
+        self,
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
+        *,
+        batch_size: int | None = None,
+        on_first_batch: FirstBatch | None = None,
+    ) -> Watch:
+        """Let steps and their phases mark themselves from here on, by hooks on models and optimizers: the loop stays as it is.
+
+        A step begins when a model is called in training mode and with gradients, and ends when each optimizer has made its update; under
+        gradient accumulation, when the next batch comes. A forward pass without a backward pass belongs to the step of the next one. Where a
+        batch has several backward passes that are to be one step (a GAN), put its body into `with recorder.step(batch):`; phases mark themselves
+        inside it too. What is done by `torch.autograd.grad` counts to the phase in which it is called.
+
+        Args:
+            model: The model or models that the loop calls, besides those of the recorder.
+            optimizer: The optimizer or optimizers, besides those of the recorder.
+            batch_size: Samples in a batch, if they are not to be inferred from what the model is called with.
+            on_first_batch: Is called with what the model is called with, before the first step begins.
+
+        Returns:
+            The watch. It ends when it is closed (it is a context manager), when the recorder is closed, or at the next call of this method.
+
+        Raises:
+            ValueError: If there is no model, or the batch size is below 1.
+            TypeError: If the batch size is no whole number.
+
+        Examples:
+            >>> model = torch.nn.Linear(10, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> recorder = MemoryRecorder()
+            >>> with recorder.watch(model, optimizer):
+            ...     model(torch.ones(32, 10)).sum().backward()
+            ...     optimizer.step()
+            >>> recorder.steps[-1].batch_size, [phase.label for phase in recorder.steps[-1].phases]
+            (32, ['forward', 'backward', 'optimizer step'])
+        """
+        if not self._modules:
+            if model is None:
+                raise ValueError("There is no model to watch. Give it: recorder.watch(model, optimizer).")
+            self._add(model, optimizer)
+            self.meter = self._new_meter()
+        else:
+            self._add(model, optimizer)
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = Watch(self, self._modules, self._optimizers, batch_size=batch_size, on_first_batch=on_first_batch)
+        return self._watch
+
+    def listen(self, listener: StepListener) -> None:
+        """Tell somebody of every step from here on, until the recorder is closed."""
+        self._listeners.append(listener)
 
     def close(self) -> None:
-        """End the recording: take back the hooks on the optimizers, drop an open step, let go of the model. Reports go on."""
+        """End the recording: take back the hooks, drop an open step, let go of the model. Reports go on."""
+        if self._watch is not None:
+            self._watch.close()
         for hook in self._hooks:
             hook.remove()
         self.drop_step()
-        self._hooks, self._modules, self._optimizers = [], [], []
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener.close()
+        self._watch, self._hooks, self._modules, self._optimizers = None, [], [], []
 
     def drop_step(self) -> None:
         """Forget the open step, if there is one: nothing says when it ended."""
+        self._is_skipping = False
         if self._open is not None:
             is_read, self._open = self._open.stats is not None, None
             if not is_read:
@@ -175,6 +270,11 @@ class MemoryRecorder:
     # The same as calls, for loops whose boundaries are hooks.
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended, be it recorded or not."""
+        return self._open is not None or self._is_skipping
+
+    @property
     def current_phase(self) -> Phase | None:
         """The phase that is open and did begin; None between phases, and in one that is provisional."""
         return self._open.phases.current_phase if self._open else None
@@ -196,6 +296,7 @@ class MemoryRecorder:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
+        sample = sample or any(listener.wants_step() for listener in self._listeners)
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
         if self._is_skipping:
@@ -276,6 +377,8 @@ class MemoryRecorder:
             is_interrupted=is_interrupted,
         )
         self._keep(record)
+        for listener in tuple(self._listeners):
+            listener.on_step(record)
         return record
 
     def report(
