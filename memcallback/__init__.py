@@ -27,6 +27,8 @@ from memcallback.warn import MemoryWarning
 if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
     from memcallback.fit import fit_batch_size
+    from memcallback.huggingface_callback import MemoryTrainerCallback
+    from memcallback.memory_log import MemoryLog
     from memcallback.planning import what_if
     from memcallback.recorder import MemoryRecorder
     from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
@@ -47,8 +49,10 @@ __all__ = [
     "Layer",
     "LayerTable",
     "MemoryCallback",
+    "MemoryLog",
     "MemoryRecorder",
     "MemoryStats",
+    "MemoryTrainerCallback",
     "MemoryWarning",
     "Phase",
     "PhaseMemory",
@@ -75,7 +79,9 @@ __all__ = [
 _ON_FIRST_USE = {
     "DryRun": "savings",
     "MemoryCallback": "callback",
+    "MemoryLog": "memory_log",
     "MemoryRecorder": "recorder",
+    "MemoryTrainerCallback": "huggingface_callback",
     "PredictionError": "steps",
     "TrainingStep": "steps",
     "accumulate": "savings",

@@ -24,7 +24,7 @@ from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import INFERRED, infer_batch_size
-from memcallback.watching import FirstBatch, Watch
+from memcallback.watching import FirstCall, Watch
 
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
@@ -162,7 +162,7 @@ class MemoryRecorder:
         optimizer: Optimizers | None = None,
         *,
         batch_size: int | None = None,
-        on_first_batch: FirstBatch | None = None,
+        on_first_call: FirstCall | None = None,
     ) -> Watch:
         """Let steps and their phases mark themselves from here on, by hooks on models and optimizers: the loop stays as it is.
 
@@ -175,7 +175,7 @@ class MemoryRecorder:
             model: The model or models that the loop calls, besides those of the recorder.
             optimizer: The optimizer or optimizers, besides those of the recorder.
             batch_size: Samples in a batch, if they are not to be inferred from what the model is called with.
-            on_first_batch: Is called with what the model is called with, before the first step begins.
+            on_first_call: Is called before the first step begins, with the arguments by position and those by name with which a model is called.
 
         Returns:
             The watch. It ends when it is closed (it is a context manager), when the recorder is closed, or at the next call of this method.
@@ -203,12 +203,16 @@ class MemoryRecorder:
             self._add(model, optimizer)
         if self._watch is not None:
             self._watch.close()
-        self._watch = Watch(self, self._modules, self._optimizers, batch_size=batch_size, on_first_batch=on_first_batch)
+        self._watch = Watch(self, self._modules, self._optimizers, batch_size=batch_size, on_first_call=on_first_call)
         return self._watch
 
     def listen(self, listener: StepListener) -> None:
         """Tell somebody of every step from here on, until the recorder is closed."""
         self._listeners.append(listener)
+
+    def unlisten(self, listener: StepListener) -> None:
+        """Tell them no more."""
+        self._listeners = [one for one in self._listeners if one is not listener]
 
     def close(self) -> None:
         """End the recording: take back the hooks, drop an open step, let go of the model. Reports go on."""
@@ -268,6 +272,11 @@ class MemoryRecorder:
             self.close_phase()
 
     # The same as calls, for loops whose boundaries are hooks.
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates since the recording began."""
+        return self._num_updates
 
     @property
     def is_in_step(self) -> bool:

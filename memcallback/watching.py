@@ -30,8 +30,8 @@ from memcallback.phase_windows import Phases, begin_backward, begin_update, end_
 from memcallback.steps import INFERRED, infer_batch_size
 from memcallback.warn import warn
 
-#: Is told, before the first step begins, with which batch the model is called.
-FirstBatch = Callable[[object], None]
+#: Is told, before the first step begins, with which arguments a model is called: those by position and those by name.
+FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class StepRecorder(Phases, Protocol):
@@ -63,7 +63,7 @@ class Watch:
         modules: The models that the loop calls.
         optimizers: Their optimizers.
         batch_size: Samples in a batch, if they are not to be inferred from what a model is called with.
-        on_first_batch: As `FirstBatch`.
+        on_first_call: As `FirstCall`.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Watch:
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         batch_size: int | None = None,
-        on_first_batch: FirstBatch | None = None,
+        on_first_call: FirstCall | None = None,
     ) -> None:
         self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
         self._recorder = weakref.ref(recorder)
-        self._on_first_batch = on_first_batch
+        self._on_first_call = on_first_call
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._is_broken = False
         self._has_seen_step = False
@@ -165,8 +165,8 @@ class Watch:
 
     def _begin_step(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = args[0] if len(args) == 1 and not kwargs else [*args, *kwargs.values()]
-        if not self._has_seen_step and self._on_first_batch is not None:
-            self._on_first_batch(batch)
+        if not self._has_seen_step and self._on_first_call is not None:
+            self._on_first_call(args, kwargs)
         is_in_closure = self._is_in_closure
         self._forget_step()
         self._owns_step = self._has_seen_step = True

@@ -112,7 +112,23 @@ SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accum
 RUNNING = ["oom", "run_state", "loaders", "gauge", "fit_settings"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS, *RUNNING]
 FITTING = ["trial", "fit_callbacks", "fit_search", "fit"]
-ADAPTERS = ["figures", "tensorboard", "sinks", "savings_lightning", "forecast", *FITTING, "callback", "targets", "cli", "__main__"]
+ADAPTERS = [
+    "figures",
+    "tensorboard",
+    "sinks",
+    "journal",
+    "savings_lightning",
+    "foretold",
+    "memory_log",
+    "huggingface_step",
+    "huggingface_callback",
+    "forecast",
+    *FITTING,
+    "callback",
+    "targets",
+    "cli",
+    "__main__",
+]
 ORDER = PLAIN + TORCH + ADAPTERS
 HEAVY = {"torch", "lightning", "pytorch_lightning", "tensorboard", "numpy", "pynvml"}
 
