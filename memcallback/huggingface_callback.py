@@ -16,7 +16,7 @@ from memcallback.devices import Device
 from memcallback.events import Phase
 from memcallback.foretold import foretell, warn_of_batch, warn_of_devices
 from memcallback.guarded import never_stops_training
-from memcallback.huggingface_step import step_of
+from memcallback.huggingface_step import notes_on, step_of
 from memcallback.journal import Journal
 from memcallback.memory_log import say_here
 from memcallback.optimizer_copy import unwrapped
@@ -149,6 +149,8 @@ class MemoryTrainerCallback(TrainerCallback):
                 say=self._say,
                 without="MemoryTrainerCallback(predict=False)",
             )
+        if prediction is not None:
+            self._journal.notes = (*self._journal.notes, *notes_on(inputs))
         self._journal.begin(prediction)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

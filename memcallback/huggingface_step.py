@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
+from memcallback.own_thread import in_this_thread
 from memcallback.steps import Loss, TrainingStep, is_sharded
 
 
@@ -47,7 +51,8 @@ def step_of(
 
 def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The loss that a model returns, as `Trainer.compute_loss` takes it."""
-    outputs = model(**inputs)
+    with _one_sequence_a_row(inputs):
+        outputs = model(**inputs)
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
             f"the model returns no loss for {', '.join(inputs)}, and how the Trainer computes it is not known. Give it: "
@@ -55,3 +60,27 @@ def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Te
         )
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss
+
+
+#: Where transformers looks whether a row of tokens has several sequences, and the function that looks.
+_MASKING, _LOOKS = "transformers.masking_utils", "find_packed_sequence_indices"
+
+
+@contextmanager
+def _one_sequence_a_row(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Let transformers find one sequence in each row where positions are not given: of fakes it assumes several, and makes a mask."""
+    masking = sys.modules.get(_MASKING)
+    if "position_ids" in inputs or not hasattr(masking, _LOOKS):
+        yield
+        return
+    with mock.patch.object(masking, _LOOKS, in_this_thread(masking, _LOOKS, lambda *_, **__: None)):
+        yield
+
+
+def notes_on(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the prediction assumes of the inputs, one sentence each."""
+    if "attention_mask" not in inputs:
+        return ()
+    return (
+        "Predicted with padding in the batch: where the attention mask is all ones, transformers may leave it out, and less is needed.",
+    )
