@@ -1,9 +1,9 @@
-"""The network and the data of `examples/digits.py` in a plain PyTorch loop: MemoryRecorder in place of MemoryCallback.
+"""The network and the data of `examples/digits.py` in a plain PyTorch loop: MemoryRecorder and MemoryLog in place of MemoryCallback.
 
     python examples/plain_loop.py
 
-`predict` says what a step will hold before one has run, by tracing it without data; the recorder marks the phases of each step; the report sets one
-beside the other.
+The training loop is as it would be without memcallback: the recorder watches it. The log predicts what a step will hold before one has run, by
+tracing it without data, prints both side by side, and writes them to TensorBoard.
 """
 
 from __future__ import annotations
@@ -62,20 +62,13 @@ def data() -> tuple[Batch, Batch]:
     )
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recorder: mc.MemoryRecorder, batches: DataLoader[Batch], device: torch.device
-) -> None:
-    """One epoch; each phase of each step stands in a context of the recorder."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader[Batch], device: torch.device) -> None:
+    """One epoch."""
     for on_host in batches:
         batch = on_host[0].to(device), on_host[1].to(device)
         optimizer.zero_grad()
-        with recorder.step(batch):
-            with recorder.phase(mc.Phase.FORWARD):
-                loss = loss_of(model, batch)
-            with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
+        loss_of(model, batch).backward()
+        optimizer.step()
 
 
 def accuracy(model: nn.Module, images: Tensor, digits: Tensor) -> float:
@@ -104,16 +97,16 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     batch = [tensor.to(device) for tensor in next(iter(batches))]
-    step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer)
-    prediction = mc.predict(step, device="cpu" if device.type == "cpu" else None)  # None: the CUDA device that is here
-    print(f"Before the first step: a peak of {mc.format_bytes(prediction.peak_allocated_bytes)} is predicted.\n")
-
     recorder = mc.MemoryRecorder(model, optimizer)
-    for _ in range(options.epochs):
-        train(model, optimizer, recorder, batches, device)
-    recorder.close()
+    recorder.watch()
+    log = mc.MemoryLog(recorder, mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer))
+    if log.prediction:
+        print(f"Before the first step: a peak of {mc.format_bytes(log.prediction.peak_allocated_bytes)} is predicted.\n")
 
-    print(recorder.report(prediction).to_text())
+    for _ in range(options.epochs):
+        train(model, optimizer, batches, device)
+    recorder.close()  # and with it the watch and the log
+
     print(f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}")
 
 

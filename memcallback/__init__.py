@@ -29,6 +29,8 @@ from memcallback.warn import MemoryWarning
 if TYPE_CHECKING:
     from memcallback.callback import MemoryCallback
     from memcallback.fit import fit_batch_size
+    from memcallback.huggingface_callback import MemoryTrainerCallback
+    from memcallback.memory_log import MemoryLog
     from memcallback.planning import what_if
     from memcallback.recorder import MemoryRecorder
     from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
@@ -50,8 +52,10 @@ __all__ = [
     "Layer",
     "LayerTable",
     "MemoryCallback",
+    "MemoryLog",
     "MemoryRecorder",
     "MemoryStats",
+    "MemoryTrainerCallback",
     "MemoryWarning",
     "OutOfMemoryReport",
     "Phase",
@@ -81,7 +85,9 @@ __all__ = [
 _ON_FIRST_USE = {
     "DryRun": "savings",
     "MemoryCallback": "callback",
+    "MemoryLog": "memory_log",
     "MemoryRecorder": "recorder",
+    "MemoryTrainerCallback": "huggingface_callback",
     "PredictionError": "steps",
     "TensorDiff": "tensor_diff",
     "TrainingStep": "steps",

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom
 from memcallback.checks import whole_number
-from memcallback.device_here import any_device
-from memcallback.devices import CATALOGUE, Device
+from memcallback.device_here import planned_device
+from memcallback.devices import Device
 from memcallback.events import Phase
-from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
+from memcallback.figures import what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
-from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of, warn_of_batch, warn_of_devices
-from memcallback.meters import device_memory
+from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of
+from memcallback.foretold import warn_of_batch, warn_of_devices
+from memcallback.guarded import never_stops_training
+from memcallback.journal import Journal
 from memcallback.oom import is_out_of_memory
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
 from memcallback.plan import Plan
-from memcallback.predicted import PredictedSteps, StepPrediction
+from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
-from memcallback.rescue import AllocatorHistory, tell
+from memcallback.rescue import AllocatorHistory
 from memcallback.savings_checkpoint import CheckpointOption
 from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
-from memcallback.stats import DeviceMemory, StepMemory, larger
+from memcallback.stats import StepMemory
 from memcallback.steps import INFERRED
-from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, WHAT_IF_IMAGE_TAG, WHAT_IF_TAG, scalars
-from memcallback.textbook_law import TextbookPrediction
+from memcallback.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
 from memcallback.warn import MemoryWarning, warn
 
 if TYPE_CHECKING:
@@ -57,33 +57,10 @@ else:
         raise ModuleNotFoundError("MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without it.")
     Callback = type("Callback", tuple(_bases), {})
 
-_P = ParamSpec("_P")
-
 #: What Lightning calls a stage, in words.
 _STAGES = {"validate": "validation", "sanity_check": "validation before training", "test": "test", "predict": "prediction"}
 #: Attributes of the recorder that a checkpoint carries on.
 _LIFETIME_PEAKS = ("lifetime_peak_allocated_bytes", "lifetime_peak_reserved_bytes", "lifetime_peak_resident_bytes")
-
-
-def _never_stops_training(hook: Callable[_P, None]) -> Callable[_P, None]:
-    """A hook in which an error of ours ends the recording, not the training."""
-
-    @functools.wraps(hook)
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        callback: Any = args[0]
-        if callback._is_broken:
-            return
-        try:
-            hook(*args, **kwargs)
-        except Exception as error:
-            callback._is_broken = True
-            with suppress(Exception):
-                callback._release()
-            text = f"MemoryCallback has stopped recording: {type(error).__name__} in {hook.__name__}: {str(error).rstrip('.')}."
-            with suppress(MemoryWarning):  # where warnings are errors
-                warn(f"{text} Training goes on without it.")
-
-    return guarded
 
 
 class MemoryCallback(Callback):
@@ -161,7 +138,7 @@ class MemoryCallback(Callback):
                 f"batch_size={batch_size} says how many samples a batch has, and fit_batch_size=True is to find that out. Leave one of the two out."
             )
         self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
-        self._planned = None if device is None else _planned(device)
+        self._planned = None if device is None else planned_device(device)
         self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
         self._headroom = headroom
         self._predicts = predict
@@ -173,17 +150,23 @@ class MemoryCallback(Callback):
         self.fitted: FittedBatchSize | None = None
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
         self.recorder: MemoryRecorder | None = None
-        self.prediction: StepPrediction | None = None
-        self.report: Report | None = None
         self.plan: Plan | None = None
         self._restored_peaks: dict[str, int | None] = {}
         self._start_anew()
 
+    @property
+    def prediction(self) -> StepPrediction | None:
+        """As in the attributes above."""
+        return self._journal.prediction if self._journal else None
+
+    @property
+    def report(self) -> Report | None:
+        """As in the attributes above."""
+        return self._journal.report if self._journal else None
+
     def _start_anew(self) -> None:
-        self.prediction = None
-        self._predicted_steps = PredictedSteps(None)
+        self._journal: Journal | None = None
         self._without_savings: Prediction | None = None
-        self.report = None
         self.plan = None
         self.out_of_memory: OutOfMemoryReport | None = None
         self._sinks: Sinks | None = None
@@ -191,10 +174,6 @@ class MemoryCallback(Callback):
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
-        self._unlogged: StepMemory | None = None
-        # Of a card by name which of several was taken; its architecture is nothing here.
-        is_named = self._planned is not None and any(self._planned.name == card.name for card in CATALOGUE)
-        self._notes: tuple[str, ...] = self._planned.caveats if self._planned and is_named else ()
 
     # When something begins and ends.
 
@@ -210,7 +189,7 @@ class MemoryCallback(Callback):
         if self._fits_batch_size:
             self._fit_batch_size(trainer, pl_module)
 
-    @_never_stops_training
+    @never_stops_training
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin recording; sanity validation is over."""
         self._release()
@@ -236,22 +215,27 @@ class MemoryCallback(Callback):
         if trainer.is_global_zero:
             own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
             self._sinks = Sinks(trainer.loggers, own)
+        self._journal = Journal(
+            self.recorder,
+            self._sinks,
+            lambda text: _print(pl_module, text),
+            planned=self._planned,
+            headroom=self._headroom,
+            completed=lambda report: self._completed(report, trainer.accumulate_grad_batches),
+        )
         warn_of_devices(pl_module, device)
         if self._records_history and device.type == "cuda":
             self._history = AllocatorHistory(device)
 
-    @_never_stops_training
+    @never_stops_training
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A step begins with its forward pass; before the first one comes the prediction."""
-        if self.recorder is None:
+        if self.recorder is None or self._journal is None:
             return
         if not self._has_seen_batch:
             self._has_seen_batch = True
-            warn_of_batch(batch, self._batch_size)
-            if self._predicts:
-                self._predict(trainer, pl_module, batch)
-            if self._sinks is not None:
-                self._sinks.write_layout(has_band=isinstance(self.prediction, TextbookPrediction))
+            warn_of_batch(batch, self._batch_size, "MemoryCallback")
+            self._journal.begin(self._predict(trainer, pl_module, batch) if self._predicts else None)
             if self._tries_savings:
                 self._try_savings(trainer, pl_module, batch)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
@@ -259,30 +243,30 @@ class MemoryCallback(Callback):
         self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
         self.recorder.open_phase(Phase.FORWARD)
 
-    @_never_stops_training
+    @never_stops_training
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Under automatic optimization the forward pass is over."""
         if self.recorder:
             end_forward(self.recorder)
 
-    @_never_stops_training
+    @never_stops_training
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """The backward pass begins."""
         if self.recorder:
             begin_backward(self.recorder)
 
-    @_never_stops_training
+    @never_stops_training
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """The backward pass is over; by hand, another forward pass may follow."""
         if self.recorder:
             end_backward(self.recorder, by_hand=not pl_module.automatic_optimization)
 
-    @_never_stops_training
+    @never_stops_training
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The optimizer step begins, gradient clipping included."""
         self._on_update_start(not pl_module.automatic_optimization)
 
-    @_never_stops_training
+    @never_stops_training
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The step is over, the optimizer's too if the update was skipped."""
         if self.recorder is None:
@@ -293,47 +277,40 @@ class MemoryCallback(Callback):
         if record is not None:
             self._publish(trainer, pl_module, record)
 
-    @_never_stops_training
+    @never_stops_training
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """A step that did not run does not reach into validation."""
         if self.recorder:
             self.recorder.drop_step()
 
-    @_never_stops_training
+    @never_stops_training
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The last report."""
-        if self.recorder and self.recorder.largest is None and self.recorder.warm_up:
-            text = (
-                f"Only {trainer.global_step} optimizer update was made: gradients and optimizer state were not there before it, so no steady "
-                "step was measured. Train for at least 2 steps to compare prediction and measurement."
-            )
-            self._notes = (*self._notes, text)
-            if not trainer.fast_dev_run:
-                warn(text)
-        self._finish(trainer, pl_module)
+        self._finish(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training has failed: undo the savings, keep what was recorded of the step, and report."""
+        """Training has failed: say where memory ran out, undo the savings, keep what was recorded of the step, and report."""
+        if is_out_of_memory(exception, is_memory_short=True):
+            with suppress(Exception):  # of the state that a full device is in; the error itself goes on
+                self._explain(trainer, pl_module, exception)
         self._on_failure(trainer, pl_module, exception)
         self._savings.undo()
 
-    @_never_stops_training
+    @never_stops_training
     def _on_failure(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if is_out_of_memory(exception, is_memory_short=True):
-            self._explain(trainer, pl_module, exception)
         if self.recorder is None or not self._is_running:
             return
         record = self.recorder.end_step(is_interrupted=True)
-        if record is not None:
-            self._notes = (*self._notes, f"The last step ended with {type(exception).__name__}.")
-        self._finish(trainer, pl_module)
+        if record is not None and self._journal is not None:
+            self._journal.notes = (*self._journal.notes, f"The last step ended with {type(exception).__name__}.")
+        self._finish(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the savings, and take back the hooks on the optimizers."""
         self._savings.undo()
         self._tear_down()
 
-    @_never_stops_training
+    @never_stops_training
     def _tear_down(self) -> None:
         self._release()
 
@@ -350,12 +327,12 @@ class MemoryCallback(Callback):
 
     # What happens then.
 
-    @_never_stops_training
+    @never_stops_training
     def _on_update_start(self, is_manual: bool) -> None:
         if self.recorder is not None:
             begin_update(self.recorder, by_hand=is_manual)
 
-    @_never_stops_training
+    @never_stops_training
     def _on_update_end(self, is_manual: bool) -> None:
         if self.recorder is None:
             return
@@ -376,9 +353,10 @@ class MemoryCallback(Callback):
         if self.fitted is not None:
             _print(pl_module, self.fitted.to_text())
 
-    def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+    def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> StepPrediction | None:
         assert self.recorder is not None
-        self.prediction = forecast(
+        assert self._journal is not None
+        prediction = forecast(
             trainer,
             pl_module,
             batch,
@@ -388,12 +366,12 @@ class MemoryCallback(Callback):
             capacity_bytes=self._capacity_bytes,
             say=lambda text: _print(pl_module, text),
         )
-        self._predicted_steps = PredictedSteps(self.prediction)
-        if self.prediction is not None:
-            self._notes = (*self._notes, *notes_on(trainer, pl_module))
-        if isinstance(self.prediction, Prediction):
+        if prediction is not None:
+            self._journal.notes = (*self._journal.notes, *notes_on(trainer, pl_module))
+        if isinstance(prediction, Prediction):
             device = self.recorder.meter.device
             self._without_savings = forecast_without(self._savings, trainer, pl_module, batch, self._batch_size, device=device)
+        return prediction
 
     def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.recorder is not None
@@ -413,77 +391,44 @@ class MemoryCallback(Callback):
         self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), _step_number(trainer))
         self._sinks.log_image(WHAT_IF_IMAGE_TAG, what_if_bars(self.plan), _step_number(trainer))
 
-    def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
-        assert self.recorder is not None
-        self._unlogged = larger(self._unlogged, record)
-        is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
-        is_first_steady = self.recorder.steady is not None and self.report is None
-        if not is_window_complete or not (_is_logging_step(trainer) or is_first_steady):
-            return
-        device = device_memory(self.recorder.meter.device, reserved_bytes=record.windows[-1].end.reserved_bytes if record.windows else None)
-        self._log(device, _step_number(trainer))
-        if is_first_steady:
-            self._report(pl_module, device, _step_number(trainer))
-
-    def _log(self, device: DeviceMemory, number: int) -> None:
-        step, self._unlogged = self._unlogged, None
-        if step is not None and self._sinks is not None:
-            self._sinks.log_scalars(scalars(step, self._predicted_steps.at(step.batch_size), device), number)
-
-    def _report(self, pl_module: Any, device: DeviceMemory, number: int) -> None:
-        """Print the report, and write it and its pictures where there is a TensorBoard run."""
+    def _completed(self, report: Report, accumulate: int) -> Report:
+        """A report with what the savings change, and what they save."""
         assert self.recorder is not None
         batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
-        accumulate = pl_module.trainer.accumulate_grad_batches
-        notes = (*self._notes, *self._savings.notes(batch_size, accumulate))
-        report = self.recorder.report(
-            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
-        )
-        self.report = report
+        report = replace(report, notes=(*report.notes, *self._savings.notes(batch_size, accumulate)))
         if self._without_savings is not None and report.prediction is not None:
             with suppress(ValueError):  # the trace may know one batch size alone, which the report's caveats say
-                self.report = replace(report, without_savings=self._without_savings.at(report.prediction.batch_size * accumulate))
-        if self._sinks is None:
-            return
-        _print(pl_module, self.report.to_text())
-        self._sinks.log_text(REPORT_TAG, self.report.to_markdown(), number)
-        step, prediction, advice = self.report.measured, self.report.prediction, self.report.advice
-        if step is not None and step.held_bytes is not None and step.windows[0].start.allocated_bytes is not None:
-            self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
-        if advice is not None:
-            self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
+                return replace(report, without_savings=self._without_savings.at(report.prediction.batch_size * accumulate))
+        return report
 
     def _explain(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
         """Say where memory ran out, also outside of a fit: in validation before it, in tests."""
-        recorder = self.recorder if self.recorder and self._is_running else MemoryRecorder(pl_module, device=trainer.strategy.root_device)
-        batch = recorder.open_batch
-        report = recorder.explain(error, self.prediction, where=_STAGES.get(getattr(trainer.state.stage, "value", ""), ""))
-        if report is None:
-            return
-        is_in_step = report.place.step is not None
-        folder = self._sinks.log_dir if self._sinks and self._sinks.log_dir else Path(trainer.default_root_dir) / "memcallback"
-        self.out_of_memory = tell(
-            report,
-            say=lambda text: _print(pl_module, text),
-            folder=None if trainer.fast_dev_run else folder,
+        journal = self._journal if self._is_running else None
+        if journal is None:
+            recorder = MemoryRecorder(pl_module, device=trainer.strategy.root_device)
+            journal = Journal(recorder, None, lambda text: _print(pl_module, text), planned=None, headroom=self._headroom)
+        batch = self.recorder.open_batch if self.recorder else None
+        self.out_of_memory = journal.explain(
+            error,
+            where=_STAGES.get(getattr(trainer.state.stage, "value", ""), ""),
+            folder=None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback",
             rank=trainer.global_rank if trainer.world_size > 1 else None,
-            sinks=self._sinks,
-            prediction=self.prediction if is_in_step else None,
             make_step=lambda: step_of(trainer, pl_module, batch, self._batch_size),
             history=self._history,
         )
 
-    def _finish(self, trainer: Any, pl_module: Any) -> None:
-        if self.recorder is None:
+    def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
+        assert self._journal is not None
+        is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
+        self._journal.publish(record, _step_number(trainer), is_due=_is_logging_step(trainer), is_window_complete=is_window_complete)
+
+    def _finish(self, trainer: Any) -> None:
+        if self.recorder is None or self._journal is None:
             return
         self._is_running = False
         # Lightning has counted the last batch already.
         number = max(0, _step_number(trainer) - 1)
-        device = device_memory(self.recorder.meter.device)
-        self._log(device, number)
-        self._report(pl_module, device, number)
-        if self._sinks is not None and self._sinks.log_dir is not None:
-            _print(pl_module, f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
+        self._journal.finish(number, num_updates=trainer.global_step, is_short_on_purpose=trainer.fast_dev_run)
         self._release()
 
     def _release(self) -> None:
@@ -496,19 +441,9 @@ class MemoryCallback(Callback):
             self._history = None
         if self.recorder is not None:
             self.recorder.close()
-        if self._sinks is not None:
-            self._sinks.close()
-            self._sinks = None
-
-
-def _planned(device: str | int | torch.device | Device) -> Device:
-    spec = any_device(device)
-    if spec.capacity_bytes is None:
-        raise ValueError(
-            f"{str(device)!r} does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out for the device "
-            "that trains."
-        )
-    return spec
+        if self._journal is not None:
+            self._journal.close()
+        self._sinks = None
 
 
 def _log_interval(trainer: Any) -> int:

@@ -31,6 +31,25 @@ def any_device(device: str | int | torch.device | Device | None) -> Device:
     return find_device("cpu" if isinstance(device, torch.device) else device)
 
 
+def planned_device(device: str | int | torch.device | Device) -> Device:
+    """The device that a person plans for.
+
+    Args:
+        device: As for `any_device`.
+
+    Raises:
+        ValueError: As `any_device`; or if it does not say how much memory it has.
+        TypeError: As `any_device`.
+    """
+    spec = any_device(device)
+    if spec.capacity_bytes is None:
+        raise ValueError(
+            f"{str(device)!r} does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out for the device "
+            "that trains."
+        )
+    return spec
+
+
 def torch_device(device: object) -> torch.device | None:
     """The CUDA device of this machine that `any_device` takes something for; None if it takes it for another one."""
     if device is None:

@@ -12,13 +12,21 @@ import torch
 _TIES = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks")
 
 
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer in a wrapper of Lightning, Fabric or accelerate; another one is given as it is."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer) and inner is not optimizer:
+        optimizer = inner
+    found: torch.optim.Optimizer = optimizer
+    return found
+
+
 def optimizer_parts(optimizer: Any) -> tuple[type, dict[str, Any]]:
     """An optimizer's class and attributes, to be copied together with its model.
 
     Args:
-        optimizer: A torch optimizer, or Lightning's wrapper of one.
+        optimizer: A torch optimizer, or a wrapper of one.
     """
-    optimizer = getattr(optimizer, "_optimizer", optimizer)
+    optimizer = unwrapped(optimizer)
     return type(optimizer), {
         name: value
         for name, value in vars(optimizer).items()

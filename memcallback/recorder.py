@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -20,19 +21,41 @@ from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
 from memcallback.oom import is_out_of_memory
 from memcallback.oom_explained import explain
-from memcallback.oom_moments import forget, last_moment, listen
+from memcallback.oom_moments import forget, last_moment
+from memcallback.oom_moments import listen as listen_for_moments
 from memcallback.oom_report import OutOfMemoryReport
+from memcallback.optimizer_copy import unwrapped
 from memcallback.phase_windows import PhaseWindows, phase_of
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import INFERRED, infer_batch_size
 from memcallback.warn import warn
+from memcallback.watching import FirstCall, Watch
 
 #: In a sentence.
 _WORDS = {Phase.FORWARD: "forward pass", Phase.BACKWARD: "backward pass", Phase.OPTIMIZER_STEP: "optimizer step"}
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
 NUM_FIRST_SAMPLED = 3
+
+Models = torch.nn.Module | Iterable[torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+class StepListener(Protocol):
+    """What is told of a recorder's steps; nothing of it may raise."""
+
+    def wants_step(self) -> bool | None:
+        """Whether the step that begins is to be recorded also where only sampled ones are."""
+
+    def on_step(self, record: StepMemory) -> None:
+        """A step was recorded."""
+
+    def on_out_of_memory(self, error: BaseException) -> None:
+        """Memory ran out; a step that is open is not over yet."""
+
+    def close(self) -> None:
+        """The recorder is closed."""
 
 
 @dataclass
@@ -98,23 +121,23 @@ class MemoryRecorder:
 
     def __init__(
         self,
-        model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
         *,
         device: torch.device | str | None = None,
         sample_every_n_steps: int = 50,
         reset_peaks: bool = True,
         use_profiler: bool = True,
     ) -> None:
-        self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        chosen = torch.device(device) if device is not None else default_device(self._modules)
-        self.meter: Meter = (
-            CpuMeter(reset_peaks=reset_peaks, use_profiler=use_profiler)
-            if chosen.type == "cpu"
-            else AllocatorMeter(chosen, reset_peaks=reset_peaks)
-        )
-        listen()
+        self._modules: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Any] = []
+        self._device = None if device is None else torch.device(device)
+        self._reset_peaks = reset_peaks
+        self._use_profiler = use_profiler
+        self._add(model, optimizer)
+        self.meter = self._new_meter()
+        listen_for_moments()
         self.steps: deque[StepMemory] = deque(maxlen=100)
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
@@ -129,19 +152,101 @@ class MemoryRecorder:
         self._sampled_since = 0
         self._open: _OpenStep | None = None
         self._is_skipping = False
+        self._watch: Watch | None = None
+        self._listeners: list[StepListener] = []
+        #: The id of an error that was told already; it is alive as long as that matters.
+        self._last_error: int | None = None
+
+    def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
+        models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
+        optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._modules += [one for one in models if all(one is not known for known in self._modules)]
         # The optimizer shall not keep the recorder, and with it the model, alive.
         this = weakref.ref(self)
-        self._hooks = [opt.register_step_post_hook(lambda *_: _count_update(this)) for opt in self._optimizers]
+        for one in map(unwrapped, optimizers):
+            if all(one is not known for known in self._optimizers):
+                self._optimizers.append(one)
+                self._hooks.append(one.register_step_post_hook(lambda *_: _count_update(this)))
+
+    def _new_meter(self) -> Meter:
+        chosen = default_device(self._modules) if self._device is None else self._device
+        if chosen.type == "cpu":
+            return CpuMeter(reset_peaks=self._reset_peaks, use_profiler=self._use_profiler)
+        return AllocatorMeter(chosen, reset_peaks=self._reset_peaks)
+
+    def watch(
+        self,
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
+        *,
+        batch_size: int | None = None,
+        on_first_call: FirstCall | None = None,
+    ) -> Watch:
+        """Let steps and their phases mark themselves from here on, by hooks on models and optimizers: the loop stays as it is.
+
+        A step begins when a model is called in training mode and with gradients, and ends when each optimizer has made its update; under
+        gradient accumulation, when the next batch comes. A forward pass without a backward pass belongs to the step of the next one. Where a
+        batch has several backward passes that are to be one step (a GAN), put its body into `with recorder.step(batch):`; phases mark themselves
+        inside it too. What is done by `torch.autograd.grad` counts to the phase in which it is called.
+
+        Args:
+            model: The model or models that the loop calls, besides those of the recorder.
+            optimizer: The optimizer or optimizers, besides those of the recorder.
+            batch_size: Samples in a batch, if they are not to be inferred from what the model is called with.
+            on_first_call: Is called before the first step begins, with the arguments by position and those by name with which a model is called.
+
+        Returns:
+            The watch. It ends when it is closed (it is a context manager), when the recorder is closed, or at the next call of this method.
+
+        Raises:
+            ValueError: If there is no model, or the batch size is below 1.
+            TypeError: If the batch size is no whole number.
+
+        Examples:
+            >>> model = torch.nn.Linear(10, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> recorder = MemoryRecorder()
+            >>> with recorder.watch(model, optimizer):
+            ...     model(torch.ones(32, 10)).sum().backward()
+            ...     optimizer.step()
+            >>> recorder.steps[-1].batch_size, [phase.label for phase in recorder.steps[-1].phases]
+            (32, ['forward', 'backward', 'optimizer step'])
+        """
+        if not self._modules:
+            if model is None:
+                raise ValueError("There is no model to watch. Give it: recorder.watch(model, optimizer).")
+            self._add(model, optimizer)
+            self.meter = self._new_meter()
+        else:
+            self._add(model, optimizer)
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = Watch(self, self._modules, self._optimizers, batch_size=batch_size, on_first_call=on_first_call)
+        return self._watch
+
+    def listen(self, listener: StepListener) -> None:
+        """Tell somebody of every step from here on, until the recorder is closed."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: StepListener) -> None:
+        """Tell them no more."""
+        self._listeners = [one for one in self._listeners if one is not listener]
 
     def close(self) -> None:
-        """End the recording: take back the hooks on the optimizers, drop an open step, let go of the model. Reports go on."""
+        """End the recording: take back the hooks, drop an open step, let go of the model. Reports go on."""
+        if self._watch is not None:
+            self._watch.close()
         for hook in self._hooks:
             hook.remove()
         self.drop_step()
-        self._hooks, self._modules, self._optimizers = [], [], []
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener.close()
+        self._watch, self._hooks, self._modules, self._optimizers = None, [], [], []
 
     def drop_step(self) -> None:
         """Forget the open step, if there is one: nothing says when it ended."""
+        self._is_skipping = False
         if self._open is not None:
             is_read, self._open = self._open.stats is not None, None
             if not is_read:
@@ -161,9 +266,7 @@ class MemoryRecorder:
         self.begin_step(batch, batch_size=batch_size)
         try:
             yield
-        except BaseException as error:
-            if (report := self.explain(error)) is not None:
-                print(report.to_text(), file=sys.stderr)
+        except BaseException:
             self.end_step(is_interrupted=True)
             raise
         self.end_step()
@@ -193,6 +296,16 @@ class MemoryRecorder:
     # The same as calls, for loops whose boundaries are hooks.
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer updates since the recording began."""
+        return self._num_updates
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended, be it recorded or not."""
+        return self._open is not None or self._is_skipping
+
+    @property
     def current_phase(self) -> Phase | None:
         """The phase that is open and did begin; None between phases, and in one that is provisional."""
         return self._open.phases.current_phase if self._open else None
@@ -219,8 +332,10 @@ class MemoryRecorder:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
+        sample = sample or any(listener.wants_step() for listener in self._listeners)
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
+        self._last_error = None
         forget()
         if self._is_skipping:
             self._num_steps += 1
@@ -274,6 +389,8 @@ class MemoryRecorder:
         Returns:
             The record; None if this step was not read.
         """
+        if is_interrupted:
+            self.failed(sys.exc_info()[1])
         self._is_skipping = False
         step = self._open
         if step is None:
@@ -300,7 +417,25 @@ class MemoryRecorder:
             is_interrupted=is_interrupted,
         )
         self._keep(record)
+        for listener in tuple(self._listeners):
+            listener.on_step(record)
         return record
+
+    def failed(self, error: BaseException | None) -> None:
+        """An error has ended a step, or goes through the loop between steps: if memory ran out, that is said, once.
+
+        Listeners say it, with what they know of the training; without any, the report is printed to stderr.
+
+        Args:
+            error: The error, with the frames that it went through; None for none.
+        """
+        if error is None or self._last_error == id(error) or not is_out_of_memory(error, is_memory_short=last_moment() is not None):
+            return
+        self._last_error = id(error)
+        for listener in tuple(self._listeners):
+            listener.on_out_of_memory(error)
+        if not self._listeners and (report := self.explain(error)) is not None:
+            print(report.to_text(), file=sys.stderr)
 
     def explain(
         self, error: BaseException, prediction: StepPrediction | None = None, *, where: str = "", batch: object = None
@@ -318,6 +453,7 @@ class MemoryRecorder:
         """
         if not is_out_of_memory(error, is_memory_short=last_moment() is not None):
             return None
+        self._last_error = id(error)
         step = self._open
         phase = (step.failed_in or step.phases.current_phase) if step else None
         batch = step.batch if step else batch

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, Prediction, TextbookPrediction
 from memcallback.devices import find_device
 from memcallback.events import Category
+from memcallback.journal import Journal
 from memcallback.stats import Kind
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
@@ -363,7 +364,7 @@ def test_a_batch_size_is_replayed_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Prediction, "at", spy)
     monkeypatch.setattr(MemoryRecorder, "report", lambda *_, **__: None)
-    monkeypatch.setattr(MemoryCallback, "_report", lambda *_: None)
+    monkeypatch.setattr(Journal, "_write_report", lambda *_: None)
     sizes = [8, 8, 5, 5, 8, 5, 8]
     data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
     fit(tmp_path, data=data)
@@ -619,7 +620,7 @@ def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the
 
 def test_a_fit_after_one_that_failed_on_us_is_recorded(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("memcallback.callback.scalars", None)
+        patched.setattr("memcallback.journal.scalars", None)
         with pytest.warns(MemoryWarning, match="stopped recording"):
             callback = fit(tmp_path)
     fit(tmp_path, callback=callback)
@@ -729,7 +730,7 @@ def test_a_batch_whose_own_batch_size_fails_is_taken_by_its_tensors(tmp_path):
 
 
 def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("memcallback.callback.scalars", None)
+    monkeypatch.setattr("memcallback.journal.scalars", None)
     module = training.Automatic()
     fit(tmp_path, module, callback=MemoryCallback())
     assert module.trainer.global_step == 4
@@ -890,7 +891,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     def broken(*_):
         raise KeyError("ours")
 
-    monkeypatch.setattr("memcallback.callback.scalars", broken)
+    monkeypatch.setattr("memcallback.journal.scalars", broken)
     with pytest.warns(
         MemoryWarning, match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. Training goes on"
     ):

@@ -1,0 +1,246 @@
+"""`MemoryTrainerCallback`: what `MemoryCallback` does, in a Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memcallback.advice import DEFAULT_HEADROOM
+from memcallback.advise import check_headroom
+from memcallback.checks import whole_number
+from memcallback.code_lines import frames_of
+from memcallback.device_here import planned_device
+from memcallback.devices import Device
+from memcallback.events import Phase
+from memcallback.foretold import foretell, warn_of_batch, warn_of_devices
+from memcallback.frame_tensors import variables
+from memcallback.guarded import never_stops_training
+from memcallback.huggingface_step import notes_on, step_of
+from memcallback.journal import Journal
+from memcallback.memory_log import rank_here, say_here
+from memcallback.oom_report import OutOfMemoryReport
+from memcallback.optimizer_copy import unwrapped
+from memcallback.predicted import StepPrediction
+from memcallback.recorder import MemoryRecorder
+from memcallback.report import Report
+from memcallback.sinks import Sinks
+from memcallback.stats import StepMemory
+from memcallback.steps import INFERRED, Loss, TrainingStep
+from memcallback.watching import Watch
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+else:
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise ModuleNotFoundError("MemoryTrainerCallback needs transformers: pip install transformers accelerate.") from error
+
+
+class MemoryTrainerCallback(TrainerCallback):
+    """Records device memory in each phase of each training step of a Hugging Face Trainer, beside a prediction, and suggests the largest batch.
+
+    Nothing of the training changes. A Trainer tells its callbacks where steps end; where the phases inside them are, hooks on its model and its
+    optimizer tell (see `MemoryRecorder.watch`). Figures go every `logging_steps` to a TensorBoard run in the folder `memcallback` under the
+    Trainer's logging or output folder; a report is printed once the first steady step is known, and at the end.
+
+    Args:
+        batch_size: Samples in a batch of this process, if they are not to be inferred from the model's inputs.
+        device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
+            that trains.
+        headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
+        predict: Whether to predict the step before it first runs.
+        loss: For the prediction, the loss as a function of the model and its inputs, where the Trainer does not take the one that the model
+            returns.
+        reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own.
+
+    Attributes:
+        recorder: The recorder of the current or last training; None before.
+
+    Raises:
+        ValueError: If the device is none, or one without a known size; if the headroom or the batch size is out of range.
+        TypeError: If one of them is not of its kind.
+
+    Examples:
+        >>> callback = MemoryTrainerCallback(device="24GiB")
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int | None = None,
+        device: str | int | torch.device | Device | None = None,
+        headroom: float = DEFAULT_HEADROOM,
+        predict: bool = True,
+        loss: Loss | None = None,
+        reset_peaks: bool = True,
+    ) -> None:
+        check_headroom(headroom)
+        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        self._planned = None if device is None else planned_device(device)
+        self._headroom = headroom
+        self._predicts = predict
+        self._loss = loss
+        self._reset_peaks = reset_peaks
+        self.recorder: MemoryRecorder | None = None
+        self._journal: Journal | None = None
+        self._watch: Watch | None = None
+        self._state: Any = None
+        self._folder: Path | None = None
+        self._step_of: Callable[[Mapping[str, Any]], TrainingStep] | None = None
+        self._is_broken = False
+
+    @property
+    def prediction(self) -> StepPrediction | None:
+        """The prediction of the current or last training; None if there is none."""
+        return self._journal.prediction if self._journal else None
+
+    @property
+    def report(self) -> Report | None:
+        """The last report; None before the first."""
+        return self._journal.report if self._journal else None
+
+    @property
+    def out_of_memory(self) -> OutOfMemoryReport | None:
+        """Of the out-of-memory error that ended the current or last training; None if none did."""
+        return self._journal.out_of_memory if self._journal else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin recording. An earlier training's errors are past."""
+        self._is_broken = False
+        self._begin(args, state, **kwargs)
+
+    @never_stops_training
+    def _begin(self, args: Any, state: Any, *, model: torch.nn.Module, optimizer: Any = None, **_: object) -> None:
+        self._release()
+        self._state = state
+        optimizer = unwrapped(optimizer)
+        # Those of DeepSpeed are no optimizers of PyTorch.
+        own = optimizer if hasattr(optimizer, "_optimizer_step_post_hooks") else None
+        recorder = self.recorder = MemoryRecorder(
+            model,
+            own,
+            device=args.device,
+            # A CPU is read at the logging interval; elsewhere the split by category, which walks the model, needs no such frequency.
+            sample_every_n_steps=sys.maxsize if args.device.type == "cpu" else 50,
+            reset_peaks=self._reset_peaks,
+        )
+        self._folder = folder = Path(getattr(args, "logging_dir", None) or args.output_dir) / "memcallback"
+        self._journal = Journal(
+            recorder,
+            Sinks([], folder) if state.is_world_process_zero else None,
+            self._say,
+            planned=self._planned,
+            headroom=self._headroom,
+        )
+        self._step_of = lambda inputs: step_of(model, inputs, own, args, loss=self._loss, batch_size=self._batch_size)
+        warn_of_devices(model, args.device)
+        recorder.listen(self)
+        self._watch = recorder.watch(
+            batch_size=self._batch_size,
+            on_first_call=lambda _, inputs: self._on_first_call(inputs),
+        )
+
+    @never_stops_training
+    def _on_first_call(self, inputs: dict[str, Any]) -> None:
+        assert self.recorder is not None
+        assert self._step_of is not None
+        assert self._journal is not None
+        warn_of_batch(inputs, self._batch_size, "MemoryTrainerCallback")
+        prediction, step_of = None, self._step_of
+        if self._predicts:
+            meter = self.recorder.meter
+            prediction = foretell(
+                lambda: step_of(inputs),
+                device=meter.device,
+                device_name=meter.device_name,
+                capacity_bytes=self._planned.capacity_bytes if self._planned else None,
+                say=self._say,
+                without="MemoryTrainerCallback(predict=False)",
+            )
+        if prediction is not None:
+            self._journal.notes = (*self._journal.notes, *notes_on(inputs))
+        self._journal.begin(prediction)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Which update comes."""
+        self._state = state
+
+    @never_stops_training
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step without an update is over."""
+        if self._watch is not None:
+            self._watch.end_step()
+
+    @never_stops_training
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is over, also one whose update was skipped."""
+        if self._watch is not None:
+            self._watch.end_step()
+
+    @never_stops_training
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last report."""
+        self._finish(state)
+
+    @never_stops_training
+    def wants_step(self) -> bool:
+        """As `StepListener`: steps of the logging interval."""
+        return self._is_logging_step()
+
+    @never_stops_training
+    def on_step(self, record: StepMemory) -> None:
+        """As `StepListener`."""
+        assert self._journal is not None
+        if record.is_interrupted:
+            # A Trainer tells its callbacks of no exception.
+            kind, *_ = sys.exc_info()
+            name = kind.__name__ if kind else "an exception"
+            self._journal.notes = (*self._journal.notes, f"The last step ended with {name}.")
+            self._finish(self._state)
+            return
+        is_window_complete = Phase.OPTIMIZER_STEP in record.phases
+        self._journal.publish(record, self._state.global_step + 1, is_due=self._is_logging_step(), is_window_complete=is_window_complete)
+
+    @never_stops_training
+    def on_out_of_memory(self, error: BaseException) -> None:
+        """As `StepListener`."""
+        if self._journal is not None:
+            step_of, inputs = self._step_of, _inputs_of(error)
+            make_step = None if step_of is None or inputs is None else lambda: step_of(inputs)
+            self._journal.explain(error, folder=self._folder, rank=rank_here(), make_step=make_step)
+
+    def close(self) -> None:
+        """As `StepListener`."""
+
+    def _is_logging_step(self) -> bool:
+        interval = int(self._state.logging_steps or 0)
+        return interval > 0 and (self._state.global_step + 1) % interval == 0
+
+    def _say(self, text: str) -> None:
+        if self._state.is_world_process_zero:
+            say_here(text)
+
+    def _finish(self, state: Any) -> None:
+        if self._journal is not None and self.recorder is not None and self._watch is not None:
+            self._watch.close()
+            self._journal.finish(state.global_step, num_updates=self.recorder.num_updates)
+            self._release()
+
+    def _release(self) -> None:
+        """Leave nothing behind on model and optimizer; write out what is buffered."""
+        self._watch = self._step_of = None
+        if self.recorder is not None:
+            self.recorder.close()
+        if self._journal is not None:
+            self._journal.close()
+
+
+def _inputs_of(error: BaseException) -> Mapping[str, Any] | None:
+    """The inputs with which the Trainer's own functions were called; None if the error went through none of them."""
+    found = (variables(frame).get("inputs") for frame, _ in frames_of(error.__traceback__))
+    return next((inputs for inputs in found if isinstance(inputs, Mapping)), None)

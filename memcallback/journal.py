@@ -1,0 +1,184 @@
+"""What a training shows of its memory, whatever its loop is: points at logging steps, a report once a steady step is known, and the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from memcallback.devices import CATALOGUE, Device
+from memcallback.figures import batch_size_curve, step_by_category
+from memcallback.meters import device_memory
+from memcallback.oom_report import OutOfMemoryReport
+from memcallback.predicted import PredictedSteps, StepPrediction
+from memcallback.recorder import MemoryRecorder
+from memcallback.report import Report
+from memcallback.rescue import AllocatorHistory, tell
+from memcallback.sinks import Sinks
+from memcallback.stats import DeviceMemory, StepMemory, larger
+from memcallback.steps import TrainingStep
+from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.textbook_law import TextbookPrediction
+from memcallback.warn import warn
+
+
+class Journal:
+    """Sets recorded steps beside a prediction, writes both to the sinks and prints reports.
+
+    Args:
+        recorder: The recorder.
+        sinks: Where points, text and pictures go; None where nothing is to be written or printed (not on rank zero).
+        say: Prints a text.
+        planned: The device to plan for, None for the one that trains.
+        headroom: The fraction of its memory that a suggested batch size leaves free.
+        completed: Adds to a report what is known of one loop alone.
+
+    Attributes:
+        prediction: The prediction; None if there is none.
+        notes: What else the person should know, one sentence each.
+        report: The last report; None before the first.
+        out_of_memory: Of the out-of-memory error that ended the training; None if none did.
+    """
+
+    def __init__(
+        self,
+        recorder: MemoryRecorder,
+        sinks: Sinks | None,
+        say: Callable[[str], None],
+        *,
+        planned: Device | None,
+        headroom: float,
+        completed: Callable[[Report], Report] | None = None,
+    ) -> None:
+        self.prediction: StepPrediction | None = None
+        # Of a card by name which of several was taken; its architecture is nothing here.
+        is_named = planned is not None and any(planned.name == card.name for card in CATALOGUE)
+        self.notes: tuple[str, ...] = planned.caveats if planned and is_named else ()
+        self.report: Report | None = None
+        self.out_of_memory: OutOfMemoryReport | None = None
+        self._recorder = recorder
+        self._sinks = sinks
+        self._say = say
+        self._capacity_bytes = planned.capacity_bytes if planned else None
+        self._headroom = headroom
+        self._completed = completed
+        self._predicted_steps = PredictedSteps(None)
+        self._unlogged: StepMemory | None = None
+
+    def begin(self, prediction: StepPrediction | None) -> None:
+        """The first step is about to begin.
+
+        Args:
+            prediction: What is predicted of it.
+        """
+        self.prediction = prediction
+        self._predicted_steps = PredictedSteps(prediction)
+        if self._sinks is not None:
+            self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction))
+
+    def publish(self, record: StepMemory, number: int, *, is_due: bool, is_window_complete: bool) -> None:
+        """A step was recorded: log it if that is due, and report the first steady one.
+
+        Args:
+            record: The step.
+            number: Of the points.
+            is_due: Whether this is a logging step.
+            is_window_complete: Whether an update ends with this step: of an accumulation window the largest step is logged.
+        """
+        self._unlogged = larger(self._unlogged, record)
+        is_first_steady = self._recorder.steady is not None and self.report is None
+        if not is_window_complete or not (is_due or is_first_steady):
+            return
+        reserved_bytes = record.windows[-1].end.reserved_bytes if record.windows else None
+        device = device_memory(self._recorder.meter.device, reserved_bytes=reserved_bytes)
+        self._log(device, number)
+        if is_first_steady:
+            self._write_report(device, number)
+
+    def explain(
+        self,
+        error: BaseException,
+        *,
+        folder: Path | None,
+        where: str = "",
+        rank: int | None = None,
+        make_step: Callable[[], TrainingStep] | None = None,
+        history: AllocatorHistory | None = None,
+    ) -> OutOfMemoryReport | None:
+        """Memory ran out: say where and of what, and work out what would have helped (see `rescue.tell`).
+
+        Args:
+            error: The error.
+            folder: Where the report is written if there is no run of TensorBoard; None for nowhere.
+            where: What was going on outside of steps.
+            rank: Of a job of several the rank that failed.
+            make_step: Gives the training step, to try savings on.
+            history: Of the allocator.
+
+        Returns:
+            The report; None if the error is another one, or nothing can be said.
+        """
+        report = self._recorder.explain(error, self.prediction, where=where)
+        if report is None:
+            return None
+        is_in_step = report.place.step is not None
+        self.out_of_memory = tell(
+            report,
+            say=self._say,
+            folder=self._sinks.log_dir if folder and self._sinks and self._sinks.log_dir else folder,
+            rank=rank,
+            sinks=self._sinks,
+            prediction=self.prediction if is_in_step else None,
+            make_step=make_step,
+            history=history,
+        )
+        return self.out_of_memory
+
+    def finish(self, number: int, *, num_updates: int, is_short_on_purpose: bool = False) -> None:
+        """Training is over: the last point and the last report.
+
+        Args:
+            number: Of the points.
+            num_updates: The optimizer updates that were made.
+            is_short_on_purpose: Whether nobody is to be told that there were too few.
+        """
+        if self._recorder.largest is None and self._recorder.warm_up:
+            text = (
+                f"Only {num_updates} optimizer update was made: gradients and optimizer state were not there before it, so no steady "
+                "step was measured. Train for at least 2 steps to compare prediction and measurement."
+            )
+            self.notes = (*self.notes, text)
+            if not is_short_on_purpose:
+                warn(text)
+        device = device_memory(self._recorder.meter.device)
+        self._log(device, number)
+        self._write_report(device, number)
+        if self._sinks is not None and self._sinks.log_dir is not None:
+            self._say(f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
+
+    def close(self) -> None:
+        """Write out what is buffered, and let go of the loop. Nothing is written afterwards."""
+        if self._sinks is not None:
+            self._sinks.close()
+        self._sinks = self._completed = None
+        self._say = lambda _: None
+
+    def _log(self, device: DeviceMemory, number: int) -> None:
+        step, self._unlogged = self._unlogged, None
+        if step is not None and self._sinks is not None:
+            self._sinks.log_scalars(scalars(step, self._predicted_steps.at(step.batch_size), device), number)
+
+    def _write_report(self, device: DeviceMemory, number: int) -> None:
+        """Print the report, and write it and its pictures where there is a TensorBoard run."""
+        report = self._recorder.report(
+            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self.notes
+        )
+        self.report = report = self._completed(report) if self._completed else report
+        if self._sinks is None:
+            return
+        self._say(report.to_text())
+        self._sinks.log_text(REPORT_TAG, report.to_markdown(), number)
+        step, prediction, advice = report.measured, report.prediction, report.advice
+        if step is not None and step.held_bytes is not None and step.windows[0].start.allocated_bytes is not None:
+            self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
+        if advice is not None:
+            self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)

@@ -1,0 +1,265 @@
+"""`Watch`: where the steps of a loop and their phases begin and end, from hooks on its models and optimizers; the loop says nothing.
+
+| boundary | signal |
+|---|---|
+| a step begins, with its forward pass | a model is called in training mode and with gradients, for the first time since a backward pass or an update |
+| the backward pass begins and ends | `torch.autograd.backward` is called, and returns |
+| the optimizer step begins | where the backward pass ends: what is done to gradients before the update (unscaling, clipping) belongs to it |
+| the optimizer step ends | the post hook of `Optimizer.step` |
+| the step ends | each optimizer has made an update; where one has not, the next step begins |
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import count
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from memcallback.backward_calls import listen
+from memcallback.checks import whole_number
+from memcallback.events import Phase
+from memcallback.guarded import never_stops_training
+from memcallback.holdings import tensors_in
+from memcallback.phase_windows import Phases, begin_backward, begin_update, end_update
+from memcallback.steps import INFERRED, infer_batch_size
+from memcallback.warn import warn
+
+#: Is told, before the first step begins, with which arguments a model is called: those by position and those by name.
+FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
+class StepRecorder(Phases, Protocol):
+    """What a watch needs of a recorder."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended, be it recorded or not."""
+
+    def begin_step(self, batch: object = None, *, batch_size: int | None = None) -> None:
+        """Begin a step."""
+
+    def end_step(self, *, is_interrupted: bool = False) -> object:
+        """End the step and keep its record."""
+
+    def drop_step(self) -> None:
+        """Forget the step, if there is one."""
+
+    def failed(self, error: BaseException | None) -> None:
+        """An error goes through the loop."""
+
+
+class Watch:
+    """Tells a recorder where steps and phases begin and end, until it is closed; `MemoryRecorder.watch` makes it.
+
+    As a context manager it closes itself, and marks a step that an exception ends.
+
+    A step that the loop itself has begun (`with recorder.step(batch):`) is one step whatever happens in it; only its phases are marked.
+
+    Args:
+        recorder: Is told; it is held weakly.
+        modules: The models that the loop calls.
+        optimizers: Their optimizers.
+        batch_size: Samples in a batch, if they are not to be inferred from what a model is called with.
+        on_first_call: As `FirstCall`.
+    """
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        batch_size: int | None = None,
+        on_first_call: FirstCall | None = None,
+    ) -> None:
+        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        self._recorder = weakref.ref(recorder)
+        self._on_first_call = on_first_call
+        self._optimizers = {id(optimizer) for optimizer in optimizers}
+        self._is_broken = False
+        self._has_seen_step = False
+        self._forget_step()
+        handles: list[Any] = []
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(_Hook(self._forward_begins), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(_Hook(self._forward_ends), always_call=True))
+        for optimizer in optimizers:
+            handles.append(optimizer.register_step_pre_hook(_Hook(self._update_begins)))
+            handles.append(optimizer.register_step_post_hook(_Hook(self._update_ends)))
+        self._finalizer = weakref.finalize(self, _take_back, handles, listen(self))
+
+    def __enter__(self) -> Watch:
+        if self._recorder() is None:
+            raise RuntimeError("The recorder of this watch is gone. Keep it: recorder = MemoryRecorder(...); with recorder.watch(): ...")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        recorder = self._recorder()
+        if kind is not None and recorder is not None:
+            recorder.failed(error)
+            self.end_step(is_interrupted=True)
+        self.close()
+
+    def close(self) -> None:
+        """Take back the hooks, and end the step that is open; one that has had a forward pass alone is dropped."""
+        self._finalizer()
+        recorder = self._recorder()
+        if self._owns_step and not self._is_used and recorder is not None:
+            self._forget_step()
+            recorder.drop_step()
+        self.end_step()
+
+    def end_step(self, *, is_interrupted: bool = False) -> None:
+        """The step is over, for who knows it before the next one begins; a step that the loop itself has begun goes on.
+
+        Args:
+            is_interrupted: An exception ended it.
+        """
+        recorder = self._recorder()
+        if self._owns_step and recorder is not None:
+            # An update that fails has no post hook, and so its phase is open.
+            is_interrupted = is_interrupted or recorder.current_phase is Phase.OPTIMIZER_STEP
+            self._forget_step()
+            recorder.end_step(is_interrupted=is_interrupted)
+
+    def _forget_step(self) -> None:
+        self._owns_step = False
+        self._is_used = False  # a backward pass or an update was made in it
+        self._is_in_closure = False
+        self._backward_depth = 0
+        self._thread: int | None = None
+        self._errors_before: dict[int, int] = {}
+        self._updated: set[int] = set()
+        # The step of a recorder keeps its batch. Here it would be kept by nobody else.
+        self._inputs: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._numbers = count()
+
+    def _release(self) -> None:
+        self._finalizer()
+        recorder = self._recorder()
+        if self._owns_step and recorder is not None:
+            recorder.drop_step()
+        self._forget_step()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this thread is not that of the step: one of autograd's, or one that trains something else."""
+        return self._thread not in (None, threading.get_ident())
+
+    @never_stops_training
+    def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder()
+        is_training = module.training and torch.is_grad_enabled()
+        # Checkpointing calls modules inside the backward pass.
+        if recorder is None or not is_training or self._backward_depth or self._is_elsewhere():
+            return
+        if self._owns_step and self._is_used and not self._is_in_closure:
+            self.end_step()
+        if not recorder.is_in_step:
+            self._begin_step(recorder, args, kwargs)
+        if self._owns_step:
+            self._errors_before[id(module)] = id(sys.exc_info()[1])
+            self._inputs.update((next(self._numbers), tensor) for tensor in tensors_in((args, kwargs)) if not tensor.requires_grad)
+        if recorder.current_phase is not Phase.FORWARD:
+            recorder.open_phase(Phase.FORWARD)
+
+    def _begin_step(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = args[0] if len(args) == 1 and not kwargs else [*args, *kwargs.values()]
+        if not self._has_seen_step and self._on_first_call is not None:
+            self._on_first_call(args, kwargs)
+        is_in_closure = self._is_in_closure
+        self._forget_step()
+        self._owns_step = self._has_seen_step = True
+        self._is_in_closure = is_in_closure
+        self._thread = threading.get_ident()
+        recorder.begin_step(self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size)
+
+    @never_stops_training
+    def _forward_ends(self, module: torch.nn.Module, *_: object) -> None:
+        if self._errors_before.pop(id(module), id(sys.exc_info()[1])) != id(sys.exc_info()[1]):
+            self.end_step(is_interrupted=True)
+
+    @never_stops_training
+    def backward_begins(self) -> bool:
+        """As `BackwardListener`."""
+        recorder = self._recorder()
+        if recorder is None or not recorder.is_in_step or self._is_elsewhere():
+            return False
+        self._backward_depth += 1
+        if self._backward_depth == 1:
+            begin_backward(recorder)
+        return True
+
+    @never_stops_training
+    def backward_ends(self, *, is_interrupted: bool) -> None:
+        """As `BackwardListener`."""
+        recorder = self._recorder()
+        self._backward_depth = max(0, self._backward_depth - 1)
+        if recorder is None or self._backward_depth:
+            return
+        recorder.close_phase()
+        self._is_used = True
+        if is_interrupted:
+            self.end_step(is_interrupted=True)
+        elif self._is_in_closure:
+            recorder.open_phase(Phase.OPTIMIZER_STEP)
+
+    @never_stops_training
+    def _update_begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder()
+        if recorder is None or self._backward_depth:
+            return
+        # The optimizer itself is the first of the arguments.
+        is_in_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+        if self._is_in_closure or (is_in_closure and id(optimizer) in self._updated):
+            # The update before has failed; or the step of it is over, and this one calls the model itself.
+            self.end_step()
+        self._is_in_closure = is_in_closure
+        if recorder.is_in_step:
+            begin_update(recorder, by_hand=True)
+        elif not is_in_closure and not self._has_seen_step:
+            self._has_seen_step = True
+            warn(
+                "An optimizer makes an update, and its model was not seen to be called in training mode: it may be in evaluation mode, compiled in "
+                "place, or called through another object than the one that is watched. Watch the one that the loop calls, or put the body of the "
+                "loop into `with recorder.step(batch):`."
+            )
+
+    @never_stops_training
+    def _update_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        recorder = self._recorder()
+        self._is_in_closure = False
+        if recorder is None or self._backward_depth or not recorder.is_in_step:
+            return
+        end_update(recorder, by_hand=False)
+        self._is_used = True
+        self._updated.add(id(optimizer))
+        if self._updated >= self._optimizers:
+            self.end_step()
+
+
+class _Hook:
+    """Calls a method of a watch, held weakly; a copy of it, in a copy or a pickle of the module that it is on, does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *args: object) -> None:
+        # Modules that are compiled are compiled with their hooks.
+        if torch.compiler.is_compiling() or self._method is None or (method := self._method()) is None:
+            return
+        method(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _take_back(handles: Iterable[Any], end_listening: Callable[[], None]) -> None:
+    for handle in handles:
+        handle.remove()
+    end_listening()
