@@ -6,13 +6,15 @@ path at every size. What an operator takes for itself follows from the sizes of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memcallback.checks import whole_number
-from memcallback.events import Alloc, AllocationTrace, Event, Free, PhaseEnd, PhaseStart
+from memcallback.events import Alloc, AllocationTrace, Event, Free, ModuleMark, PhaseEnd, PhaseStart
 from memcallback.kernels import Kernel, KernelRule, Make, Multiply, Take, completed
+from memcallback.module_memory import ModuleInfo
 
 #: The number of the first allocation that an operator makes for itself; those of tensors are below it.
 FIRST_TEMPORARY = 1 << 40
@@ -65,6 +67,7 @@ class TracedStep:
         num_flops: Floating-point operations from one update to the next, of the operators that PyTorch counts (matrix products,
             convolutions, attention).
         num_batches: How many batches those are.
+        modules: The model's modules, the root first; none if they are not known.
     """
 
     trace: AllocationTrace
@@ -73,6 +76,7 @@ class TracedStep:
     caveats: tuple[str, ...] = ()
     num_flops: int = 0
     num_batches: int = 1
+    modules: tuple[ModuleInfo, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, SAMPLES)
@@ -127,7 +131,7 @@ class TracedStep:
         return {event.id: event for event in self.trace.events if isinstance(event, Alloc)}
 
     def with_numbers(self, numbers: Sequence[int], answers: dict[tuple[object, ...], Kernel]) -> AllocationTrace:
-        """The same events with other sizes.
+        """The same events and marks with other sizes.
 
         Args:
             numbers: In place of `numbers`.
@@ -136,7 +140,11 @@ class TracedStep:
         source = iter(numbers)
         temporaries = iter(range(FIRST_TEMPORARY, 2 * FIRST_TEMPORARY))
         events: list[Event] = []
+        marks, unmoved, position = list[ModuleMark](), deque(self.trace.marks), 0
         for item in self.items:
+            while unmoved and unmoved[0].position <= position:
+                marks.append(unmoved.popleft()._replace(position=len(events)))
+            position += item.stop - item.start if isinstance(item, KernelCall) else 1
             if isinstance(item, Alloc):
                 events.append(_resized(item, next(source)))
             elif isinstance(item, KernelCall):
@@ -148,7 +156,8 @@ class TracedStep:
                 events.extend(_played(item, answers[key], made, temporaries))
             else:
                 events.append(item)
-        return _unchecked(tuple(events))
+        marks += [mark._replace(position=len(events)) for mark in unmoved]
+        return _unchecked(tuple(events), tuple(marks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,10 +328,11 @@ def _played(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporarie
             yield Free(taken[step.index])
 
 
-def _unchecked(events: tuple[Event, ...]) -> AllocationTrace:
+def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> AllocationTrace:
     """A trace of events that differ from a checked trace's in sizes alone; checking 100,000 events takes longer than making them."""
     trace = object.__new__(AllocationTrace)
     object.__setattr__(trace, "events", events)
+    object.__setattr__(trace, "marks", marks)
     return trace
 
 

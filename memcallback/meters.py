@@ -44,8 +44,11 @@ class Meter(Protocol):
             held: What the training holds at this moment, on steps where that was counted.
         """
 
+    def mark(self) -> None:
+        """A moment between two boundaries: note what is allocated and its peak since the reading before, at the least cost."""
+
     def end(self) -> tuple[MemoryStats, ...]:
-        """The step is over: one entry for each `read` since `begin`."""
+        """The step is over: one entry for each `read` and `mark` since `begin`."""
 
 
 class MeterUnavailableError(RuntimeError):
@@ -73,7 +76,7 @@ class AllocatorMeter:
     def __init__(self, device: torch.device, *, reset_peaks: bool = True) -> None:
         self.device = device
         self._reset_peaks = reset_peaks
-        self._readings: list[tuple[Mapping[str, Any], Holdings | None]] = []
+        self._readings: list[tuple[Mapping[str, Any], Holdings | None] | MemoryStats] = []
         if device.type == "cuda":
             self.source = "CUDA caching allocator"
             self.device_name = torch.cuda.get_device_name(device)
@@ -111,9 +114,23 @@ class AllocatorMeter:
         if self._reset_peaks:
             self._reset(self.device)
 
+    def mark(self) -> None:
+        """A moment between two boundaries."""
+        raw, figure = self._read(self.device), self._figure
+        self._readings.append(
+            MemoryStats(
+                allocated_bytes=figure(raw, "allocated_bytes", "current"),
+                reserved_bytes=figure(raw, "reserved_bytes", "current"),
+                peak_allocated_bytes=figure(raw, "allocated_bytes", "peak"),
+                peak_reserved_bytes=figure(raw, "reserved_bytes", "peak"),
+            )
+        )
+        if self._reset_peaks:
+            self._reset(self.device)
+
     def end(self) -> tuple[MemoryStats, ...]:
         """The step is over."""
-        stats = tuple(_memory_stats(raw, held, self._figure) for raw, held in self._readings)
+        stats = tuple(reading if isinstance(reading, MemoryStats) else _memory_stats(*reading, self._figure) for reading in self._readings)
         return stats if self._reset_peaks else _only_new_peaks(stats)
 
 

@@ -18,6 +18,8 @@ from memcallback.checks import whole_number
 from memcallback.devices import Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
 from memcallback.length_trace import LengthTrace, UnknownSequenceLength
+from memcallback.module_memory import ModuleTable, modules_of
+from memcallback.module_spans import StepSpans, last_step
 from memcallback.replay import Replay, ReplayedStep, Standing, replay, standing_at
 from memcallback.stats import Kind, PhaseMemory, StepMemory, largest
 from memcallback.units import format_bytes
@@ -237,6 +239,27 @@ class Prediction:
     def by_operator(self) -> Mapping[str, int]:
         """Allocated bytes at the peak by the operator that asked for them, largest first; "" where that is unknown."""
         return self._by(lambda alloc: alloc.operator)
+
+    @cached_property
+    def modules(self) -> ModuleTable:
+        """The steady step by module: what each one keeps after its forward pass, and the peaks while it runs."""
+        spans = self._by_spans
+        return ModuleTable(
+            step_kind=Kind.PREDICTED,
+            source=self.source,
+            device_name=self.device_name,
+            batch_size=self.batch_size,
+            modules=modules_of(spans.windows, self.trace.traced.modules, spans.saved_bytes),
+        )
+
+    @cached_property
+    def saved(self) -> tuple[Standing, ...]:
+        """The activations that stand where the steady step's forward pass ends, the largest first."""
+        return tuple(sorted(self._by_spans.saved, key=lambda one: one.block_bytes, reverse=True))
+
+    @cached_property
+    def _by_spans(self) -> StepSpans:
+        return last_step(self.trace.at(self.batch_size), self._shown.block_bytes)
 
     @property
     def fits(self) -> bool:

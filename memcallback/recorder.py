@@ -17,6 +17,8 @@ from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.module_memory import ModuleTable
+from memcallback.module_watch import ModuleWatch
 from memcallback.phase_windows import PhaseWindows, phase_of
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
@@ -29,13 +31,14 @@ NUM_FIRST_SAMPLED = 3
 
 @dataclass
 class _OpenStep:
-    """A step under way: its windows are pairs of positions in the list of the meter's readings."""
+    """A step under way: its windows are pairs of boundaries, each a reading of the meter."""
 
     batch: object
     batch_size: int | None
     is_sampled: bool
     num_updates_before: int
     phases: PhaseWindows
+    watch: ModuleWatch | None
     stats: tuple[MemoryStats, ...] | None = None
 
 
@@ -55,11 +58,15 @@ class MemoryRecorder:
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see `AllocatorMeter`).
         use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have one at a time; else only
             the resident size is read.
+        per_module: Whether sampled steps are also read wherever another module begins to run, forward and backward (see `modules`). A
+            sampled step takes up to twice as long then, others as long as ever.
 
     Attributes:
         steps: The last 100 recorded steps, oldest first.
         warm_up: The last step that no optimizer update came before; None if there was none.
         steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add up to the most; None if there was none.
+        modules: With `per_module` the last steady step on which holdings were counted, by module, if possible one with an optimizer step;
+            None if there was none.
         largest: Of all steady steps, the one with the largest peak; None if there was none.
         lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between steps and before the first
             one included; what `torch.cuda.max_memory_allocated()` would say without the resets. None before the first step.
@@ -95,6 +102,7 @@ class MemoryRecorder:
         sample_every_n_steps: int = 50,
         reset_peaks: bool = True,
         use_profiler: bool = True,
+        per_module: bool = False,
     ) -> None:
         self._modules = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -108,10 +116,12 @@ class MemoryRecorder:
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
         self.largest: StepMemory | None = None
+        self.modules: ModuleTable | None = None
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
         self.lifetime_peak_resident_bytes: int | None = None
         self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
+        self._per_module = per_module
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
@@ -131,9 +141,8 @@ class MemoryRecorder:
     def drop_step(self) -> None:
         """Forget the open step, if there is one: nothing says when it ended."""
         if self._open is not None:
-            is_read, self._open = self._open.stats is not None, None
-            if not is_read:
-                self.meter.end()
+            step, self._open = self._open, None
+            self._stats(step)
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
@@ -202,8 +211,11 @@ class MemoryRecorder:
             self._num_steps += 1
             return
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-        self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read))
+        watch = ModuleWatch(self._modules, self.meter) if is_sampled and self._per_module and self._modules else None
+        self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read), watch)
         self.meter.begin()
+        if watch is not None:
+            watch.begin()
 
     def _is_due(self) -> bool:
         # Updates, since an accumulation window has several steps; steps where updates are not counted.
@@ -239,7 +251,7 @@ class MemoryRecorder:
         """No boundary of the open step is read from here on: on a CPU, PyTorch's profiler is free."""
         if self._open is not None and self._open.stats is None:
             self.close_phase()
-            self._open.stats = self.meter.end()
+            self._stats(self._open)
 
     def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
         """End the step and keep its record.
@@ -260,7 +272,8 @@ class MemoryRecorder:
         self._num_steps += 1
         if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in windows):
             self._num_updates += 1
-        stats = self.meter.end() if step.stats is None else step.stats
+        stats = self._stats(step)
+        windows = windows if step.watch is None else step.watch.windows(windows)
         self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
         self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))
         self.lifetime_peak_resident_bytes = largest((self.lifetime_peak_resident_bytes, *(s.peak_resident_bytes for s in stats)))
@@ -276,6 +289,8 @@ class MemoryRecorder:
             is_interrupted=is_interrupted,
         )
         self._keep(record)
+        if step.watch is not None:
+            self._keep_modules(record, step.watch.table(windows, stats, batch_size=step.batch_size))
         return record
 
     def report(
@@ -334,6 +349,19 @@ class MemoryRecorder:
             return None
         return max(0, device.used_bytes - self.largest.peak_allocated_bytes)
 
+    def _stats(self, step: _OpenStep) -> tuple[MemoryStats, ...]:
+        """The step's readings; with them its reading is over."""
+        if step.stats is None:
+            if step.watch is not None:
+                step.watch.end()
+            step.stats = self.meter.end()
+        return step.stats
+
+    def _keep_modules(self, record: StepMemory, table: ModuleTable | None) -> None:
+        is_steady = not (record.is_warm_up or record.is_interrupted)
+        if is_steady and table is not None and (self.modules is None or Phase.OPTIMIZER_STEP in record.phases):
+            self.modules = table
+
     def _keep(self, record: StepMemory) -> None:
         self.steps.append(record)
         if record.is_warm_up:
@@ -349,6 +377,8 @@ class MemoryRecorder:
         if step.is_sampled and self._modules:
             held = holdings(self._modules, self._optimizers, step.batch, self.meter.device)
         self.meter.read(held)
+        if step.watch is not None:
+            step.watch.boundary()
 
 
 def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:

@@ -28,6 +28,7 @@ DATA = [
     "warn",
     "tables",
     "layer_table",
+    "module_memory",
 ]
 PLAIN = [
     *DATA,
@@ -35,6 +36,7 @@ PLAIN = [
     "length_trace",
     "repetition",
     "replay",
+    "module_spans",
     "predicted",
     "prediction",
     "prediction_text",
@@ -90,11 +92,13 @@ TRACER = [
 ]
 MEASURING = [
     "holdings",
+    "module_hooks",
     "tensor_parts",
     "nvml",
     "device_states",
     "cpu_meter",
     "meters",
+    "module_watch",
     "lightning_step",
     "step_checks",
     "steps",

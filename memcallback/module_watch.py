@@ -1,0 +1,99 @@
+"""`ModuleWatch`: one measured step by module, from readings of a meter wherever other modules begin to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from torch import nn
+
+from memcallback.events import ModuleMark
+from memcallback.meters import Meter
+from memcallback.module_hooks import ModuleFollower, module_infos
+from memcallback.module_memory import ModuleTable, Span, modules_of, phase_of_span
+from memcallback.phase_windows import PhaseWindow
+from memcallback.stats import Kind, MemoryStats
+from memcallback.warn import MemoryWarning, warn
+
+
+class ModuleWatch:
+    """Puts readings between the boundaries of a step, and tells which of them belong to which module.
+
+    Args:
+        models: The models whose modules are followed.
+        meter: What is read; its boundaries are told to `boundary`.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], meter: Meter) -> None:
+        self._models = models
+        self._meter = meter
+        self._follower = ModuleFollower(models, self._change, self._fail)
+        self._marks: dict[int, ModuleMark] = {}
+        self._boundaries: list[int] = []
+        self._num_readings = 0
+        self._has_failed = False
+
+    def begin(self) -> None:
+        """The step begins; the meter has begun too."""
+        try:
+            self._follower.begin()
+        except Exception as error:  # modules of users can refuse hooks
+            self._follower.end()
+            self._fail(error)
+
+    def boundary(self) -> None:
+        """The meter has read a boundary."""
+        self._boundaries.append(self._num_readings)
+        self._num_readings += 1
+        self._follower.begin_phase()
+
+    def end(self) -> None:
+        """The meter is about to end: take back all hooks."""
+        self._follower.end()
+
+    def windows(self, windows: Sequence[PhaseWindow]) -> list[PhaseWindow]:
+        """The same windows by the numbers of the meter's readings instead of those of boundaries."""
+        return [(covers, self._boundaries[start], self._boundaries[end]) for covers, start, end in windows]
+
+    def table(self, windows: Sequence[PhaseWindow], stats: Sequence[MemoryStats], *, batch_size: int | None) -> ModuleTable | None:
+        """What was read, by module.
+
+        Args:
+            windows: The step's windows, by the numbers of readings.
+            stats: The readings.
+            batch_size: Samples in the batch; None if unknown.
+
+        Returns:
+            The table; None if the modules could not be followed.
+        """
+        if self._has_failed:
+            return None
+        return ModuleTable(
+            step_kind=Kind.MEASURED,
+            source=self._meter.source,
+            device_name=self._meter.device_name,
+            batch_size=batch_size,
+            modules=modules_of([list(self._spans(window, stats)) for window in windows], module_infos(self._models)),
+            notes=self._follower.notes,
+        )
+
+    def _spans(self, window: PhaseWindow, stats: Sequence[MemoryStats]) -> Iterator[Span]:
+        covers, start, end = window
+        mark = ModuleMark(start, ())
+        for position in range(start, end):
+            mark = self._marks.get(position, mark)
+            phase = phase_of_span(covers, is_backward=mark.is_backward)
+            if phase is not None:
+                before, after = stats[position], stats[position + 1]
+                yield Span(phase, mark.path, before.allocated_bytes, after.allocated_bytes, after.peak_allocated_bytes)
+
+    def _change(self, path: tuple[str, ...], is_backward: bool) -> None:
+        self._meter.mark()
+        self._marks[self._num_readings] = ModuleMark(self._num_readings, path, is_backward)
+        self._num_readings += 1
+
+    def _fail(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            with suppress(MemoryWarning):  # where warnings are errors
+                warn(f"Memory by module is not recorded in this step: {type(error).__name__}: {str(error).rstrip('.')}. The rest of it is.")
