@@ -19,7 +19,7 @@ from memcallback.checks import whole_number
 from memcallback.device_here import any_device
 from memcallback.devices import CATALOGUE, Device
 from memcallback.events import Phase
-from memcallback.figures import batch_size_curve, step_by_category, what_if_bars
+from memcallback.figures import batch_size_curve, module_icicle, step_by_category, what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
@@ -28,7 +28,7 @@ from memcallback.meters import device_memory
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
 from memcallback.plan import Plan
 from memcallback.predicted import PredictedSteps, StepPrediction
-from memcallback.prediction import Prediction
+from memcallback.prediction import Prediction, predicted_modules
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.savings_checkpoint import CheckpointOption
@@ -36,7 +36,16 @@ from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import INFERRED
-from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, WHAT_IF_IMAGE_TAG, WHAT_IF_TAG, scalars
+from memcallback.tensorboard import (
+    CURVE_IMAGE_TAG,
+    MODULES_IMAGE_TAG,
+    MODULES_TAG,
+    REPORT_TAG,
+    STEP_IMAGE_TAG,
+    WHAT_IF_IMAGE_TAG,
+    WHAT_IF_TAG,
+    scalars,
+)
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.warn import MemoryWarning, warn
 
@@ -101,6 +110,9 @@ class MemoryCallback(Callback):
         predict: Whether to predict the step before it first runs.
         what_if: Whether to predict besides what each saving of memory would buy, which takes some twenty times as long; the plan is printed,
             and logged as text and picture.
+        per_module: Whether to record by module too, on the steps on which what is held is counted: they take up to twice as long, others
+            as long as ever. The modules that keep most are printed with the report; all are logged as text and picture, beside the
+            predicted figures (see `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
@@ -140,6 +152,7 @@ class MemoryCallback(Callback):
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         what_if: bool = False,
+        per_module: bool = False,
         reset_peaks: bool = True,
         fit_batch_size: bool = False,
         accumulate: int | Mapping[int, int] | None = None,
@@ -157,6 +170,7 @@ class MemoryCallback(Callback):
         self._headroom = headroom
         self._predicts = predict
         self._tries_savings = what_if
+        self._per_module = per_module
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
         self.fitted: FittedBatchSize | None = None
@@ -212,6 +226,7 @@ class MemoryCallback(Callback):
             # A CPU is read at the logging interval; elsewhere the split by category, which walks the model, needs no such frequency.
             sample_every_n_steps=sys.maxsize if device.type == "cpu" else 50,
             reset_peaks=self._reset_peaks,
+            per_module=self._per_module,
             use_profiler=not any(kind.__name__ == "PyTorchProfiler" for kind in type(trainer.profiler).__mro__),
         )
         for name in _LIFETIME_PEAKS:
@@ -436,6 +451,16 @@ class MemoryCallback(Callback):
             self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
         if advice is not None:
             self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
+        self._show_modules(pl_module, self._sinks, number)
+
+    def _show_modules(self, pl_module: Any, sinks: Sinks, number: int) -> None:
+        measured = self.recorder.modules if self.recorder else None
+        if measured is None:
+            return
+        predicted = predicted_modules(self.prediction, measured.batch_size)
+        _print(pl_module, measured.to_text(predicted))
+        sinks.log_text(MODULES_TAG, measured.to_markdown(predicted), number)
+        sinks.log_image(MODULES_IMAGE_TAG, module_icicle(measured, predicted), number)
 
     def _finish(self, trainer: Any, pl_module: Any) -> None:
         if self.recorder is None:

@@ -122,10 +122,9 @@ class ModuleFollower:
         if self._is_following:
             root = torch._C._current_autograd_node()
             for node, path in stretches.first_nodes(root):
+                self._handles.append(node.register_prehook(_Arrive(self, path)))
                 if node is root:
                     self.arrives(path)
-                else:
-                    self._handles.append(node.register_prehook(_Arrive(self, path)))
 
     def fails(self, error: Exception) -> None:
         """Something went wrong here; the training goes on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -372,3 +373,18 @@ class Prediction:
             is_warm_up=step.is_warm_up,
             num_optimizer_updates=sum(window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows),
         )
+
+
+def predicted_modules(prediction: object, batch_size: int | None) -> ModuleTable | None:
+    """What a prediction says of the modules at a batch size; None if it is none that can, or does not know the modules.
+
+    Args:
+        prediction: Any prediction, or None.
+        batch_size: Samples in the batch; None for as many as it is for.
+    """
+    if not isinstance(prediction, Prediction):
+        return None
+    with suppress(ValueError):  # it may not tell of this batch size
+        modules = prediction.at(batch_size).modules
+        return modules if modules.ran else None
+    return None
