@@ -75,15 +75,18 @@ class AllocatorMeter:
 
     def __init__(self, device: torch.device, *, reset_peaks: bool = True) -> None:
         self.device = device
+        self._place: torch.device | int = device
         self._reset_peaks = reset_peaks
         self._readings: list[tuple[Mapping[str, Any], Holdings | None] | MemoryStats] = []
         if device.type == "cuda":
             self.source = "CUDA caching allocator"
             self.device_name = torch.cuda.get_device_name(device)
             # memory_stats() would flatten and sort about 123 keys on top of the same read.
-            self._read: Callable[[torch.device], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict
-            self._reset: Callable[[torch.device], None] = torch.cuda.reset_peak_memory_stats
+            self._read: Callable[[torch.device | int], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict
+            self._reset: Callable[[torch.device | int], None] = torch.cuda.reset_peak_memory_stats
             self._figure = _nested_figure
+            # PyTorch takes longer to look at a torch.device than to reset the peaks.
+            self._place = device if device.index is None else device.index
             return
         accelerator = torch.accelerator
         if not hasattr(accelerator, "memory_stats"):
@@ -110,13 +113,13 @@ class AllocatorMeter:
 
     def read(self, held: Holdings | None) -> None:
         """A boundary."""
-        self._readings.append((self._read(self.device), held))
+        self._readings.append((self._read(self._place), held))
         if self._reset_peaks:
-            self._reset(self.device)
+            self._reset(self._place)
 
     def mark(self) -> None:
         """A moment between two boundaries."""
-        raw, figure = self._read(self.device), self._figure
+        raw, figure = self._read(self._place), self._figure
         self._readings.append(
             MemoryStats(
                 allocated_bytes=figure(raw, "allocated_bytes", "current"),
@@ -126,7 +129,7 @@ class AllocatorMeter:
             )
         )
         if self._reset_peaks:
-            self._reset(self.device)
+            self._reset(self._place)
 
     def end(self) -> tuple[MemoryStats, ...]:
         """The step is over."""

@@ -147,7 +147,10 @@ class ModuleFollower:
             self._at_change(path, is_backward)
 
     def _stretches_here(self) -> _Stretches:
-        return self._stretches.setdefault(threading.get_ident(), _Stretches())
+        thread = threading.get_ident()
+        if thread not in self._stretches:
+            self._stretches[thread] = _Stretches()
+        return self._stretches[thread]
 
     def _await(self, output: object) -> None:
         stretches = self._stretches_here()
@@ -258,9 +261,8 @@ def _around(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_compiled_with_hooks(module: nn.Module) -> bool:
     """Whether a module's call is compiled together with its hooks: `Module.compile()`, TorchScript, a compiled LightningModule."""
-    return isinstance(module, torch.jit.ScriptModule) or any(
-        getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_compiler_ctx")
-    )
+    own = vars(module)
+    return isinstance(module, torch.jit.ScriptModule) or any(own.get(name) is not None for name in ("_compiled_call_impl", "_compiler_ctx"))
 
 
 def _is_in_backward() -> bool:

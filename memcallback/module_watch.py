@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from torch import nn
 
 from memcallback.events import ModuleMark
 from memcallback.meters import Meter
-from memcallback.module_hooks import ModuleFollower, module_infos
-from memcallback.module_memory import ModuleTable, Span, modules_of, phase_of_span
+from memcallback.module_hooks import ModuleFollower
+from memcallback.module_memory import ModuleInfo, ModuleTable, Span, modules_of, phase_of_span
 from memcallback.phase_windows import PhaseWindow
 from memcallback.stats import Kind, MemoryStats
 from memcallback.warn import MemoryWarning, warn
@@ -21,11 +21,12 @@ class ModuleWatch:
 
     Args:
         models: The models whose modules are followed.
+        infos: What is known of these modules.
         meter: What is read; its boundaries are told to `boundary`.
     """
 
-    def __init__(self, models: Sequence[nn.Module], meter: Meter) -> None:
-        self._models = models
+    def __init__(self, models: Sequence[nn.Module], infos: tuple[ModuleInfo, ...], meter: Meter) -> None:
+        self._infos = infos
         self._meter = meter
         self._follower = ModuleFollower(models, self._change, self._fail)
         self._marks: dict[int, ModuleMark] = {}
@@ -55,8 +56,10 @@ class ModuleWatch:
         """The same windows by the numbers of the meter's readings instead of those of boundaries."""
         return [(covers, self._boundaries[start], self._boundaries[end]) for covers, start, end in windows]
 
-    def table(self, windows: Sequence[PhaseWindow], stats: Sequence[MemoryStats], *, batch_size: int | None) -> ModuleTable | None:
-        """What was read, by module.
+    def recording(
+        self, windows: Sequence[PhaseWindow], stats: Sequence[MemoryStats], *, batch_size: int | None
+    ) -> Callable[[], ModuleTable] | None:
+        """What was read, by module, once it is asked for: adding it up takes longer than reading it.
 
         Args:
             windows: The step's windows, by the numbers of readings.
@@ -64,28 +67,30 @@ class ModuleWatch:
             batch_size: Samples in the batch; None if unknown.
 
         Returns:
-            The table; None if the modules could not be followed.
+            What gives the table, without a reference to a model; None if the modules could not be followed.
         """
         if self._has_failed:
             return None
-        return ModuleTable(
-            step_kind=Kind.MEASURED,
-            source=self._meter.source,
-            device_name=self._meter.device_name,
-            batch_size=batch_size,
-            modules=modules_of([list(self._spans(window, stats)) for window in windows], module_infos(self._models)),
-            notes=self._follower.notes,
+        source, device_name, infos, notes, marks = (
+            self._meter.source,
+            self._meter.device_name,
+            self._infos,
+            self._follower.notes,
+            self._marks,
         )
 
-    def _spans(self, window: PhaseWindow, stats: Sequence[MemoryStats]) -> Iterator[Span]:
-        covers, start, end = window
-        mark = ModuleMark(start, ())
-        for position in range(start, end):
-            mark = self._marks.get(position, mark)
-            phase = phase_of_span(covers, is_backward=mark.is_backward)
-            if phase is not None:
-                before, after = stats[position], stats[position + 1]
-                yield Span(phase, mark.path, before.allocated_bytes, after.allocated_bytes, after.peak_allocated_bytes)
+        def table() -> ModuleTable:
+            spans = [list(_spans(window, stats, marks)) for window in windows]
+            return ModuleTable(
+                step_kind=Kind.MEASURED,
+                source=source,
+                device_name=device_name,
+                batch_size=batch_size,
+                modules=modules_of(spans, infos),
+                notes=notes,
+            )
+
+        return table
 
     def _change(self, path: tuple[str, ...], is_backward: bool) -> None:
         self._meter.mark()
@@ -97,3 +102,14 @@ class ModuleWatch:
             self._has_failed = True
             with suppress(MemoryWarning):  # where warnings are errors
                 warn(f"Memory by module is not recorded in this step: {type(error).__name__}: {str(error).rstrip('.')}. The rest of it is.")
+
+
+def _spans(window: PhaseWindow, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]) -> Iterator[Span]:
+    covers, start, end = window
+    mark = ModuleMark(start, ())
+    for position in range(start, end):
+        mark = marks.get(position, mark)
+        phase = phase_of_span(covers, is_backward=mark.is_backward)
+        if phase is not None:
+            before, after = stats[position], stats[position + 1]
+            yield Span(phase, mark.path, before.allocated_bytes, after.allocated_bytes, after.peak_allocated_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.module_hooks import module_infos
 from memcallback.module_memory import ModuleTable
 from memcallback.module_watch import ModuleWatch
 from memcallback.phase_windows import PhaseWindows, phase_of
@@ -65,8 +66,6 @@ class MemoryRecorder:
         steps: The last 100 recorded steps, oldest first.
         warm_up: The last step that no optimizer update came before; None if there was none.
         steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add up to the most; None if there was none.
-        modules: With `per_module` the last steady step on which holdings were counted, by module, if possible one with an optimizer step;
-            None if there was none.
         largest: Of all steady steps, the one with the largest peak; None if there was none.
         lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between steps and before the first
             one included; what `torch.cuda.max_memory_allocated()` would say without the resets. None before the first step.
@@ -116,12 +115,13 @@ class MemoryRecorder:
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
         self.largest: StepMemory | None = None
-        self.modules: ModuleTable | None = None
         self.lifetime_peak_allocated_bytes: int | None = None
         self.lifetime_peak_reserved_bytes: int | None = None
         self.lifetime_peak_resident_bytes: int | None = None
         self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
-        self._per_module = per_module
+        self._module_infos = module_infos(self._modules) if per_module and self._modules else ()
+        self._modules_recorded: Callable[[], ModuleTable] | None = None
+        self._module_table: ModuleTable | None = None
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
@@ -130,6 +130,13 @@ class MemoryRecorder:
         # The optimizer shall not keep the recorder, and with it the model, alive.
         this = weakref.ref(self)
         self._hooks = [opt.register_step_post_hook(lambda *_: _count_update(this)) for opt in self._optimizers]
+
+    @property
+    def modules(self) -> ModuleTable | None:
+        """With `per_module` the last sampled steady step by module, if possible one with an optimizer step; None if there was none."""
+        if self._module_table is None and self._modules_recorded is not None:
+            self._module_table = self._modules_recorded()
+        return self._module_table
 
     def close(self) -> None:
         """End the recording: take back the hooks on the optimizers, drop an open step, let go of the model. Reports go on."""
@@ -211,7 +218,7 @@ class MemoryRecorder:
             self._num_steps += 1
             return
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-        watch = ModuleWatch(self._modules, self.meter) if is_sampled and self._per_module and self._modules else None
+        watch = ModuleWatch(self._modules, self._module_infos, self.meter) if is_sampled and self._module_infos else None
         self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read), watch)
         self.meter.begin()
         if watch is not None:
@@ -290,7 +297,7 @@ class MemoryRecorder:
         )
         self._keep(record)
         if step.watch is not None:
-            self._keep_modules(record, step.watch.table(windows, stats, batch_size=step.batch_size))
+            self._keep_modules(record, step.watch.recording(windows, stats, batch_size=step.batch_size))
         return record
 
     def report(
@@ -357,10 +364,10 @@ class MemoryRecorder:
             step.stats = self.meter.end()
         return step.stats
 
-    def _keep_modules(self, record: StepMemory, table: ModuleTable | None) -> None:
+    def _keep_modules(self, record: StepMemory, recording: Callable[[], ModuleTable] | None) -> None:
         is_steady = not (record.is_warm_up or record.is_interrupted)
-        if is_steady and table is not None and (self.modules is None or Phase.OPTIMIZER_STEP in record.phases):
-            self.modules = table
+        if is_steady and recording is not None and (self._modules_recorded is None or Phase.OPTIMIZER_STEP in record.phases):
+            self._modules_recorded, self._module_table = recording, None
 
     def _keep(self, record: StepMemory) -> None:
         self.steps.append(record)
