@@ -6,14 +6,16 @@ path at every size. What an operator takes for itself follows from the sizes of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memcallback.checks import whole_number
 from memcallback.code_lines import CodeLine
-from memcallback.events import Alloc, AllocationTrace, Event, Free, PhaseEnd, PhaseStart
+from memcallback.events import Alloc, AllocationTrace, Event, Free, ModuleMark, PhaseEnd, PhaseStart
 from memcallback.kernels import Kernel, KernelRule, Make, Multiply, Take, completed
+from memcallback.module_memory import ModuleInfo
 
 #: The number of the first allocation that an operator makes for itself; those of tensors are below it.
 FIRST_TEMPORARY = 1 << 40
@@ -82,6 +84,7 @@ class TracedStep:
             convolutions, attention).
         num_batches: How many batches those are.
         origins: The number of each allocation that a tensor stands for -> where it comes from.
+        modules: The model's modules, the root first; none if they are not known.
     """
 
     trace: AllocationTrace
@@ -91,6 +94,7 @@ class TracedStep:
     num_flops: int = 0
     num_batches: int = 1
     origins: Mapping[int, Origin] = field(default_factory=dict, repr=False, compare=False)
+    modules: tuple[ModuleInfo, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, SAMPLES)
@@ -145,7 +149,7 @@ class TracedStep:
         return {event.id: event for event in self.trace.events if isinstance(event, Alloc)}
 
     def with_numbers(self, numbers: Sequence[int], answers: dict[tuple[object, ...], Kernel]) -> AllocationTrace:
-        """The same events with other sizes.
+        """The same events and marks with other sizes.
 
         Args:
             numbers: In place of `numbers`.
@@ -154,7 +158,11 @@ class TracedStep:
         source = iter(numbers)
         temporaries = iter(range(FIRST_TEMPORARY, 2 * FIRST_TEMPORARY))
         events: list[Event] = []
+        marks, unmoved, position = list[ModuleMark](), deque(self.trace.marks), 0
         for item in self.items:
+            while unmoved and unmoved[0].position <= position:
+                marks.append(unmoved.popleft()._replace(position=len(events)))
+            position += item.stop - item.start if isinstance(item, KernelCall) else 1
             if isinstance(item, Alloc):
                 events.append(_resized(item, next(source)))
             elif isinstance(item, KernelCall):
@@ -166,7 +174,8 @@ class TracedStep:
                 events.extend(_played(item, answers[key], made, temporaries))
             else:
                 events.append(item)
-        return _unchecked(tuple(events))
+        marks += [mark._replace(position=len(events)) for mark in unmoved]
+        return _unchecked(tuple(events), tuple(marks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,10 +378,11 @@ def _played(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporarie
             yield Free(taken[step.index])
 
 
-def _unchecked(events: tuple[Event, ...]) -> AllocationTrace:
+def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> AllocationTrace:
     """A trace of events that differ from a checked trace's in sizes alone; checking 100,000 events takes longer than making them."""
     trace = object.__new__(AllocationTrace)
     object.__setattr__(trace, "events", events)
+    object.__setattr__(trace, "marks", marks)
     return trace
 
 

@@ -83,6 +83,9 @@ class MemoryCallback(Callback):
         predict: Whether to predict the step before it first runs.
         what_if: Whether to predict besides what each saving of memory would buy, which takes some twenty times as long; the plan is printed,
             and logged as text and picture.
+        per_module: Whether to record by module too, on the steps on which what is held is counted: they take up to twice as long, others
+            as long as ever. The modules that keep most are printed with the report; all are logged as text and picture, beside the
+            predicted figures (see `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
             recorder has what it would have said.
@@ -125,6 +128,7 @@ class MemoryCallback(Callback):
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         what_if: bool = False,
+        per_module: bool = False,
         reset_peaks: bool = True,
         fit_batch_size: bool = False,
         accumulate: int | Mapping[int, int] | None = None,
@@ -143,6 +147,7 @@ class MemoryCallback(Callback):
         self._headroom = headroom
         self._predicts = predict
         self._tries_savings = what_if
+        self._per_module = per_module
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
         self._records_history = oom_snapshot
@@ -203,6 +208,7 @@ class MemoryCallback(Callback):
             # A CPU is read at the logging interval; elsewhere the split by category, which walks the model, needs no such frequency.
             sample_every_n_steps=sys.maxsize if device.type == "cpu" else 50,
             reset_peaks=self._reset_peaks,
+            per_module=self._per_module,
             use_profiler=not any(kind.__name__ == "PyTorchProfiler" for kind in type(trainer.profiler).__mro__),
         )
         for name in _LIFETIME_PEAKS:

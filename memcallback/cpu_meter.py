@@ -50,11 +50,11 @@ class CpuMeter:
         self._use_profiler = use_profiler
         self._has_warned = False
         self._profiler: torch.autograd.profiler.profile | None = None
-        self._boundaries: list[tuple[Holdings | None, int | None, int | None]] = []
+        self._readings: list[tuple[Holdings | None, int | None, int | None]] = []
 
     def begin(self) -> None:
         """A step begins."""
-        self._boundaries = []
+        self._readings = []
         self._profiler = None
         if not self._use_profiler:
             return
@@ -72,19 +72,25 @@ class CpuMeter:
         with torch.autograd.profiler.record_function(_BOUNDARY):
             pass
         resident, peak = resident_bytes()
-        self._boundaries.append((held, resident, peak if self._reset_peaks else None))
+        self._readings.append((held, resident, peak if self._reset_peaks else None))
         if self._reset_peaks:
             _reset_peak_resident()
+
+    def mark(self) -> None:
+        """A moment between two boundaries: the resident size is not read."""
+        # What record_function does, at a tenth of its cost and without an operator.
+        with torch._C._profiler._RecordFunctionFast(_BOUNDARY):
+            pass
+        self._readings.append((None, None, None))
 
     def end(self) -> tuple[MemoryStats, ...]:
         """The step is over."""
         sections = list(_sections(_stop_profiler(self._profiler)))
         self._profiler = None
-        held = [boundary[0] for boundary in self._boundaries]
-        known = [h for h in held if h is not None]
+        held = [reading[0] for reading in self._readings]
         counted: list[tuple[int | None, int | None]] = [(None, None)] * len(held)
-        if known and len(known) == len(held) == len(sections):
-            counted = list(_alive(known, sections))
+        if held and held[0] is not None and len(held) == len(sections):
+            counted = list(_alive(held[0], held, sections))
         return tuple(
             MemoryStats(
                 allocated_bytes=allocated,
@@ -93,7 +99,7 @@ class CpuMeter:
                 peak_resident_bytes=peak_resident,
                 by_category=held.by_category if held else None,
             )
-            for (held, resident, peak_resident), (allocated, peak) in zip(self._boundaries, counted, strict=True)
+            for (held, resident, peak_resident), (allocated, peak) in zip(self._readings, counted, strict=True)
         )
 
 
@@ -168,13 +174,13 @@ def _sections(events: Iterable[Any]) -> Iterator[list[_Allocation]]:
             section = []
 
 
-def _alive(held: list[Holdings], sections: list[list[_Allocation]]) -> Iterator[tuple[int, int]]:
-    """Bytes alive at each boundary, and the most since the boundary before it.
+def _alive(first: Holdings, held: list[Holdings | None], sections: list[list[_Allocation]]) -> Iterator[tuple[int, int]]:
+    """Bytes alive at each reading, and the most since the reading before it.
 
     PyTorch reports the release of a storage only if its allocation was profiled too. So a storage that was held when the
-    step began counts until its release is reported, its address is given to another one, or it is held no longer.
+    step began counts until its release is reported, its address is given to another one, or a boundary sees it held no longer.
     """
-    older = dict(held[0].storages)
+    older = dict(first.storages)
     younger: dict[int, int] = {}
     alive = sum(older.values())
     for position, (now, section) in enumerate(zip(held, sections, strict=True)):
@@ -191,8 +197,9 @@ def _alive(held: list[Holdings], sections: list[list[_Allocation]]) -> Iterator[
                 peak = max(peak, alive)
             else:
                 alive -= younger.pop(event.address, 0) or older.pop(event.address, 0)
-        for address in [address for address in older if address not in now.storages]:
-            alive -= older.pop(address)
+        if now is not None:
+            for address in [address for address in older if address not in now.storages]:
+                alive -= older.pop(address)
         yield alive, peak
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Phase(Enum):
@@ -120,6 +120,21 @@ class StepEnd:
 
 Event = Alloc | Free | PhaseStart | PhaseEnd | StepStart | StepEnd
 
+
+class ModuleMark(NamedTuple):
+    """From here on other modules run.
+
+    Attributes:
+        position: The position of the event, or the number of the reading, from which on they do.
+        path: The FQNs of the modules that run, the outermost first; none where no module does.
+        is_backward: Whether their part of a backward pass runs.
+    """
+
+    position: int
+    path: tuple[str, ...]
+    is_backward: bool = False
+
+
 #: The version of the JSON text; raised when a reader of the old one could not read the new one.
 VERSION = 2
 _FORMAT = "memcallback.AllocationTrace"
@@ -139,12 +154,14 @@ class AllocationTrace:
     Attributes:
         events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do not overlap, nor do
             steps, and a phase lies inside a step or outside of all.
+        marks: Where which modules begin to run, in order; none if that is not known. When a phase begins none runs.
 
     Raises:
         ValueError: If the events contradict each other.
     """
 
     events: tuple[Event, ...]
+    marks: tuple[ModuleMark, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check(self.events)
@@ -153,7 +170,8 @@ class AllocationTrace:
         """The trace as a compact JSON text, which `from_json` reads; strings that occur often are written once."""
         names = _Names()
         events = [_to_row(event, names) for event in self.events]
-        document = {"format": _FORMAT, "version": VERSION, "names": names.names, "events": events}
+        marks = [[mark.position, [names.index(name) for name in mark.path], mark.is_backward] for mark in self.marks]
+        document = {"format": _FORMAT, "version": VERSION, "names": names.names, "events": events, "marks": marks}
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -178,12 +196,17 @@ class AllocationTrace:
                 "use the memcallback that wrote it, or make the trace again"
             )
         try:
-            events = tuple(_from_row(row, document["names"]) for row in document["events"])
+            names = document["names"]
+            events = tuple(_from_row(row, names) for row in document["events"])
+            marks = tuple(
+                ModuleMark(position, tuple(names[index] for index in path), is_backward)
+                for position, path, is_backward in document.get("marks", ())
+            )
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"the trace is damaged ({error!r}); each event is a list as to_json writes it: make the trace again"
             ) from error
-        return cls(events)
+        return cls(events, marks)
 
 
 @dataclass

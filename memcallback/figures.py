@@ -1,4 +1,4 @@
-"""Three pictures: one step by category with the prediction over it, the peak over batch sizes with the capacity, what savings would buy.
+"""Four pictures: one step by category and by module, the peak over batch sizes with the capacity, what savings would buy.
 
 Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are; and in a thread of its own, since
 the parser of matplotlib's labels keeps exceptions, whose frames would keep the training's batch alive.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memcallback.advice import BatchSizeAdvice
 from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.module_memory import ModuleMemory, ModuleTable
 from memcallback.peak_lines import TracedPeak
 from memcallback.plan import Plan
 from memcallback.predicted import StepPrediction
 from memcallback.stats import MemoryStats, StepMemory
 from memcallback.textbook_law import TextbookPrediction
-from memcallback.units import GiB, KiB, MiB
+from memcallback.units import GiB, KiB, MiB, format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +41,11 @@ _PREDICTED_COLOUR = "#c62828"
 _HELPS_COLOUR = "#59a14f"
 #: Of the savings in the picture.
 _NUM_BARS = 24
+#: Of the module classes in the picture, the most frequent in this order; others are grey.
+_CLASS_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#ff9da7", "#a0cbe8")
+#: Levels of modules in the picture, and the share of its width from which on a module has a name in it.
+_NUM_LEVELS = 7
+_SHARE_WITH_NAME = 0.035
 
 
 def _in_own_thread(draw: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -199,6 +206,67 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
     axes.set_title(f"What savings would buy on {plan.device_name}")
     axes.legend(loc="upper right")
     return _pixels(figure)
+
+
+@_in_own_thread
+def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.NDArray[np.uint8]:
+    """What each module's forward pass left allocated, as wide as it is much; below each module those inside it.
+
+    Modules inside another that together leave more than it does, since it lets go of what they hand on, share its width.
+
+    Args:
+        table: A step, measured or predicted.
+        other: The same step, predicted where that one is measured; drawn below it.
+
+    Returns:
+        An image of shape (height, width, 3), 0 to 255.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    tables = [table, other] if other else [table]
+    counts = Counter(module.kind for one in tables for module in one.ran if module.kept_bytes)
+    colours = dict(zip((kind for kind, _ in counts.most_common()), _CLASS_COLOURS, strict=False))
+    unit, unit_name = _unit(max((one[""].kept_bytes or 0 for one in tables), default=0))
+    figure = Figure(figsize=(13, 3.8 * len(tables)), dpi=100, layout="constrained")
+    for axes, one in zip(figure.subplots(len(tables), squeeze=False, sharex=True)[:, 0], tables, strict=True):
+        total_bytes = max(one[""].kept_bytes or 0, 1)
+        num_levels = 0
+        for module, level, left, width in _boxes(one):
+            num_levels = max(num_levels, level + 1)
+            colour = colours.get(module.kind, _REST_COLOUR)
+            axes.barh(level, width / unit, left=left / unit, height=1, color=colour, edgecolor="white", linewidth=0.6)
+            if width >= _SHARE_WITH_NAME * total_bytes:
+                name = module.name.rpartition(".")[2] or "model"
+                text = f"{name}\n{format_bytes(module.kept_bytes or 0)}" if width >= 2.5 * _SHARE_WITH_NAME * total_bytes else name
+                axes.text((left + width / 2) / unit, level, text, ha="center", va="center", fontsize=7, clip_on=True)
+        axes.set_ylim(num_levels - 0.5, -0.5)
+        axes.set_yticks([])
+        axes.set_xlim(0, max(box[3] for each in tables for box in _boxes(each)) / unit or 1)
+        axes.set_title(
+            f"Kept after the forward pass by module, batch size {one.batch_size or 'unknown'}, {one.device_name}, {one.step_kind.value}"
+        )
+    axes.set_xlabel(f"allocated ({unit_name})")
+    figure.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="outside right upper", frameon=False, fontsize=8
+    )
+    return _pixels(figure)
+
+
+def _boxes(table: ModuleTable) -> Iterator[tuple[ModuleMemory, int, float, float]]:
+    """Each module that keeps something, with its level, where it begins and how wide it is, in bytes."""
+    pending: list[tuple[ModuleMemory, int, float, float]] = [(table[""], 0, 0.0, float(max(table[""].kept_bytes or 0, 0)))]
+    while pending:
+        box = pending.pop()
+        module, level, left, width = box
+        yield box
+        inside = [(child, max(child.kept_bytes or 0, 0)) for child in table.children(module.name)]
+        needed = sum(kept for _, kept in inside)
+        scale = min(1.0, width / needed) if needed else 0.0
+        for child, kept in inside if level + 1 < _NUM_LEVELS else ():
+            if kept:
+                pending.append((child, level + 1, left, kept * scale))
+                left += kept * scale
 
 
 def _unit(largest_bytes: int) -> tuple[int, str]:

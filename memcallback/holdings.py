@@ -48,28 +48,50 @@ def holdings(
         Bytes by category, and the storages.
     """
     modules = list(modules)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
     by_category: dict[Category, int] = {}
     storages: dict[int, int] = {}
     # By identity: storages without data (on the meta device) have no address.
     counted: set[int] = set()
+    devices: dict[torch.device, bool] = {}
     sources: tuple[tuple[Category, Iterable[torch.Tensor]], ...] = (
-        (Category.PARAMETER, chain.from_iterable(module.parameters() for module in modules)),
+        (Category.PARAMETER, parameters),
         (Category.BUFFER, chain.from_iterable(module.buffers() for module in modules)),
-        (Category.GRADIENT, (p.grad for module in modules for p in module.parameters() if p.grad is not None)),
-        (Category.OPTIMIZER_STATE, chain.from_iterable(tensors_in(dict(optimizer.state)) for optimizer in optimizers)),
+        (Category.GRADIENT, (parameter.grad for parameter in parameters if parameter.grad is not None)),
+        (Category.OPTIMIZER_STATE, chain.from_iterable(map(_state_tensors, optimizers))),
         (Category.INPUT, tensors_in(batch)),
     )
     for category, tensors in sources:
-        num_bytes = 0
-        for storage in chain.from_iterable(map(storages_of, tensors)):
-            if not is_on(storage.device, device) or storage._cdata in counted:
-                continue
-            counted.add(storage._cdata)
-            num_bytes += storage.nbytes()
-            if storage.data_ptr():
-                storages[storage.data_ptr()] = storage.nbytes()
-        by_category[category] = num_bytes
+        category_bytes = 0
+        for tensor in tensors:
+            for storage in (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor):
+                where, identity = storage.device, storage._cdata
+                if where not in devices:
+                    devices[where] = is_on(where, device)
+                if not devices[where] or identity in counted:
+                    continue
+                counted.add(identity)
+                num_bytes, address = storage.nbytes(), storage.data_ptr()
+                category_bytes += num_bytes
+                if address:
+                    storages[address] = num_bytes
+        by_category[category] = category_bytes
     return Holdings(by_category=by_category, storages=storages)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Those of an optimizer's state, which as a rule is a dict of tensors for each parameter; its keys are no state."""
+    for state in list(optimizer.state.values()):
+        for value in list(state.values()) if type(state) is dict else (state,):
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                yield from tensors_in(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one storage: most have, and of them that is all there is to ask."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

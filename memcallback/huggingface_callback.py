@@ -56,6 +56,7 @@ class MemoryTrainerCallback(TrainerCallback):
         predict: Whether to predict the step before it first runs.
         loss: For the prediction, the loss as a function of the model and its inputs, where the Trainer does not take the one that the model
             returns.
+        per_module: Whether to record by module too (see `MemoryCallback`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own.
 
     Attributes:
@@ -77,6 +78,7 @@ class MemoryTrainerCallback(TrainerCallback):
         headroom: float = DEFAULT_HEADROOM,
         predict: bool = True,
         loss: Loss | None = None,
+        per_module: bool = False,
         reset_peaks: bool = True,
     ) -> None:
         check_headroom(headroom)
@@ -85,6 +87,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._headroom = headroom
         self._predicts = predict
         self._loss = loss
+        self._per_module = per_module
         self._reset_peaks = reset_peaks
         self.recorder: MemoryRecorder | None = None
         self._journal: Journal | None = None
@@ -142,6 +145,7 @@ class MemoryTrainerCallback(TrainerCallback):
         recorder.listen(self)
         self._watch = recorder.watch(
             batch_size=self._batch_size,
+            per_module=self._per_module,
             on_first_call=lambda _, inputs: self._on_first_call(inputs),
         )
 

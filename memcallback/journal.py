@@ -6,17 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memcallback.devices import CATALOGUE, Device
-from memcallback.figures import batch_size_curve, step_by_category
+from memcallback.figures import batch_size_curve, module_icicle, step_by_category
 from memcallback.meters import device_memory
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.predicted import PredictedSteps, StepPrediction
+from memcallback.prediction import predicted_modules
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.rescue import AllocatorHistory, tell
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import TrainingStep
-from memcallback.tensorboard import CURVE_IMAGE_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.tensorboard import CURVE_IMAGE_TAG, MODULES_IMAGE_TAG, MODULES_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.warn import warn
 
@@ -182,3 +183,9 @@ class Journal:
             self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
         if advice is not None:
             self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
+        modules = self._recorder.modules
+        if modules is not None:
+            predicted = predicted_modules(self.prediction, modules.batch_size)
+            self._say(modules.to_text(predicted))
+            self._sinks.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
+            self._sinks.log_image(MODULES_IMAGE_TAG, module_icicle(modules, predicted), number)

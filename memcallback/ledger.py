@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall, Origin
 from memcallback.code_lines import line_here
-from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, ModuleMark, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import KernelRule
 from memcallback.tensor_parts import dense_parts
 
@@ -74,6 +75,7 @@ class Ledger:
         self._num_temporaries = 0
         self._call_start = 0
         self._calls: list[KernelCall] = []
+        self._marks: list[ModuleMark] = []
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The allocation that a dense tensor lies in, None if it is not known."""
@@ -172,6 +174,10 @@ class Ledger:
         self._rows.append(marks)
         return marks
 
+    def mark(self, path: tuple[str, ...], *, is_backward: bool) -> None:
+        """From here on other modules run."""
+        self._marks.append(ModuleMark(len(self._rows), path, is_backward))
+
     def start_step(self) -> None:
         """A step begins."""
         self._rows.append(StepStart())
@@ -189,7 +195,7 @@ class Ledger:
         """The calls of operators that have a rule, by the positions of their events in the trace."""
         if not any(isinstance(row, list) for row in self._rows):
             return tuple(self._calls)
-        starts = list(accumulate((len(row) if isinstance(row, list) else 1 for row in self._rows), initial=0))
+        starts = self._starts()
         return tuple(replace(call, start=starts[call.start], stop=starts[call.stop]) for call in self._calls)
 
     @property
@@ -198,18 +204,30 @@ class Ledger:
         entries = (row for row in self._rows if isinstance(row, Entry))
         return {entry.id: entry.origin for entry in entries if entry.id is not None and entry.origin is not None}
 
+    def _starts(self) -> list[int]:
+        """The position in the trace of each row's first event, and where the trace ends."""
+        return list(accumulate((len(row) if isinstance(row, list) else 1 for row in self._rows), initial=0))
+
     def trace(self) -> AllocationTrace:
         """All that was written down; what no category was found for is temporary.
 
-        What is freed with nothing in between is in the order of its numbers: autocast drops its copies in another order each time, which
-        no allocator can tell.
+        What is freed with nothing in between, while the same modules run, is in the order of its numbers: autocast drops its copies in
+        another order each time, which no allocator can tell.
         """
         inside = {position for call in self._calls for position in range(call.start, call.stop)}
+        marked = [mark.position for mark in self._marks]
+
+        def group(numbered: tuple[int, Entry | Event | list[Event]]) -> int | None:
+            """None for what keeps its place."""
+            position, row = numbered
+            return bisect.bisect_right(marked, position) if isinstance(row, Free) and position not in inside else None
+
         events: list[Event] = []
-        for is_free, rows in groupby(enumerate(self._rows), lambda row: isinstance(row[1], Free) and row[0] not in inside):
+        for number, rows in groupby(enumerate(self._rows), group):
             found = [event for _, row in rows for event in _events(row)]
-            events += sorted(found, key=lambda event: event.id if isinstance(event, Free) else 0) if is_free else found
-        return AllocationTrace(tuple(events))
+            events += found if number is None else sorted(found, key=lambda event: event.id if isinstance(event, Free) else 0)
+        starts = self._starts()
+        return AllocationTrace(tuple(events), tuple(mark._replace(position=starts[mark.position]) for mark in self._marks))
 
     def _follow(self, storage: torch.UntypedStorage, entry: Entry) -> None:
         key = storage._cdata

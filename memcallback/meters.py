@@ -44,8 +44,11 @@ class Meter(Protocol):
             held: What the training holds at this moment, on steps where that was counted.
         """
 
+    def mark(self) -> None:
+        """A moment between two boundaries: note what is allocated and its peak since the reading before, at the least cost."""
+
     def end(self) -> tuple[MemoryStats, ...]:
-        """The step is over: one entry for each `read` since `begin`."""
+        """The step is over: one entry for each `read` and `mark` since `begin`."""
 
 
 class MeterUnavailableError(RuntimeError):
@@ -72,15 +75,18 @@ class AllocatorMeter:
 
     def __init__(self, device: torch.device, *, reset_peaks: bool = True) -> None:
         self.device = device
+        self._place: torch.device | int = device
         self._reset_peaks = reset_peaks
-        self._readings: list[tuple[Mapping[str, Any], Holdings | None]] = []
+        self._readings: list[tuple[Mapping[str, Any], Holdings | None] | MemoryStats] = []
         if device.type == "cuda":
             self.source = "CUDA caching allocator"
             self.device_name = torch.cuda.get_device_name(device)
             # memory_stats() would flatten and sort about 123 keys on top of the same read.
-            self._read: Callable[[torch.device], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict
-            self._reset: Callable[[torch.device], None] = torch.cuda.reset_peak_memory_stats
+            self._read: Callable[[torch.device | int], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict
+            self._reset: Callable[[torch.device | int], None] = torch.cuda.reset_peak_memory_stats
             self._figure = _nested_figure
+            # PyTorch takes longer to look at a torch.device than to reset the peaks.
+            self._place = device if device.index is None else device.index
             return
         accelerator = torch.accelerator
         if not hasattr(accelerator, "memory_stats"):
@@ -107,13 +113,27 @@ class AllocatorMeter:
 
     def read(self, held: Holdings | None) -> None:
         """A boundary."""
-        self._readings.append((self._read(self.device), held))
+        self._readings.append((self._read(self._place), held))
         if self._reset_peaks:
-            self._reset(self.device)
+            self._reset(self._place)
+
+    def mark(self) -> None:
+        """A moment between two boundaries."""
+        raw, figure = self._read(self._place), self._figure
+        self._readings.append(
+            MemoryStats(
+                allocated_bytes=figure(raw, "allocated_bytes", "current"),
+                reserved_bytes=figure(raw, "reserved_bytes", "current"),
+                peak_allocated_bytes=figure(raw, "allocated_bytes", "peak"),
+                peak_reserved_bytes=figure(raw, "reserved_bytes", "peak"),
+            )
+        )
+        if self._reset_peaks:
+            self._reset(self._place)
 
     def end(self) -> tuple[MemoryStats, ...]:
         """The step is over."""
-        stats = tuple(_memory_stats(raw, held, self._figure) for raw, held in self._readings)
+        stats = tuple(reading if isinstance(reading, MemoryStats) else _memory_stats(*reading, self._figure) for reading in self._readings)
         return stats if self._reset_peaks else _only_new_peaks(stats)
 
 

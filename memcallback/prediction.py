@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -18,6 +19,8 @@ from memcallback.checks import whole_number
 from memcallback.devices import Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
 from memcallback.length_trace import LengthTrace, UnknownSequenceLength
+from memcallback.module_memory import ModuleTable, modules_of
+from memcallback.module_spans import StepSpans, last_step
 from memcallback.replay import Replay, ReplayedStep, Standing, replay, standing_at
 from memcallback.stats import Kind, PhaseMemory, StepMemory, largest
 from memcallback.units import format_bytes
@@ -248,6 +251,27 @@ class Prediction:
         """Allocated bytes at the peak by the operator that asked for them, largest first; "" where that is unknown."""
         return self._by(lambda alloc: alloc.operator)
 
+    @cached_property
+    def modules(self) -> ModuleTable:
+        """The steady step by module: what each one keeps after its forward pass, and the peaks while it runs."""
+        spans = self._by_spans
+        return ModuleTable(
+            step_kind=Kind.PREDICTED,
+            source=self.source,
+            device_name=self.device_name,
+            batch_size=self.batch_size,
+            modules=modules_of(spans.windows, self.trace.traced.modules, spans.saved_bytes),
+        )
+
+    @cached_property
+    def saved(self) -> tuple[Standing, ...]:
+        """The activations that stand where the steady step's forward pass ends, the largest first."""
+        return tuple(sorted(self._by_spans.saved, key=lambda one: one.block_bytes, reverse=True))
+
+    @cached_property
+    def _by_spans(self) -> StepSpans:
+        return last_step(self.trace.at(self.batch_size), self._shown.block_bytes)
+
     @property
     def fits(self) -> bool:
         """Whether nothing from the warm-up to the steady step runs out of memory, of which a CPU of unknown capacity has no end."""
@@ -359,3 +383,18 @@ class Prediction:
             is_warm_up=step.is_warm_up,
             num_optimizer_updates=sum(window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows),
         )
+
+
+def predicted_modules(prediction: object, batch_size: int | None) -> ModuleTable | None:
+    """What a prediction says of the modules at a batch size; None if it is none that can, or does not know the modules.
+
+    Args:
+        prediction: Any prediction, or None.
+        batch_size: Samples in the batch; None for as many as it is for.
+    """
+    if not isinstance(prediction, Prediction):
+        return None
+    with suppress(ValueError):  # it may not tell of this batch size
+        modules = prediction.at(batch_size).modules
+        return modules if modules.ran else None
+    return None

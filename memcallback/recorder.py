@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,9 @@ from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
 from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.module_hooks import module_infos
+from memcallback.module_memory import ModuleInfo, ModuleTable
+from memcallback.module_watch import ModuleWatch
 from memcallback.oom import is_out_of_memory
 from memcallback.oom_explained import explain
 from memcallback.oom_moments import forget, last_moment
@@ -60,13 +63,14 @@ class StepListener(Protocol):
 
 @dataclass
 class _OpenStep:
-    """A step under way: its windows are pairs of positions in the list of the meter's readings."""
+    """A step under way: its windows are pairs of boundaries, each a reading of the meter."""
 
     batch: object
     batch_size: int | None
     is_sampled: bool
     num_updates_before: int
     phases: PhaseWindows
+    watch: ModuleWatch | None
     stats: tuple[MemoryStats, ...] | None = None
     failed_in: Phase | None = None
 
@@ -87,6 +91,8 @@ class MemoryRecorder:
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see `AllocatorMeter`).
         use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have one at a time; else only
             the resident size is read.
+        per_module: Whether sampled steps are also read wherever another module begins to run, forward and backward (see `modules`). A
+            sampled step takes up to twice as long then, others as long as ever.
 
     Attributes:
         steps: The last 100 recorded steps, oldest first.
@@ -128,6 +134,7 @@ class MemoryRecorder:
         sample_every_n_steps: int = 50,
         reset_peaks: bool = True,
         use_profiler: bool = True,
+        per_module: bool = False,
     ) -> None:
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -135,6 +142,8 @@ class MemoryRecorder:
         self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler
+        self._per_module = per_module
+        self._module_infos: tuple[ModuleInfo, ...] | None = None
         self._add(model, optimizer)
         self.meter = self._new_meter()
         listen_for_moments()
@@ -147,6 +156,8 @@ class MemoryRecorder:
         self.lifetime_peak_resident_bytes: int | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
         self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
+        self._modules_recorded: Callable[[], ModuleTable] | None = None
+        self._module_table: ModuleTable | None = None
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
@@ -161,6 +172,7 @@ class MemoryRecorder:
         models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._modules += [one for one in models if all(one is not known for known in self._modules)]
+        self._module_infos = None
         # The optimizer shall not keep the recorder, and with it the model, alive.
         this = weakref.ref(self)
         for one in map(unwrapped, optimizers):
@@ -180,6 +192,7 @@ class MemoryRecorder:
         optimizer: Optimizers | None = None,
         *,
         batch_size: int | None = None,
+        per_module: bool = True,
         on_first_call: FirstCall | None = None,
     ) -> Watch:
         """Let steps and their phases mark themselves from here on, by hooks on models and optimizers: the loop stays as it is.
@@ -193,6 +206,7 @@ class MemoryRecorder:
             model: The model or models that the loop calls, besides those of the recorder.
             optimizer: The optimizer or optimizers, besides those of the recorder.
             batch_size: Samples in a batch, if they are not to be inferred from what the model is called with.
+            per_module: Whether sampled steps are recorded by module too (see `modules`), even if the recorder was not asked for that.
             on_first_call: Is called before the first step begins, with the arguments by position and those by name with which a model is called.
 
         Returns:
@@ -219,6 +233,7 @@ class MemoryRecorder:
             self.meter = self._new_meter()
         else:
             self._add(model, optimizer)
+        self._per_module = self._per_module or per_module
         if self._watch is not None:
             self._watch.close()
         self._watch = Watch(self, self._modules, self._optimizers, batch_size=batch_size, on_first_call=on_first_call)
@@ -231,6 +246,13 @@ class MemoryRecorder:
     def unlisten(self, listener: StepListener) -> None:
         """Tell them no more."""
         self._listeners = [one for one in self._listeners if one is not listener]
+
+    @property
+    def modules(self) -> ModuleTable | None:
+        """With `per_module` the last sampled steady step by module, if possible one with an optimizer step; None if there was none."""
+        if self._module_table is None and self._modules_recorded is not None:
+            self._module_table = self._modules_recorded()
+        return self._module_table
 
     def close(self) -> None:
         """End the recording: take back the hooks, drop an open step, let go of the model. Reports go on."""
@@ -248,9 +270,8 @@ class MemoryRecorder:
         """Forget the open step, if there is one: nothing says when it ended."""
         self._is_skipping = False
         if self._open is not None:
-            is_read, self._open = self._open.stats is not None, None
-            if not is_read:
-                self.meter.end()
+            step, self._open = self._open, None
+            self._stats(step)
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
@@ -341,8 +362,16 @@ class MemoryRecorder:
             self._num_steps += 1
             return
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-        self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read))
+        watch = self._new_module_watch() if is_sampled and self._per_module and self._modules else None
+        self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read), watch)
         self.meter.begin()
+        if watch is not None:
+            watch.begin()
+
+    def _new_module_watch(self) -> ModuleWatch:
+        if self._module_infos is None:
+            self._module_infos = module_infos(self._modules)
+        return ModuleWatch(self._modules, self._module_infos, self.meter)
 
     def _is_due(self) -> bool:
         # Updates, since an accumulation window has several steps; steps where updates are not counted.
@@ -378,7 +407,7 @@ class MemoryRecorder:
         """No boundary of the open step is read from here on: on a CPU, PyTorch's profiler is free."""
         if self._open is not None and self._open.stats is None:
             self.close_phase()
-            self._open.stats = self.meter.end()
+            self._stats(self._open)
 
     def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
         """End the step and keep its record.
@@ -401,7 +430,8 @@ class MemoryRecorder:
         self._num_steps += 1
         if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in windows):
             self._num_updates += 1
-        stats = self.meter.end() if step.stats is None else step.stats
+        stats = self._stats(step)
+        windows = windows if step.watch is None else step.watch.windows(windows)
         self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
         self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))
         self.lifetime_peak_resident_bytes = largest((self.lifetime_peak_resident_bytes, *(s.peak_resident_bytes for s in stats)))
@@ -417,6 +447,8 @@ class MemoryRecorder:
             is_interrupted=is_interrupted,
         )
         self._keep(record)
+        if step.watch is not None:
+            self._keep_modules(record, step.watch.recording(windows, stats, batch_size=step.batch_size))
         for listener in tuple(self._listeners):
             listener.on_step(record)
         return record
@@ -531,6 +563,19 @@ class MemoryRecorder:
             return None
         return max(0, device.used_bytes - self.largest.peak_allocated_bytes)
 
+    def _stats(self, step: _OpenStep) -> tuple[MemoryStats, ...]:
+        """The step's readings; with them its reading is over."""
+        if step.stats is None:
+            if step.watch is not None:
+                step.watch.end()
+            step.stats = self.meter.end()
+        return step.stats
+
+    def _keep_modules(self, record: StepMemory, recording: Callable[[], ModuleTable] | None) -> None:
+        is_steady = not (record.is_warm_up or record.is_interrupted)
+        if is_steady and recording is not None and (self._modules_recorded is None or Phase.OPTIMIZER_STEP in record.phases):
+            self._modules_recorded, self._module_table = recording, None
+
     def _keep(self, record: StepMemory) -> None:
         self.steps.append(record)
         if record.is_warm_up:
@@ -546,6 +591,8 @@ class MemoryRecorder:
         if step.is_sampled and self._modules:
             held = holdings(self._modules, self._optimizers, step.batch, self.meter.device)
         self.meter.read(held)
+        if step.watch is not None:
+            step.watch.boundary()
 
 
 def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 REPORT_TAG = "memory/report"
 STEP_IMAGE_TAG = "memory/step_by_category"
 CURVE_IMAGE_TAG = "memory/batch_size_curve"
+MODULES_TAG = "memory/modules"
+MODULES_IMAGE_TAG = "memory/modules_icicle"
 WHAT_IF_TAG = "memory/what_if"
 WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
 OUT_OF_MEMORY_TAG = "memory/out_of_memory"

@@ -25,6 +25,8 @@ from memcallback.function_copies import untouched_variables
 from memcallback.holdings import tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
+from memcallback.module_hooks import ModuleFollower, module_infos
+from memcallback.module_memory import ModuleInfo
 from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
 from memcallback.resizing import resize_batch
@@ -110,6 +112,7 @@ def trace(
                     tracer.add_states(optimizers)
                 run_to_the_end(optimizers)
                 device_type = "cuda" if device else "cpu"
+                infos = tracer.module_infos()
                 copies = Copies(model=model, optimizers=optimizers, new_batch=new_batch, marks=tracer, device_type=device_type)
                 num_flops = [0]
                 with tracer.modules_named():
@@ -139,6 +142,7 @@ def trace(
         num_flops=num_flops[-1] - num_flops[-2],
         num_batches=step.accumulate,
         origins=mode.ledger.origins,
+        modules=infos,
     )
 
 
@@ -178,6 +182,7 @@ class _Tracer:
         self._changed_at: list[int] = [0]
         self._changed_to: list[str] = [""]
         mode.modules, mode.operator = self._module_of, ""
+        self._follower = ModuleFollower([model], self._mark, self._fail)
 
     def failure(self, error: Exception) -> PredictionError:
         """What failed, where and at which operator, and the way out; what may be behind it is in the notes."""
@@ -193,6 +198,11 @@ class _Tracer:
         failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{way_out}")
         failure.__notes__ = [_ON_FAKES]
         return failure
+
+    def module_infos(self) -> tuple[ModuleInfo, ...]:
+        """The model's modules."""
+        with torch._C.DisableTorchFunction():
+            return module_infos([self._model])
 
     def add_model(self) -> None:
         """Write down the model's way to the device."""
@@ -232,6 +242,7 @@ class _Tracer:
     def phase(self, phase: Phase) -> Iterator[None]:
         """One phase."""
         self._enter_phase(phase)
+        self._follower.begin_phase()
         self._ledger.start_phase(phase)
         try:
             yield
@@ -260,6 +271,7 @@ class _Tracer:
         """A boundary between phases that are told later is here."""
         self._label_gradients()
         self._ledger.label_activations()
+        self._follower.begin_phase()
         self._places.append(self._ledger.place())
 
     def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
@@ -285,11 +297,20 @@ class _Tracer:
         for name, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
             handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        self._follower.begin()
         try:
             yield
         finally:
+            self._follower.end()
             for handle in handles:
                 handle.remove()
+
+    def _mark(self, path: tuple[str, ...], is_backward: bool) -> None:
+        if self._mode.is_recording:
+            self._ledger.mark(path, is_backward=is_backward)
+
+    def _fail(self, error: Exception) -> None:
+        raise error
 
     def _enter(self, name: str) -> None:
         self._stack.append(name)
