@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memcallback.nvml import initialised, reason_of, used_bytes
+from memcallback.nvml import asked, chip_state, initialised, reason_of, used_bytes
 from memcallback.tables import Table
 from memcallback.units import MiB, format_bytes
 
@@ -107,35 +106,32 @@ def device_states() -> DeviceStates:
 
 def _states(nvml: Any, handle: Any, index: int) -> list[DeviceState]:
     """A device, and its slices if it is divided."""
-    mig = _asked(lambda: nvml.nvmlDeviceGetMigMode(handle))
+    mig = asked(lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig is None or not mig[0]:
         return [_state(nvml, handle, str(index))]
-    numbers = range(_asked(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)
-    found = [(number, _asked(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))) for number in numbers]  # noqa: B023
+    numbers = range(asked(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)
+    found = [(number, asked(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))) for number in numbers]  # noqa: B023
     slices = [_state(nvml, one, f"{index}.{number}", (f"a MIG slice of device {index}.",)) for number, one in found if one is not None]
     note = f"divided into {len(slices)} MIG slice{'' if len(slices) == 1 else 's'}, which have the processes."
     return [_state(nvml, handle, str(index), (note,)), *slices]
 
 
 def _state(nvml: Any, handle: Any, index: str, notes: tuple[str, ...] = ()) -> DeviceState:
-    used = _asked(lambda: used_bytes(nvml, handle))
-    processes = _asked(lambda: _processes(nvml, handle))
+    used = asked(lambda: used_bytes(nvml, handle))
+    processes = asked(lambda: _processes(nvml, handle))
     if processes is None:
         notes += ("its processes cannot be listed.",)
     elif not processes and not notes and used is not None and used > _IDLE_BYTES:
         notes += (f"{format_bytes(used)} are used and no process is listed: those of other containers are hidden from this one.",)
-    milliwatts = _asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
     return DeviceState(
         index=index,
-        name=_asked(lambda: _text(nvml.nvmlDeviceGetName(handle))) or _UNKNOWN,
-        uuid=_asked(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
-        capacity_bytes=_asked(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
+        name=asked(lambda: _text(nvml.nvmlDeviceGetName(handle))) or _UNKNOWN,
+        uuid=asked(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
+        capacity_bytes=asked(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         used_bytes=used,
-        utilisation_pct=_asked(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        temperature_celsius=_asked(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
-        power_watts=None if milliwatts is None else milliwatts / 1000,
         processes=processes,
         notes=notes,
+        **asdict(chip_state(nvml, handle)),
     )
 
 
@@ -152,14 +148,6 @@ def _processes(nvml: Any, handle: Any) -> tuple[DeviceProcess, ...]:
             pass  # of another container or user, or just gone
         found.append(DeviceProcess(pid=listed.pid, user=user, command=command, used_bytes=listed.usedGpuMemory))
     return tuple(sorted(found, key=lambda one: -(one.used_bytes or 0)))
-
-
-def _asked(ask: Callable[[], Any]) -> Any:
-    """What the driver says; None if it does not know, or does not do that for this device."""
-    try:
-        return ask()
-    except Exception:  # each function may be missing or refused by itself
-        return None
 
 
 def _text(name: str | bytes) -> str:

@@ -6,6 +6,8 @@ NVML answers a question in tens of microseconds to milliseconds and needs a driv
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,24 +30,19 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
     try:
         nvml = initialised()
         handle = _handle(nvml, str(properties.uuid))
-        used = used_bytes(nvml, handle)
+        whole = DeviceMemory(
+            capacity_bytes=properties.total_memory, used_bytes=used_bytes(nvml, handle), **asdict(chip_state(nvml, handle))
+        )
     except Exception as error:  # whatever is wrong with a driver, training goes on
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(capacity_bytes=total, used_bytes=total - free, unavailable=f"NVML is not available: {reason_of(error)}")
     try:
         own, others = _by_process(nvml, handle)
     except Exception as error:
-        return DeviceMemory(
-            capacity_bytes=properties.total_memory, used_bytes=used, unavailable=f"no figures by process: {reason_of(error)}"
-        )
-    hidden = "this process is not in NVML's list, as in a container with process numbers of its own" if own is None else None
-    return DeviceMemory(
-        capacity_bytes=properties.total_memory,
-        used_bytes=used,
-        this_process_bytes=own,
-        other_processes_bytes=others if own is not None else None,
-        unavailable=hidden,
-    )
+        return replace(whole, unavailable=f"no figures by process: {reason_of(error)}")
+    if own is None:
+        return replace(whole, unavailable="this process is not in NVML's list, as in a container with process numbers of its own")
+    return replace(whole, this_process_bytes=own, other_processes_bytes=others)
 
 
 @lru_cache(maxsize=1)
@@ -79,6 +76,44 @@ def used_bytes(nvml: Any, handle: Any) -> int:
     except nvml.NVMLError_FunctionNotFound:
         # Drivers before 510 have the first version only, whose figure includes what the driver keeps for itself.
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChipState:
+    """What the chip is doing at this moment. What the driver does not tell is None.
+
+    Attributes:
+        utilisation_pct: The share of the last moments in which a kernel ran, 0 to 100.
+        temperature_celsius: Its temperature.
+        power_watts: What it draws.
+    """
+
+    utilisation_pct: int | None
+    temperature_celsius: int | None
+    power_watts: float | None
+
+
+def chip_state(nvml: Any, handle: Any) -> ChipState:
+    """Ask for a device's chip; of a MIG slice little is told.
+
+    Args:
+        nvml: The module.
+        handle: The device.
+    """
+    milliwatts = asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    return ChipState(
+        utilisation_pct=asked(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        temperature_celsius=asked(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        power_watts=None if milliwatts is None else milliwatts / 1000,
+    )
+
+
+def asked(ask: Callable[[], Any]) -> Any:
+    """What the driver says; None if it does not know, or does not do that for this device."""
+    try:
+        return ask()
+    except Exception:  # each function may be missing or refused by itself
+        return None
 
 
 def _by_process(nvml: Any, handle: Any) -> tuple[int | None, int | None]:

@@ -180,7 +180,7 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """A whole device, as its driver (NVML) or the operating system sees it. All sizes in bytes, None where unknown.
+    """A whole device, as its driver (NVML) or the operating system sees it. All sizes in bytes; what is unknown is None.
 
     Attributes:
         capacity_bytes: All the memory there is.
@@ -188,7 +188,10 @@ class DeviceMemory:
         this_process_bytes: Used by this process: its context, its allocator's reserved memory, and the rest of it.
         other_processes_bytes: Used by the other processes that the driver shows.
         reserved_bytes: Reserved by this process's allocator at the same moment (accelerators).
-        unavailable: Why a figure is missing, in words; None if nothing is.
+        utilisation_pct: The share of the last moments in which a kernel ran, 0 to 100 (NVML).
+        temperature_celsius: The temperature of the chip (NVML).
+        power_watts: What it draws (NVML).
+        unavailable: Why a figure of memory is missing, in words; None if nothing is.
     """
 
     capacity_bytes: int | None = None
@@ -196,6 +199,9 @@ class DeviceMemory:
     this_process_bytes: int | None = None
     other_processes_bytes: int | None = None
     reserved_bytes: int | None = None
+    utilisation_pct: int | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
     unavailable: str | None = None
 
     @property

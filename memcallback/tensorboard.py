@@ -13,6 +13,9 @@
 | `memory/capacity_used_pct` | used of it by anybody, in percent |
 | `memory/prediction_error_pct` | predicted over measured peak of the step, percent, positive where predicted is larger; steady steps only |
 | `memory/num_alloc_retries` | how often the allocator has had to release its cache and try again, since the program began (accelerators) |
+| `device/utilisation_pct` | the share of the last moments in which a kernel ran on the device, percent (NVML) |
+| `device/temperature_celsius` | the temperature of the device's chip (NVML) |
+| `device/power_watts` | what the device draws (NVML) |
 
 `<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes have four digits.
 """
@@ -48,7 +51,7 @@ _PREDICTED_RESERVED = "memory/predicted/peak_reserved_gib"
 
 
 def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory) -> dict[str, float]:
-    """One point for every tag whose figure is known, at most 15.
+    """One point for every tag whose figure is known: at most 15 of memory, and three of the device.
 
     Args:
         step: A measured step.
@@ -78,6 +81,9 @@ def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory
         # To a tenth: a few bytes more or less would otherwise be all that a curve of it shows.
         figures["memory/prediction_error_pct"] = None if error is None else round(error, 1)
     figures["memory/num_alloc_retries"] = last.num_alloc_retries if last else None
+    figures["device/utilisation_pct"] = device.utilisation_pct
+    figures["device/temperature_celsius"] = device.temperature_celsius
+    figures["device/power_watts"] = device.power_watts
     return {tag: value for tag, value in figures.items() if value is not None}
 
 

@@ -33,6 +33,7 @@ class Driver:
     """A pynvml with one device."""
 
     nvmlMemory_v2 = 2
+    NVML_TEMPERATURE_GPU = 0
     NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
 
     def __init__(self, processes=(), *, init_error=None, list_error=None, only_first_version=False):
@@ -51,6 +52,17 @@ class Driver:
         if version == 2 and self.only_first_version:
             raise NVMLError_FunctionNotFound("Function Not Found")
         return SimpleNamespace(used=10 * GiB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=87)
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        if self.list_error:
+            raise self.list_error
+        return 54
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 412_500
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         if self.list_error:
@@ -117,3 +129,11 @@ def test_a_process_without_a_figure_makes_the_others_unknown_and_not_zero(read):
 
 def test_an_old_driver_gives_the_first_version_of_its_figure(read):
     assert read(Driver([(os.getpid(), GiB)], only_first_version=True)).used_bytes == 10 * GiB
+
+
+def test_the_chip_is_told_too_and_what_is_refused_is_none(read):
+    memory = read(Driver([(os.getpid(), GiB)]))
+    assert (memory.utilisation_pct, memory.temperature_celsius, memory.power_watts) == (87, 54, 412.5)
+    memory = read(Driver([(os.getpid(), GiB)], list_error=NVMLError_NoPermission("Insufficient Permissions")))
+    assert (memory.utilisation_pct, memory.temperature_celsius, memory.power_watts) == (87, None, 412.5)
+    assert memory.used_bytes == 10 * GiB

@@ -244,3 +244,16 @@ def test_the_pictures_of_a_traced_prediction_are_drawn():
     for picture in (batch_size_curve(advice, predicted), step_by_category(as_measured(predicted.step), predicted)):
         assert picture.ndim == 3
         assert picture.std() > 0
+
+
+def test_scalars_of_the_device_stand_beside_those_of_memory():
+    from memcallback.tensorboard import scalars
+
+    device = DeviceMemory(capacity_bytes=GiB, utilisation_pct=87, temperature_celsius=54, power_watts=412.5)
+    points = scalars(measured(), None, device)
+    assert {tag: value for tag, value in points.items() if tag.startswith("device/")} == {
+        "device/utilisation_pct": 87,
+        "device/temperature_celsius": 54,
+        "device/power_watts": 412.5,
+    }
+    assert not any(tag.startswith("device/") for tag in scalars(measured(), None, DeviceMemory(capacity_bytes=GiB)))
