@@ -27,12 +27,12 @@ def output(tmp_path_factory):
 
 
 def test_the_plain_loop_predicts_before_the_first_step(output):
-    assert re.match(r"Before the first step: a peak of [\d.]+ MiB is predicted\.", output)
+    assert re.match(r"Traced the step in .*\nBefore the first step: a peak of [\d.]+ MiB is predicted\.", output)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step"])
 def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error(output, phase):
-    (row,) = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
+    *_, row = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
     (error,) = re.findall(r"[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", row)
     # What operators take for themselves on a CPU is not predicted.
     assert abs(float(error)) < 2
@@ -40,8 +40,10 @@ def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error
 
 def test_the_plain_loop_counts_exactly_what_the_model_and_its_optimizer_hold(output):
     for category in ("parameters", "buffers", "optimizer state"):
-        (row,) = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
-        assert row.endswith(" 0.0 %"), row
+        rows = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
+        assert len(rows) == 2  # of the first steady step, and at the end
+        for row in rows:
+            assert row.endswith(" 0.0 %"), row
 
 
 def test_the_plain_loop_learns_the_digits(output):
@@ -80,3 +82,21 @@ def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):
     assert predicted == peak
     assert abs(float(measured) - float(predicted)) <= 0.01
     assert float(re.search(r"Validation accuracy: ([\d.]+)", output)[1]) > 0.9
+
+
+PHASES = ("forward", "backward", "optimizer step")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("fabric_loop.py", ["--epochs", "1"]), ("accelerate_loop.py", ["--epochs", "1"]), ("huggingface_trainer.py", ["--epochs", "1"])],
+)
+def test_the_loops_of_other_libraries_are_predicted_and_measured(tmp_path, name, arguments):
+    output = run(tmp_path, name, *arguments)
+    assert output.count("Memory of one training step (steady") == 2
+    for phase in PHASES:
+        error = re.findall(rf"^ *{phase} +[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", output, flags=re.MULTILINE)[-1]
+        assert abs(float(error)) < 2
+    (run_folder,) = tmp_path.rglob("version_0")
+    assert "Memory curves: tensorboard --logdir" in output
+    assert list(run_folder.glob("events*"))
