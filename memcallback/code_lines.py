@@ -36,6 +36,10 @@ class CodeLine:
         """What stands there; empty if the file cannot be read."""
         return linecache.getline(self.path, self.number).strip()
 
+    def to_dict(self) -> dict[str, str | int]:
+        """Data that json writes."""
+        return {"file": self.file, "line": self.number, "function": self.function, "text": self.text}
+
     def __str__(self) -> str:
         return f"{self.file}:{self.number}" + ("" if self.function == "<module>" else f" in {self.function}")
 
@@ -44,7 +48,7 @@ def line_of(frame: FrameType | None) -> CodeLine | None:
     """The innermost line of a person's program from a frame outwards; None if there is none."""
     while frame is not None:
         if is_own(frame.f_code.co_filename):
-            return _line(frame, frame.f_lineno)
+            return line_at(frame)
         frame = frame.f_back
     return None
 
@@ -57,7 +61,7 @@ def line_here() -> CodeLine | None:
 def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
     """The innermost line of a person's program that an error went through; None if there is none."""
     own = [(frame, number) for frame, number in frames_of(traceback) if is_own(frame.f_code.co_filename)]
-    return _line(*own[-1]) if own else None
+    return line_at(*own[-1]) if own else None
 
 
 def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
@@ -89,8 +93,15 @@ def _python_folder() -> str:
     return sysconfig.get_paths()["stdlib"] + os.sep
 
 
-def _line(frame: FrameType, number: int) -> CodeLine:
-    return CodeLine(_short(frame.f_code.co_filename), number, frame.f_code.co_name, frame.f_code.co_filename)
+def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
+    """The line at which a frame is.
+
+    Args:
+        frame: The frame.
+        number: The line's number, if it is not the one that runs.
+    """
+    code = frame.f_code
+    return CodeLine(_short(code.co_filename), frame.f_lineno if number is None else number, code.co_name, code.co_filename)
 
 
 @cache

@@ -297,12 +297,14 @@ class OutOfMemoryReport:
             "operator": place.operator,
             "module": place.module,
             "is_next_to_module": place.is_near,
-            "line": _line(place.line),
+            "line": place.line and place.line.to_dict(),
             **vars(shortage),
             "reserved_but_unallocated_bytes": shortage.unallocated_bytes,
             "by_category_bytes": dict(self.by_category),
             "num_tensors": self.num_tensors,
-            "tensors": [{**vars(tensor), "shape": list(tensor.shape), "line": _line(tensor.line)} for tensor in self.tensors],
+            "tensors": [
+                {**vars(tensor), "shape": list(tensor.shape), "line": tensor.line and tensor.line.to_dict()} for tensor in self.tensors
+            ],
             "batch_size": self.batch_size,
             "batch": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in self.batch],
             "predicted": None if expected is None else {**vars(expected), "shortfall_bytes": expected.shortfall_bytes},
@@ -320,7 +322,3 @@ def _owner(tensor: StandingTensor) -> str:
     if tensor.owner:
         return tensor.owner
     return "unknown" if tensor.module is None else f"of module {tensor.module!r}" if tensor.module else "of the root module"
-
-
-def _line(line: CodeLine | None) -> dict[str, Any] | None:
-    return None if line is None else {"file": line.file, "number": line.number, "function": line.function, "text": line.text}

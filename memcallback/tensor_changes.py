@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from memcallback.code_lines import CodeLine
 from memcallback.events import Category
 from memcallback.tables import Table
 from memcallback.units import format_bytes
@@ -15,24 +15,6 @@ from memcallback.units import format_bytes
 _NUM_ROWS = 20
 #: Owners named of a group.
 _NUM_OWNERS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceLine:
-    """A line of a program.
-
-    Attributes:
-        file: The path of the source file.
-        line: Its number, from 1.
-        function: The function; `<module>` outside all.
-    """
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +33,7 @@ class TensorMark:
     """
 
     label: str
-    at: SourceLine
+    at: CodeLine
     known_bytes: int
     num_storages: int
     allocated_bytes: int | None = None
@@ -103,7 +85,7 @@ class TensorGroup:
     category: Category | None
     owners: tuple[str, ...]
     modules: tuple[str, ...]
-    made_at: SourceLine | None
+    made_at: CodeLine | None
 
     @property
     def label(self) -> str:
@@ -247,8 +229,9 @@ def _signed(num_bytes: int) -> str:
 
 
 def _mark_dict(mark: TensorMark) -> dict[str, Any]:
-    return asdict(mark) | {"rounding_bytes": mark.rounding_bytes, "unattributed_bytes": mark.unattributed_bytes}
+    return asdict(mark) | {"at": mark.at.to_dict(), "rounding_bytes": mark.rounding_bytes, "unattributed_bytes": mark.unattributed_bytes}
 
 
 def _group_dict(group: TensorGroup) -> dict[str, Any]:
-    return asdict(group) | {"category": None if group.category is None else group.category.value}
+    category = None if group.category is None else group.category.value
+    return asdict(group) | {"category": category, "made_at": group.made_at and group.made_at.to_dict()}

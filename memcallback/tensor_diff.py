@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 
 from memcallback.checks import described
+from memcallback.code_lines import CodeLine, line_at
 from memcallback.cpu_meter import resident_bytes
 from memcallback.frame_tensors import is_library, is_own, stack
 from memcallback.live_tensors import LiveTensor, live_storages
 from memcallback.meters import AllocatorMeter, MeterUnavailableError, default_device
 from memcallback.saved_tensors import READS_SAVED
-from memcallback.tensor_changes import SourceLine, TensorChange, TensorGroup, TensorMark
+from memcallback.tensor_changes import TensorChange, TensorGroup, TensorMark
 from memcallback.tensor_ledger import Made, TensorLedger
 
 _T = TypeVar("_T")
@@ -127,7 +128,7 @@ class TensorDiff:
 
     def _mark(self, label: str) -> TensorChange:
         frames = [frame for frame in stack(sys._getframe(1)) if not is_own(frame.f_code.co_filename)]
-        at = _line_of(frames[0])
+        at = line_at(frames[0])
         known = self._look(frames)
         mark = self._read(label, at, known)
         change = TensorChange(
@@ -162,7 +163,7 @@ class TensorDiff:
             )
         return known
 
-    def _read(self, label: str, at: SourceLine, known: Mapping[int, _Known]) -> TensorMark:
+    def _read(self, label: str, at: CodeLine, known: Mapping[int, _Known]) -> TensorMark:
         mark = TensorMark(
             label=label,
             at=at,
@@ -238,10 +239,6 @@ def _meter(device: torch.device) -> AllocatorMeter | None:
         return AllocatorMeter(device, reset_peaks=False)
     except MeterUnavailableError:
         return None
-
-
-def _line_of(frame: FrameType) -> SourceLine:
-    return SourceLine(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name)
 
 
 def _now(known: _Known) -> _Known | None:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcallback.frame_tensors import is_library, stack
+from memcallback.code_lines import CodeLine, line_of
 from memcallback.holdings import is_on, parts_of
-from memcallback.tensor_changes import SourceLine
 
 #: The modules of autograd nodes are known that far back: more than there are in a step.
 _MOST_CHANGES = 200_000
@@ -40,7 +39,7 @@ class Made:
     dtype: str
     operator: str
     module: str | None
-    at: SourceLine | None
+    at: CodeLine | None
 
 
 class TensorLedger(TorchDispatchMode):
@@ -95,7 +94,7 @@ class TensorLedger(TorchDispatchMode):
         return outputs
 
     def _write_down(self, func: Any, outputs: object) -> None:
-        made_by: tuple[str, str | None, SourceLine | None] | None = None
+        made_by: tuple[str, str | None, CodeLine | None] | None = None
         for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
                 storage = part.untyped_storage()
@@ -107,24 +106,19 @@ class TensorLedger(TorchDispatchMode):
                     made_by = _name_of(func), self._modules.running(), self._line()
                 self._follow(part, storage, *made_by)
 
-    def _follow(self, part: torch.Tensor, storage: torch.UntypedStorage, operator: str, module: str | None, at: SourceLine | None) -> None:
+    def _follow(self, part: torch.Tensor, storage: torch.UntypedStorage, operator: str, module: str | None, at: CodeLine | None) -> None:
         key, made = storage._cdata, self._made
         reference = weakref.ref(storage, lambda gone: _forget(made, key, gone))
         dtype = str(part.dtype).removeprefix("torch.")
         made[key] = Made(reference=reference, shape=tuple(part.shape), dtype=dtype, operator=operator, module=module, at=at)
 
-    def _line(self) -> SourceLine | None:
+    def _line(self) -> CodeLine | None:
         """The line of the user's program that runs; in a thread of autograd's, the one that waits for it."""
         # With this function's own frame there would be a cycle, which keeps what the operator made alive until it is collected.
         frames = [sys._getframe(1)]
         if threading.get_ident() != self._thread and (waiting := sys._current_frames().get(self._thread)) is not None:
             frames.append(waiting)
-        for frame in frames:
-            for caller in stack(frame):
-                code = caller.f_code
-                if not is_library(code.co_filename):
-                    return SourceLine(file=code.co_filename, line=caller.f_lineno, function=code.co_name)
-        return None
+        return next((line for frame in frames if (line := line_of(frame)) is not None), None)
 
 
 def _forget(made: dict[int, Made], key: int, gone: weakref.ref[torch.UntypedStorage]) -> None:

@@ -27,12 +27,12 @@ def output(tmp_path_factory):
 
 
 def test_the_plain_loop_predicts_before_the_first_step(output):
-    assert re.match(r"Before the first step: a peak of [\d.]+ MiB is predicted\.", output)
+    assert re.match(r"Traced the step in .*\nBefore the first step: a peak of [\d.]+ MiB is predicted\.", output)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step"])
 def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error(output, phase):
-    (row,) = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
+    *_, row = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
     (error,) = re.findall(r"[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", row)
     # What operators take for themselves on a CPU is not predicted.
     assert abs(float(error)) < 2
@@ -40,8 +40,10 @@ def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error
 
 def test_the_plain_loop_counts_exactly_what_the_model_and_its_optimizer_hold(output):
     for category in ("parameters", "buffers", "optimizer state"):
-        (row,) = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
-        assert row.endswith(" 0.0 %"), row
+        rows = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
+        assert len(rows) == 2  # of the first steady step, and at the end
+        for row in rows:
+            assert row.endswith(" 0.0 %"), row
 
 
 def test_the_plain_loop_learns_the_digits(output):
@@ -90,5 +92,25 @@ def test_tensors_between_two_lines_are_told(tmp_path):
     assert re.search(r"\+ +1 x .* gradients +gradient of 5\.weight", backward)
     assert re.search(r"- +1 x .* activations +saved for ConvolutionBackward0 of 2", backward)
     assert re.search(r"\+ +2 x .* optimizer state +exp_avg of 5\.weight, exp_avg_sq of 5\.weight", step)
-    assert re.search(r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .* tensor_diff\.py:\d+$", leak, flags=re.MULTILINE)
+    assert re.search(
+        r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .* tensor_diff\.py:\d+ in \w+$", leak, flags=re.MULTILINE
+    )
     assert re.search(r"\+ +3 x +\(\) .* local variable 'losses' in several_steps\(\) of tensor_diff\.py", leak)
+
+
+PHASES = ("forward", "backward", "optimizer step")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("fabric_loop.py", ["--epochs", "1"]), ("accelerate_loop.py", ["--epochs", "1"]), ("huggingface_trainer.py", ["--epochs", "1"])],
+)
+def test_the_loops_of_other_libraries_are_predicted_and_measured(tmp_path, name, arguments):
+    output = run(tmp_path, name, *arguments)
+    assert output.count("Memory of one training step (steady") == 2
+    for phase in PHASES:
+        error = re.findall(rf"^ *{phase} +[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", output, flags=re.MULTILINE)[-1]
+        assert abs(float(error)) < 2
+    (run_folder,) = tmp_path.rglob("version_0")
+    assert "Memory curves: tensorboard --logdir" in output
+    assert list(run_folder.glob("events*"))

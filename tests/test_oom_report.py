@@ -103,11 +103,11 @@ def test_markdown_has_the_error_and_the_tables():
 def test_json_has_every_figure_with_its_unit():
     data = json.loads(json.dumps(REPORT.with_savings([row("half", 8, True)]).to_dict()))
     assert (data["phase"], data["step"], data["operator"], data["module"]) == ("backward pass", 12, "ConvolutionBackward0", "net.conv1")
-    assert data["line"] == {"file": "net.py", "number": 34, "function": "forward", "text": ""}
+    assert data["line"] == {"file": "net.py", "line": 34, "function": "forward", "text": ""}
     assert data["requested_bytes"] == 72 * MiB
     assert data["reserved_but_unallocated_bytes"] == 512 * MiB
     assert data["tensors"][0]["shape"] == [64, 64, 112, 112]
-    assert data["tensors"][0]["line"]["number"] == 34
+    assert data["tensors"][0]["line"]["line"] == 34
     assert data["predicted"]["shortfall_bytes"] == 17 * GiB - SHORTAGE.available_bytes
     assert data["savings"][0]["saved_bytes"] == 9 * GiB
     assert data["batch"][1] == {"name": "[1]", "shape": [64], "dtype": "int64"}

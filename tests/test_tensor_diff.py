@@ -79,11 +79,11 @@ def test_a_mark_has_the_line_where_it_is(ledger):
         change = diff.mark("here")
         at = line() - 1
     first, second, third = diff.changes
-    assert (first.after.at.line, change.after.at.line, third.after.at.line) == (begun, at, begun)
+    assert (first.after.at.number, change.after.at.number, third.after.at.number) == (begun, at, begun)
     assert second is change
-    assert change.after.at.file == __file__
+    assert change.after.at.path == __file__
     assert change.after.at.function == "test_a_mark_has_the_line_where_it_is"
-    assert f"From test_tensor_diff.py:{begun} to test_tensor_diff.py:{at} (here) on CPU, measured" in str(change)
+    assert f"From {first.after.at} to {change.after.at} (here) on CPU, measured" in str(change)
     assert third.after.label == "end of the block"
     del kept
 
@@ -99,7 +99,7 @@ def test_the_ledger_tells_operator_module_and_line(device):
     del holder
     (change,) = diff.changes[1:]
     made = the(change.appeared, "local variable 'features'")
-    assert (made.made_at.line, made.made_at.file, made.modules) == (at, __file__, ("0",))
+    assert (made.made_at.number, made.made_at.path, made.modules) == (at, __file__, ("0",))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,7 +109,7 @@ def test_a_backward_pass_has_the_line_that_called_it(device):
     with mc.TensorDiff(model, ledger=True) as diff:
         loss.backward()
         at = line() - 1
-    assert {group.made_at.line for group in diff.changes[-1].appeared if group.category is mc.Category.GRADIENT} == {at}
+    assert {group.made_at.number for group in diff.changes[-1].appeared if group.category is mc.Category.GRADIENT} == {at}
 
 
 class Cubed(torch.autograd.Function):
@@ -237,7 +237,7 @@ def test_operators_of_higher_order_go_through_the_ledger():
     with mc.TensorDiff(ledger=True) as diff:
         result = torch.cond(torch.tensor(True), torch.exp, torch.sin, (values,))
         at = line() - 1
-    assert the(diff.changes[-1].appeared, "local variable 'result'").made_at.line == at
+    assert the(diff.changes[-1].appeared, "local variable 'result'").made_at.number == at
     assert torch.equal(result, values.exp())
 
 
