@@ -20,7 +20,8 @@ class CodeLine:
     """A line of a program.
 
     Attributes:
-        file: The file's path: from the working directory where it lies there, of an installed package from the package on.
+        file: The file's path: from the working directory where it lies there, of an installed package from the package on, else its folder
+            and name.
         number: The line's number, from 1.
         function: The function that it is in, such as `training_step`; `<module>` outside of all.
         path: The file's path as Python knows it.
@@ -112,4 +113,4 @@ def _short(path: str) -> str:
         if found:
             return after
     here = os.getcwd() + os.sep
-    return full[len(here) :] if full.startswith(here) else path
+    return full[len(here) :] if full.startswith(here) else os.sep.join(full.split(os.sep)[-2:])
