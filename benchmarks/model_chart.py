@@ -149,7 +149,7 @@ def training_step(name: str, precision: str) -> TrainingStep:
 def training(name: str, precision: str) -> tuple[Training, tuple[str, ...]]:
     """What training takes, and what was assumed."""
     advice = suggest_batch_size(training_step(name, precision), device=DEVICE, multiple_of=1)
-    prediction = advice.line.prediction  # type: ignore[union-attr]
+    prediction = advice.line.prediction  # type: ignore[union-attr]  # of a trace it is a TracedPeak
     size = advice.batch_size
     at, below = prediction.at(max(2, size)), prediction.at(max(1, size // 2))
     slope = (at.peak_allocated_bytes - below.peak_allocated_bytes) / (at.batch_size - below.batch_size)
@@ -160,7 +160,7 @@ def training(name: str, precision: str) -> tuple[Training, tuple[str, ...]]:
         peak_allocated_bytes=at.peak_allocated_bytes,
         peak_reserved_bytes=at.peak_reserved_bytes or 0,
     )
-    return found, at.caveats
+    return found, prediction.caveats  # that a size is far from those traced is none: the suggestion was traced itself
 
 
 def model(name: str, family: str) -> tuple[Model, tuple[str, ...]]:

@@ -19,7 +19,7 @@ COLOURS = (
 )
 SHOWN_PRECISION = "bf16-mixed"
 OTHER_PRECISION = "32-true"
-TITLE_SIZE, LABEL_SIZE = 15, 7.5
+TITLE_SIZE, LABEL_SIZE = 15, 8.5
 _Box = tuple[float, float, float, float]
 
 
