@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check test-cuda images clean
+.PHONY: demo test check docs test-cuda images clean
 
 # Lightning 2.6 with PyTorch 2.13 warns about itself.
 demo: $(VENV)/.installed
@@ -16,6 +16,11 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MAKE) docs
+
+# The site, into site/; a link to nothing is an error (with --quiet it would be none). The variable keeps an announcement away.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # On a machine with a CUDA device; CUDA_PYTHON is the python of an environment with PyTorch's CUDA build and this package.
 CUDA_PYTHON ?= python3
@@ -30,8 +35,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples,dev,docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) lightning_logs build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) lightning_logs build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memcallback.holdings import tensors_in
+from memcallback.hook_handles import take_back
 from memcallback.module_memory import ModuleInfo
 
 #: Modules that stand around the model: it is in their attribute of this name, and has its own names.
@@ -75,6 +76,7 @@ class ModuleFollower:
 
     def begin(self) -> None:
         """Follow from here on."""
+        take_back()
         self._is_following, self._forward_thread = True, threading.get_ident()
         compiled: list[str] = []
         for name, module in self._hookable(compiled):
@@ -91,8 +93,7 @@ class ModuleFollower:
     def end(self) -> None:
         """Take back all hooks."""
         self._is_following = False
-        for handle in self._handles:
-            handle.remove()
+        take_back(self._handles)
         self._handles, self._stack, self._stretches, self._now = [], [], {}, None
 
     def enters(self, name: str) -> None:

@@ -26,6 +26,7 @@ from memcallback.checks import whole_number
 from memcallback.events import Phase
 from memcallback.guarded import never_stops_training
 from memcallback.holdings import tensors_in
+from memcallback.hook_handles import take_back
 from memcallback.phase_windows import Phases, begin_backward, begin_update, end_update
 from memcallback.steps import INFERRED, infer_batch_size
 from memcallback.warn import warn
@@ -260,6 +261,5 @@ class _Hook:
 
 
 def _take_back(handles: Iterable[Any], end_listening: Callable[[], None]) -> None:
-    for handle in handles:
-        handle.remove()
+    take_back(handles)
     end_listening()

@@ -95,6 +95,7 @@ TRACER = [
     "suggestion",
 ]
 MEASURING = [
+    "hook_handles",
     "holdings",
     "saved_tensors",
     "frame_tensors",

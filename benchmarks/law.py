@@ -1,0 +1,137 @@
+"""How far the textbook law is off: memory = model memory + batch size * memory per sample, beside the traced step and what was measured.
+
+    python benchmarks/law.py [--only NAME ...] [--out FOLDER]
+
+Needs no GPU: what was measured is that of the accuracy proof (`benchmarks/results/accuracy`). All its configurations in float32 and in
+bf16-mixed that neither accumulate nor recompute nor clip, with one loss, are predicted by the law (`memcallback.textbook`: an upper and
+a lower edge) and by a trace (`memcallback.predict`), and the largest allocated figure of a steady step is compared.
+
+*Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts what autograd saves, once. The
+result goes to `benchmarks/results/law/` as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import read_json, training_step
+from accuracy_configs import CONFIGS, Config
+from machine import today
+
+from memcallback import PredictionError, __version__, format_bytes, predict
+from memcallback.stats import error_pct
+from memcallback.tables import Table
+from memcallback.textbook import predict as predict_by_law
+
+DEVICE = "NVIDIA H200"
+HERE = Path(__file__).parent / "results"
+MEASURED = HERE / "accuracy" / "nvidia-h200-virtual.json.gz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration; the largest allocated figure of a steady step, in bytes.
+
+    Attributes:
+        config: Its name.
+        measured_bytes: Measured.
+        law_bytes: By the law; None if it cannot follow the step.
+        low_bytes: Its lower edge.
+        traced_bytes: By a trace.
+    """
+
+    config: str
+    measured_bytes: int
+    law_bytes: int | None
+    low_bytes: int | None
+    traced_bytes: int
+
+    def errors_pct(self) -> tuple[float | None, float | None, float | None]:
+        """Of the law, its lower edge and the trace."""
+        law, low, traced = (error_pct(one, self.measured_bytes) for one in (self.law_bytes, self.low_bytes, self.traced_bytes))
+        return law, low, traced
+
+
+def is_plain(config: Config) -> bool:
+    """Whether the law has words for it."""
+    is_said = config.precision in ("32-true", "bf16-mixed") and not config.has_closure and len(config.workload.losses) == 1
+    is_saving = config.accumulate > 1 or config.checkpointing != "none" or config.clip_grad_norm is not None or config.channels_last
+    return is_said and not is_saving and config.left_out is None
+
+
+def row(config: Config, measured: dict[str, Any]) -> Row:
+    """Predict one configuration."""
+    step = training_step(config, config.make(initialise=False))
+    edges: tuple[int | None, int | None] = None, None
+    try:
+        law = predict_by_law(step)
+        edges = law.peak_allocated_bytes, max(window.low_bytes or 0 for window in law.step.windows)
+    except PredictionError:
+        pass  # the law has no answer
+    return Row(
+        config=config.name,
+        measured_bytes=max(window["peak_allocated_bytes"] for window in measured["windows"][-1][0]),
+        law_bytes=edges[0],
+        low_bytes=edges[1],
+        traced_bytes=predict(step, device=DEVICE).peak_allocated_bytes or 0,
+    )
+
+
+def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
+    """The result as a page."""
+    lines = ["# The textbook law beside a trace", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    for label, errors in zip(("law", "lower edge of the law", "trace"), zip(*(one.errors_pct() for one in rows), strict=True), strict=True):
+        known = [error for error in errors if error is not None]
+        lines.append(
+            f"- {label}: error from {min(known):+.1f} % to {max(known):+.1f} %, in the median {statistics.median(known):+.1f} %, its size in the "
+            f"median {statistics.median(map(abs, known)):.1f} % ({len(known)} of {len(rows)})"
+        )
+    cells = [
+        (one.config, format_bytes(one.measured_bytes), *("not followed" if e is None else f"{e:+.1f}" for e in one.errors_pct()))
+        for one in sorted(rows, key=lambda one: one.config)
+    ]
+    columns = ("configuration", "measured", "law, %", "lower edge, %", "trace, %")
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + Table(title="Error of the peak of allocated memory", columns=columns, rows=tuple(cells)).to_markdown()
+        + "\n"
+    )
+
+
+def main() -> None:
+    """Predict, compare, write."""
+    parser = argparse.ArgumentParser(description="The textbook law beside a trace.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these configurations alone")
+    parser.add_argument("--out", type=Path, default=HERE / "law", help="the folder to write into")
+    options = parser.parse_args()
+    document = read_json(MEASURED)
+    rows = []
+    for config in CONFIGS:
+        if is_plain(config) and config.name in document["configs"] and (not options.only or config.name in options.only):
+            print(config.name, file=sys.stderr, flush=True)
+            rows.append(row(config, document["configs"][config.name]))
+    about = {
+        "measured": f"{DEVICE}, virtual, PyTorch {document['environment']['torch']}, {document['environment']['date']}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "memcallback": __version__,
+        "date": today(),
+        "command": "python benchmarks/law.py",
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "law.json").write_text(json.dumps({"environment": about, "rows": [asdict(one) for one in rows]}, indent=1) + "\n")
+    (options.out / "law.md").write_text(to_markdown(about, rows))
+    print(to_markdown(about, rows))
+
+
+if __name__ == "__main__":
+    main()
