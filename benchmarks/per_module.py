@@ -41,6 +41,10 @@ MODELS = {"gpt2": (4, 1), "resnet50": (32, 2)}
 #: Of texts on a CPU so many words.
 CPU_LENGTH = 128
 NUM_WARM_UP_STEPS = 3
+HOST_ALONE = (
+    "A step is the host's part alone here, since kernels do nothing: on a card it runs beside the kernels, and costs time only as far as it is "
+    "longer than they are. What it comes to there was not measured."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +216,11 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
             f"| {row.model}, batch size {row.batch_size} | {row.num_modules} | {row.kind} | {row.step_ms:,.1f} | {first:,.1f} to {third:,.1f} | "
             f"{row.added_ms:,.1f} | {row.ratio:.2f} | {row.num_readings} |"
         )
+    lines += [
+        "",
+        "The table of the modules is added up when it is asked for; that is in no step's time.",
+        *([HOST_ALONE] if is_virtual() else []),
+    ]
     return "\n".join(lines) + "\n"
 
 

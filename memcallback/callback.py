@@ -83,8 +83,8 @@ class MemoryCallback(Callback):
         predict: Whether to predict the step before it first runs.
         what_if: Whether to predict besides what each saving of memory would buy, which takes some twenty times as long; the plan is printed,
             and logged as text and picture.
-        per_module: Whether to record by module too, on the steps on which what is held is counted: they take up to twice as long, others
-            as long as ever. The modules that keep most are printed with the report; all are logged as text and picture, beside the
+        per_module: Whether to record by module too, on the steps on which what is held is counted: they take the host longer, others as
+            long as ever. The modules that keep most are printed with the report; all are logged as text and picture, beside the
             predicted figures (see `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own;
             `torch.cuda.max_memory_allocated()` then starts anew at each phase, and `lifetime_peak_allocated_bytes` of the
