@@ -24,6 +24,8 @@ from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
 from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of, warn_of_batch, warn_of_devices
+from memcallback.growth import Progress
+from memcallback.health_watch import HealthWatch
 from memcallback.meters import device_memory
 from memcallback.oom import is_out_of_memory
 from memcallback.oom_report import OutOfMemoryReport
@@ -119,6 +121,10 @@ class MemoryCallback(Callback):
         checkpoint: True, or which modules are computed again in the backward pass (see `memcallback.checkpoint`).
         oom_snapshot: Whether the CUDA allocator records its last 20,000 events with the lines that made them, to be written for PyTorch's
             memory_viz if memory runs out. That costs time at each allocation.
+        warnings: Whether to warn, once a fit and of each thing, of memory that grows from step to step (with what grows and who holds
+            it), retries of the allocator, memory that is reserved and lies idle on a full device, a device that is nearly full, and other
+            processes that take memory (see `memcallback.health` and `memcallback.growth` for when). A healthy training gets none. That costs a
+            comparison of figures that are read anyway; on a CPU, and while they rise, a look at what is alive every tenth step at most.
 
     The three savings hold for a fit; afterwards Trainer and module are as they were before.
 
@@ -154,6 +160,7 @@ class MemoryCallback(Callback):
         amp: str | None = None,
         checkpoint: CheckpointOption | None = None,
         oom_snapshot: bool = False,
+        warnings: bool = True,
     ) -> None:
         check_headroom(headroom)
         if batch_size is not None and fit_batch_size:
@@ -169,6 +176,8 @@ class MemoryCallback(Callback):
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
         self._records_history = oom_snapshot
+        self._watches_health = warnings
+        self._health: HealthWatch | None = None
         self._history: AllocatorHistory | None = None
         self.fitted: FittedBatchSize | None = None
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
@@ -237,6 +246,15 @@ class MemoryCallback(Callback):
             own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
             self._sinks = Sinks(trainer.loggers, own)
         warn_of_devices(pl_module, device)
+        if self._watches_health:
+            self._health = HealthWatch(
+                [pl_module],
+                optimizers,
+                device,
+                headroom=self._headroom,
+                progress=lambda: _progress_of(trainer),
+                suggestion=lambda: self.report.advice.batch_size if self.report and self.report.advice else None,
+            )
         if self._records_history and device.type == "cuda":
             self._history = AllocatorHistory(device)
 
@@ -292,6 +310,8 @@ class MemoryCallback(Callback):
         record = self.recorder.end_step()
         if record is not None:
             self._publish(trainer, pl_module, record)
+            if self._health is not None:
+                self._health.on_step(record, batch)
 
     @_never_stops_training
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -424,6 +444,8 @@ class MemoryCallback(Callback):
         self._log(device, _step_number(trainer))
         if is_first_steady:
             self._report(pl_module, device, _step_number(trainer))
+        if self._health is not None:
+            self._health.on_reading(device)
 
     def _log(self, device: DeviceMemory, number: int) -> None:
         step, self._unlogged = self._unlogged, None
@@ -435,7 +457,8 @@ class MemoryCallback(Callback):
         assert self.recorder is not None
         batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
         accumulate = pl_module.trainer.accumulate_grad_batches
-        notes = (*self._notes, *self._savings.notes(batch_size, accumulate))
+        findings = map(str, self._health.findings if self._health else ())
+        notes = (*self._notes, *self._savings.notes(batch_size, accumulate), *findings)
         report = self.recorder.report(
             self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )
@@ -494,6 +517,9 @@ class MemoryCallback(Callback):
         if self._history is not None:
             self._history.close()
             self._history = None
+        if self._health is not None:
+            self._health.close()
+            self._health = None
         if self.recorder is not None:
             self.recorder.close()
         if self._sinks is not None:
@@ -509,6 +535,20 @@ def _planned(device: str | int | torch.device | Device) -> Device:
             "that trains."
         )
     return spec
+
+
+def _progress_of(trainer: Any) -> Progress:
+    """How far a fit is, in batches."""
+    in_epoch = trainer.num_training_batches
+    if in_epoch == float("inf"):
+        return Progress()
+    left_in_epoch = max(0, int(in_epoch) - trainer.fit_loop.batch_idx - 1)
+    bounds = []
+    if trainer.max_epochs not in (None, -1):
+        bounds.append(left_in_epoch + max(0, trainer.max_epochs - trainer.current_epoch - 1) * int(in_epoch))
+    if trainer.max_steps not in (None, -1):
+        bounds.append(max(0, trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return Progress(epoch=trainer.current_epoch, steps_left_in_epoch=left_in_epoch, steps_left=min(bounds, default=None))
 
 
 def _log_interval(trainer: Any) -> int:
