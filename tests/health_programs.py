@@ -31,12 +31,14 @@ class Program:
         data: Makes its data.
         options: Of the Trainer.
         names: For a sick one: words that its warning has to have.
+        ends_out_of_memory: Whether it does.
     """
 
     module: type
     data: object = lambda: training.loader(NUM_STEPS, SAMPLES)
     options: dict = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    ends_out_of_memory: bool = False
 
 
 def loss_of(module, batch):
@@ -407,9 +409,9 @@ class LongerAndLonger(Base):
     """Each step needs a block that is a little larger than the free one, and the device has no room for both."""
 
     def training_step(self, batch, batch_idx):
-        del batch_idx
-        self.size = getattr(self, "size", 520 * MiB) + 2 * MiB
-        torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        if self.global_step > 2:  # what stays has its place by then
+            self.size = getattr(self, "size", 480 * MiB) + 2 * MiB
+            torch.empty(self.size, dtype=torch.uint8, device=self.device)
         return loss_of(self, batch)
 
 
@@ -423,9 +425,28 @@ class Fragmented(Base):
             del whole
             pieces += [torch.empty(12 * MiB, dtype=torch.uint8, device=self.device) for _ in range(16)]
         self.pieces = pieces[::2]
-        self.large = torch.empty(176 * MiB, dtype=torch.uint8, device=self.device)
+        self.large = torch.empty(130 * MiB, dtype=torch.uint8, device=self.device)
 
 
 class NearlyFull(Base):
     def on_train_start(self):
-        self.large = torch.empty(980 * MiB, dtype=torch.uint8, device=self.device)
+        self.large = torch.empty(920 * MiB, dtype=torch.uint8, device=self.device)
+
+
+SICK_ON_A_SMALL_DEVICE = {
+    "a cache that grows": Program(
+        GrowingCache,
+        options={"max_epochs": 1000},
+        ends_out_of_memory=True,
+        names=("attribute 'cache' of the root module: larger", "self.cache = ", "the device is full in about"),
+    ),
+    "outputs without a graph": Program(
+        KeepsDetached,
+        options={"max_epochs": 1000},
+        ends_out_of_memory=True,
+        names=("attribute 'outputs' of the root module", "(1048576,) float32", ".cpu()"),
+    ),
+    "blocks that grow": Program(LongerAndLonger, names=("tried again", "expandable_segments:True")),
+    "fragments": Program(Fragmented, names=("between tensors", "expandable_segments:True")),
+    "a device that is nearly full": Program(NearlyFull, names=("are left on", "5 % are to stay free")),
+}
