@@ -20,7 +20,7 @@ import torch
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.events import Category
 from memcallback.filling_lines import filling_lines
-from memcallback.frame_tensors import Scope, is_library, is_own, module_attributes, scope_tensors, scopes
+from memcallback.frame_tensors import Scope, is_library, is_own, module_attributes, scope_tensors, scopes, stack
 from memcallback.live_tensors import live_storages
 from memcallback.saved_tensors import graph_nodes
 
@@ -81,10 +81,8 @@ def _is_held(owner: str) -> bool:
 
 def frames_around() -> list[FrameType]:
     """The functions that run, from the inside out: the user's first, so that their variables give the names."""
-    found, frame = [], sys._getframe(1)
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
+    # Those of this package would hold the list that holds them, and with it the batch, until Python collects such cycles.
+    found = [frame for frame in stack(sys._getframe(1)) if not is_own(frame.f_code.co_filename)]
     return sorted(found, key=lambda one: is_library(one.f_code.co_filename))
 
 
