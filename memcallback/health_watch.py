@@ -241,5 +241,6 @@ def _limit_bytes(device: torch.device) -> int | None:
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     if device.type != "cuda" or read is None:
         return None
-    fraction = read(device)
-    return int(fraction * torch.cuda.get_device_properties(device).total_memory) if fraction < 1 else None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    fraction = read(index)
+    return int(fraction * torch.cuda.get_device_properties(index).total_memory) if fraction < 1 else None

@@ -9,7 +9,8 @@ import pytest
 import torch
 import training
 
-from memcallback import MemoryCallback, MemoryWarning, nvml
+from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, health_watch, nvml
+from memcallback.health_watch import HealthWatch
 from memcallback.saved_tensors import READS_SAVED
 from memcallback.units import GiB
 
@@ -89,3 +90,46 @@ def test_another_process_that_takes_memory_is_told_once(tmp_path, monkeypatch):
 def test_without_warnings_nothing_is_told(tmp_path):
     program = programs.SICK["losses on the module"]
     assert warnings_of(tmp_path, program, "cpu", MemoryCallback(predict=False, warnings=False)) == []
+
+
+def train(device, num_steps):
+    """A plain loop with the classic mistake; the losses are not used."""
+    model = training.network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = MemoryRecorder(model, optimizer, device=device, sample_every_n_steps=10)
+    watch = HealthWatch([model], [optimizer], torch.device(device), headroom=0.05)
+    losses = []
+    for _ in range(num_steps):
+        batch = torch.ones(8, training.NUM_FEATURES, device=device)
+        num_recorded = recorder.steps[-1].index if recorder.steps else None
+        with recorder.step(batch):
+            with recorder.phase(Phase.FORWARD):
+                loss = model(batch).square().mean()
+            with recorder.phase(Phase.BACKWARD):
+                loss.backward()
+            with recorder.phase(Phase.OPTIMIZER_STEP):
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss)
+        if recorder.steps[-1].index != num_recorded:
+            watch.on_step(recorder.steps[-1], batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_in_a_plain_loop_the_variable_and_its_function_are_named(device):
+    gc.collect()
+    with pytest.warns(MemoryWarning, match=r"local variable 'losses' in train\(\) of test_warnings.py.*losses\.append\(loss\)"):
+        train(device, 260)
+
+
+def test_a_plain_loop_is_given_two_hundred_steps(recwarn):
+    gc.collect()
+    train("cpu", 150)
+    assert [one for one in recwarn if issubclass(one.category, MemoryWarning)] == []
+
+
+@pytest.mark.cuda
+def test_nothing_is_looked_at_while_the_counters_do_not_rise(tmp_path, monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(health_watch, "holding", lambda *_: pytest.fail("a look at what is alive"))
+    assert warnings_of(tmp_path, programs.HEALTHY["perceptron"], "gpu") == []
