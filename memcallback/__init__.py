@@ -17,6 +17,7 @@ from memcallback.advice import BatchSizeAdvice
 from memcallback.events import Category, Phase
 from memcallback.fitted import FittedBatchSize
 from memcallback.layer_table import Layer, LayerTable
+from memcallback.module_memory import ModuleTable
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
@@ -57,6 +58,7 @@ __all__ = [
     "MemoryStats",
     "MemoryTrainerCallback",
     "MemoryWarning",
+    "ModuleTable",
     "OutOfMemoryReport",
     "Phase",
     "PhaseMemory",

@@ -27,7 +27,7 @@ from memcallback.foretold import warn_of_batch, warn_of_devices
 from memcallback.growth import Progress
 from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
-from memcallback.oom import is_out_of_memory
+from memcallback.oom import out_of_memory_in
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
 from memcallback.plan import Plan
@@ -59,7 +59,13 @@ else:
     Callback = type("Callback", tuple(_bases), {})
 
 #: What Lightning calls a stage, in words.
-_STAGES = {"validate": "validation", "sanity_check": "validation before training", "test": "test", "predict": "prediction"}
+_STAGES = {
+    "train": "training, between steps",
+    "validate": "validation",
+    "sanity_check": "validation before training",
+    "test": "test",
+    "predict": "prediction",
+}
 #: Attributes of the recorder that a checkpoint carries on.
 _LIFETIME_PEAKS = ("lifetime_peak_allocated_bytes", "lifetime_peak_reserved_bytes", "lifetime_peak_resident_bytes")
 
@@ -305,7 +311,7 @@ class MemoryCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Training has failed: say where memory ran out, undo the savings, keep what was recorded of the step, and report."""
-        if is_out_of_memory(exception, is_memory_short=True):
+        if out_of_memory_in(exception, is_memory_short=True) is not None:
             with suppress(Exception):  # of the state that a full device is in; the error itself goes on
                 self._explain(trainer, pl_module, exception)
         self._on_failure(trainer, pl_module, exception)

@@ -78,7 +78,7 @@ def is_own(path: str) -> bool:
     if path.startswith("<"):
         # Generated code and what is frozen into Python is nobody's; what a person types, and cells of a notebook, are.
         return path == "<stdin>" or path.startswith("<ipython-input")
-    full = os.path.abspath(path)
+    full = _absolute(path)
     if any(full.startswith(folder) for folder in _library_folders()):
         return False
     return not full.startswith(_python_folder()) or any(f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES)
@@ -105,12 +105,22 @@ def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
     return CodeLine(_short(code.co_filename), frame.f_lineno if number is None else number, code.co_name, code.co_filename)
 
 
+def _absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except OSError:  # a relative path, from a folder that is gone
+        return path
+
+
 @cache
 def _short(path: str) -> str:
-    full = os.path.abspath(path)
+    full = _absolute(path)
     for name in _PACKAGES:
         _, found, after = full.partition(f"{os.sep}{name}{os.sep}")
         if found:
             return after
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the folder is gone
+        return path
     return full[len(here) :] if full.startswith(here) else os.sep.join(full.split(os.sep)[-2:])

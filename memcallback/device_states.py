@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memcallback.nvml import asked, chip_state, initialised, reason_of, used_bytes
+from memcallback.nvml import asked, chip_state, handle_of, initialised, reason_of, used_bytes
 from memcallback.tables import Table
 from memcallback.units import MiB, format_bytes
 
@@ -98,10 +98,32 @@ def device_states() -> DeviceStates:
     """Ask for all devices; nothing is raised for want of a driver."""
     try:
         nvml = initialised()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return DeviceStates(devices=tuple(state for index, handle in enumerate(handles) for state in _states(nvml, handle, index)))
+        numbers = range(nvml.nvmlDeviceGetCount())
     except Exception as error:  # whatever is wrong with a driver
         return _seen_by_torch(f"NVML is not available: {reason_of(error).rstrip('.')}.")
+    return DeviceStates(devices=tuple(state for index in numbers for state in _states_at(nvml, index)))
+
+
+def _states_at(nvml: Any, index: int) -> list[DeviceState]:
+    """A device and its slices; of one that is lost, that it is."""
+    try:
+        return _states(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
+    except Exception as error:  # one that has fallen off the bus, among others that work
+        note = f"does not answer: {reason_of(error)}."
+        return [DeviceState(index=str(index), name=_UNKNOWN, uuid=None, capacity_bytes=None, used_bytes=None, notes=(note,))]
+
+
+def processes_on(uuid: str) -> tuple[DeviceProcess, ...]:
+    """The processes that NVML shows on one device; none where it does not answer. No other device is asked for anything.
+
+    Args:
+        uuid: The device's UUID.
+    """
+    try:
+        nvml = initialised()
+        return _processes(nvml, handle_of(nvml, uuid))
+    except Exception:  # whatever is wrong with a driver
+        return ()
 
 
 def _states(nvml: Any, handle: Any, index: int) -> list[DeviceState]:

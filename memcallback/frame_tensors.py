@@ -5,6 +5,7 @@ Nothing of the user's runs: objects are looked at without asking them, and what 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import sysconfig
@@ -62,7 +63,7 @@ def variables(frame: FrameType) -> dict[str, Any]:
     """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
         return dict(frame.f_locals)
-    if sys.gettrace() is not None or sys.getprofile() is not None:
+    if sys.gettrace() is not None or sys.getprofile() is not None or _has_asked_for_locals(frame):
         return {}
     kept = frame.f_locals
     found = dict(kept)
@@ -70,6 +71,14 @@ def variables(frame: FrameType) -> dict[str, Any]:
     if sys.getrefcount(kept) <= 3:
         kept.clear()
     return found
+
+
+def _has_asked_for_locals(frame: FrameType) -> bool:
+    """Whether the frame has a dict of its variables already: that of a `locals()` of the program's, which reading would write into."""
+    code = frame.f_code
+    names = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    dicts = (one for one in gc.get_referents(frame) if type(one) is dict)
+    return any(one and names.issuperset(one) for one in dicts)
 
 
 @dataclass(frozen=True, kw_only=True)

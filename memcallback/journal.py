@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -153,14 +154,16 @@ class Journal:
         report = self._recorder.explain(error, self.prediction, where=where)
         if report is None:
             return None
-        is_in_step = report.place.step is not None
+        # Of a loop that goes on with a smaller batch again and again savings are tried once.
+        is_first_in_step = report.place.step is not None and self.out_of_memory is None
         self.out_of_memory = tell(
             report,
-            say=self._say,
+            # What is said otherwise is rank zero's; this is the matter of the rank that failed.
+            say=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr)) if rank else self._say,
             folder=self._sinks.log_dir if folder and self._sinks and self._sinks.log_dir else folder,
             rank=rank,
             sinks=self._sinks,
-            prediction=self.prediction if is_in_step else None,
+            prediction=self.prediction if is_first_in_step else None,
             make_step=make_step,
             history=history,
         )

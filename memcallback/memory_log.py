@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom
@@ -86,7 +87,8 @@ class MemoryLog:
         self._is_broken = False
         self._is_closed = False
         is_main = is_rank_zero()
-        self._step = step
+        # With its batch on the host: on the device it would be one more for as long as the training lasts.
+        self._step = None if step is None else step.varied(batch=tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), step.batch))
         self._folder = None if log_dir is None else Path(log_dir)
         sinks = Sinks([], self._folder) if is_main else None
         say = say_here if is_main else _say_nothing
@@ -116,8 +118,13 @@ class MemoryLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is not None:
+            self._tell(error)
             self._journal.notes = (*self._journal.notes, f"The training ended with {kind.__name__}.")
         self.close()
+
+    @never_stops_training
+    def _tell(self, error: BaseException | None) -> None:
+        self._recorder.failed(error)
 
     @property
     def prediction(self) -> StepPrediction | None:
@@ -176,6 +183,7 @@ class MemoryLog:
 
     def _release(self) -> None:
         self._is_closed = True
+        self._step = None
         self._recorder.unlisten(self)
         self._journal.close()
 

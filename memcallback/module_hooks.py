@@ -221,7 +221,8 @@ class _Hook:
 
     def __call__(self, *args: Any) -> None:
         follower = self._follower
-        if follower is None:
+        # Modules that are compiled are compiled with their hooks.
+        if torch.compiler.is_compiling() or follower is None:
             return
         try:
             self._tell(follower, args)

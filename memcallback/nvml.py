@@ -29,7 +29,7 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
     properties = torch.cuda.get_device_properties(device)
     try:
         nvml = initialised()
-        handle = _handle(nvml, str(properties.uuid))
+        handle = handle_of(nvml, str(properties.uuid))
         whole = DeviceMemory(
             capacity_bytes=properties.total_memory, used_bytes=used_bytes(nvml, handle), **asdict(chip_state(nvml, handle))
         )
@@ -58,7 +58,7 @@ def initialised() -> Any:
     return pynvml
 
 
-def _handle(nvml: Any, uuid: str) -> Any:
+def handle_of(nvml: Any, uuid: str) -> Any:
     """By UUID, since CUDA_VISIBLE_DEVICES renumbers CUDA's devices and not NVML's."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     return nvml.nvmlDeviceGetHandleByUUID(name)

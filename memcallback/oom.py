@@ -42,6 +42,29 @@ def is_out_of_memory(error: BaseException, *, is_memory_short: bool = False) -> 
     return any(_says_so(one, is_memory_short) for one in _chain(error))
 
 
+def out_of_memory_in(error: BaseException, *, is_memory_short: bool = False) -> BaseException | None:
+    """The error that says that memory ran out, of an error and those that it was raised from; None if none does.
+
+    What was only being handled when another error came is that one's affair.
+
+    Args:
+        error: The error.
+        is_memory_short: As for `is_out_of_memory`.
+    """
+    pending = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if _says_so(one, is_memory_short):
+            return one
+        pending += getattr(one, "exceptions", ())
+        pending += () if one.__cause__ is None else (one.__cause__,)
+    return None
+
+
 def _says_so(error: BaseException, is_memory_short: bool) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from memcallback.code_lines import CodeLine, frames_of, line_of_error
-from memcallback.device_states import DeviceProcess, device_states
+from memcallback.device_states import processes_on
 from memcallback.devices import DeviceSpec
 from memcallback.events import Alloc, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepStart
 from memcallback.frame_tensors import variables
@@ -76,9 +76,13 @@ def explain(
         The report, yet without savings.
     """
     text = next((line for line in str(error).strip().splitlines() if line), type(error).__name__)
-    is_on_host = isinstance(error, MemoryError) or bool(_ON_HOST.search(str(error)))
+    is_on_host = isinstance(error, (MemoryError, OSError)) or bool(_ON_HOST.search(str(error)))
+    moment = None if is_on_host else _moment_of(error)
     where = torch.device("cpu") if is_on_host else device
-    moment = None if is_on_host else _moment_of(error, device)
+    if moment is not None and moment.device_index != (torch.cuda.current_device() if device.index is None else device.index):
+        # Of a job that uses several devices it was another one than that which is recorded.
+        where = torch.device("cuda", moment.device_index)
+        device_name = torch.cuda.get_device_name(where)
     names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
     shortage = _shortage(error, where, moment)
     expected, notes = _expected(prediction, batch_size, shortage) if where == device else (None, ())
@@ -115,10 +119,10 @@ def explain(
     )
 
 
-def _moment_of(error: BaseException, device: torch.device) -> Moment | None:
+def _moment_of(error: BaseException) -> Moment | None:
     """What the allocator has told of this error; None if that was another one."""
     moment = last_moment()
-    if moment is None or (device.index is not None and device.index != moment.device_index):
+    if moment is None:
         return None
     requested = _REQUEST.search(str(error))
     return moment if requested is None or requested.group(1) == format_bytes(moment.requested_bytes) else None
@@ -170,8 +174,10 @@ def _place(
         own = next((names[number] for number in moment.parameter_ids if number in names), None)
         near = next((names[number] for number in moment.near_ids if number in names), None)
         name = near if own is None else own
-        module = None if name is None else name.rpartition(".")[0]
-        is_near = own is None and near is not None
+        # A module that is computed again in the backward pass is in the frames.
+        running = _module_of(error.__traceback__, modules) if own is None else None
+        module = running or (None if name is None else name.rpartition(".")[0])
+        is_near = own is None and near is not None and not running
         forward_line = _forward_line(prediction, moment.node, None if is_near else module)
         return Place(phase=phase, step=step, operator=moment.node, module=module, is_near=is_near, line=line, forward_line=forward_line)
     return Place(phase=phase, step=step, operator=_code_of(error.__traceback__), module=_module_of(error.__traceback__, modules), line=line)
@@ -345,11 +351,7 @@ def _processes(device: torch.device) -> Iterator[str]:
     """The other processes on a CUDA device, as far as the driver shows them."""
     if device.type != "cuda":
         return
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    for state in device_states().devices:
-        if state.uuid is None or uuid not in state.uuid:
-            continue
-        others: Sequence[DeviceProcess] = [one for one in state.processes or () if one.pid != os.getpid()]
-        for process in others:
+    for process in processes_on(str(torch.cuda.get_device_properties(device).uuid)):
+        if process.pid != os.getpid():
             used = "memory unknown" if process.used_bytes is None else format_bytes(process.used_bytes)
             yield f"Also on the device: process {process.pid} of {process.user or 'an unknown user'}, {used}: {process.command or 'not visible'}."

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from memcallback.meters import AllocatorMeter, Meter, default_device, device_mem
 from memcallback.module_hooks import module_infos
 from memcallback.module_memory import ModuleInfo, ModuleTable
 from memcallback.module_watch import ModuleWatch
-from memcallback.oom import is_out_of_memory
+from memcallback.oom import out_of_memory_in
 from memcallback.oom_explained import explain
 from memcallback.oom_moments import forget, last_moment
 from memcallback.oom_moments import listen as listen_for_moments
@@ -33,9 +33,11 @@ from memcallback.predicted import StepPrediction
 from memcallback.report import Report
 from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
 from memcallback.steps import INFERRED, infer_batch_size
-from memcallback.warn import warn
+from memcallback.warn import MemoryWarning, warn
 from memcallback.watching import FirstCall, Watch
 
+#: An attribute of errors that were told.
+_TOLD = "_is_told_by_memcallback"
 #: In a sentence.
 _WORDS = {Phase.FORWARD: "forward pass", Phase.BACKWARD: "backward pass", Phase.OPTIMIZER_STEP: "optimizer step"}
 #: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
@@ -136,6 +138,7 @@ class MemoryRecorder:
         use_profiler: bool = True,
         per_module: bool = False,
     ) -> None:
+        self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
@@ -155,7 +158,6 @@ class MemoryRecorder:
         self.lifetime_peak_reserved_bytes: int | None = None
         self.lifetime_peak_resident_bytes: int | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
-        self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
         self._modules_recorded: Callable[[], ModuleTable] | None = None
         self._module_table: ModuleTable | None = None
         self._num_steps = 0
@@ -165,8 +167,6 @@ class MemoryRecorder:
         self._is_skipping = False
         self._watch: Watch | None = None
         self._listeners: list[StepListener] = []
-        #: The id of an error that was told already; it is alive as long as that matters.
-        self._last_error: int | None = None
 
     def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
         models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -361,12 +361,13 @@ class MemoryRecorder:
         """
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
+        if self._open is not None and self._watch is not None:
+            self._watch.give_up_step()
         if self._open is not None:
             raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
         sample = sample or any(listener.wants_step() for listener in self._listeners)
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
-        self._last_error = None
         forget()
         if self._is_skipping:
             self._num_steps += 1
@@ -401,6 +402,7 @@ class MemoryRecorder:
             is_provisional: It begins at the last reading, and did not happen if the step ends or another provisional
                 phase or an optimizer step begins without a reading in between.
         """
+        forget()
         if self._open is not None and self._open.stats is None:
             self._open.phases.open_phase(phase, is_provisional=is_provisional)
 
@@ -429,7 +431,8 @@ class MemoryRecorder:
             The record; None if this step was not read.
         """
         if is_interrupted:
-            self.failed(sys.exc_info()[1])
+            with suppress(Exception):  # the error itself goes on, and the step ends
+                self.failed(sys.exc_info()[1])
         self._is_skipping = False
         step = self._open
         if step is None:
@@ -463,6 +466,10 @@ class MemoryRecorder:
             listener.on_step(record)
         return record
 
+    @staticmethod
+    def _shortage_in(error: BaseException) -> BaseException | None:
+        return out_of_memory_in(error, is_memory_short=last_moment() is not None)
+
     def failed(self, error: BaseException | None) -> None:
         """An error has ended a step, or goes through the loop between steps: if memory ran out, that is said, once.
 
@@ -471,9 +478,9 @@ class MemoryRecorder:
         Args:
             error: The error, with the frames that it went through; None for none.
         """
-        if error is None or self._last_error == id(error) or not is_out_of_memory(error, is_memory_short=last_moment() is not None):
+        shortage = None if error is None else self._shortage_in(error)
+        if error is None or shortage is None or getattr(shortage, _TOLD, False):
             return
-        self._last_error = id(error)
         for listener in tuple(self._listeners):
             listener.on_out_of_memory(error)
         if not self._listeners and (report := self.explain(error)) is not None:
@@ -493,15 +500,17 @@ class MemoryRecorder:
         Returns:
             The report, which is also kept in `out_of_memory`; None if the error is another one, or, with a warning, if nothing can be said.
         """
-        if not is_out_of_memory(error, is_memory_short=last_moment() is not None):
+        shortage = self._shortage_in(error)
+        if shortage is None:
             return None
-        self._last_error = id(error)
+        with suppress(Exception):  # an error of a kind that takes no attributes is told again
+            setattr(shortage, _TOLD, True)
         step = self._open
         phase = (step.failed_in or step.phases.current_phase) if step else None
         batch = step.batch if step else batch
         try:
             self.out_of_memory = explain(
-                error,
+                shortage,
                 modules=self._modules,
                 optimizers=self._optimizers,
                 batch=batch,
@@ -513,7 +522,10 @@ class MemoryRecorder:
                 prediction=prediction if step else None,
             )
         except Exception as other:  # of whatever state a device that is full leaves things in, the error itself goes on
-            warn(f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is.")
+            with suppress(MemoryWarning):  # where warnings are errors
+                warn(
+                    f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is."
+                )
             return None
         return self.out_of_memory
 

@@ -6,9 +6,10 @@ import bisect
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,8 +143,8 @@ class _Modules:
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
             with suppress(RuntimeError):  # a compiled module of TorchScript takes no such hooks
-                hooks.callback(module.register_forward_hook(lambda *_: self._leave(), always_call=True).remove)
-                hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True).remove)
+                hooks.callback(module.register_forward_hook(_Hook(self._leave), always_call=True).remove)
+                hooks.callback(module.register_forward_pre_hook(_Hook(partial(self._enter, name)), prepend=True).remove)
 
     def running(self) -> str | None:
         """The name of the module; None if none is known."""
@@ -181,3 +182,17 @@ class _Modules:
             to.append(now)
         if len(at) > _MOST_CHANGES:
             del at[: _MOST_CHANGES // 2], to[: _MOST_CHANGES // 2]
+
+
+class _Hook:
+    """A hook of ours; in a copy of the module that it is on, which may be pickled, it does nothing."""
+
+    def __init__(self, function: Callable[[], None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._function is not None:
+            self._function()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()

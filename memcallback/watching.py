@@ -35,6 +35,10 @@ from memcallback.warn import warn
 FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
+#: Of a collection that a model is called with, so that it is looked through for tensors.
+_MOST_ITEMS = 1_000
+
+
 class StepRecorder(Phases, Protocol):
     """What a watch needs of a recorder."""
 
@@ -110,6 +114,10 @@ class Watch:
     def close(self) -> None:
         """Take back the hooks, and end the step that is open; one that has had a forward pass alone is dropped."""
         self._finalizer()
+        self.give_up_step()
+
+    def give_up_step(self) -> None:
+        """End the step that is open; one that has had a forward pass alone is dropped."""
         recorder = self._recorder()
         if self._owns_step and not self._is_used and recorder is not None:
             self._forget_step()
@@ -165,12 +173,14 @@ class Watch:
             self._begin_step(recorder, args, kwargs)
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])
-            self._inputs.update((next(self._numbers), tensor) for tensor in tensors_in((args, kwargs)) if not tensor.requires_grad)
+            tensors = tensors_in((_small(args), _small(kwargs)))
+            self._inputs.update((next(self._numbers), tensor) for tensor in tensors if not tensor.requires_grad)
         if recorder.current_phase is not Phase.FORWARD:
             recorder.open_phase(Phase.FORWARD)
 
     def _begin_step(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = args[0] if len(args) == 1 and not kwargs else [*args, *kwargs.values()]
+        small = [*_small(args), *_small(kwargs).values()]
+        batch = small[0] if len(small) == 1 else small
         if not self._has_seen_step and self._on_first_call is not None:
             self._on_first_call(args, kwargs)
         is_in_closure = self._is_in_closure
@@ -203,11 +213,12 @@ class Watch:
         self._backward_depth = max(0, self._backward_depth - 1)
         if recorder is None or self._backward_depth:
             return
-        recorder.close_phase()
         self._is_used = True
         if is_interrupted:
             self.end_step(is_interrupted=True)
-        elif self._is_in_closure:
+            return
+        recorder.close_phase()
+        if self._is_in_closure:
             recorder.open_phase(Phase.OPTIMIZER_STEP)
 
     @never_stops_training
@@ -258,6 +269,17 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
+
+
+def _small(arguments: Any) -> Any:
+    """The arguments of a call but those that are long collections, of numbers or names: to look through them would cost the loop time."""
+    if isinstance(arguments, dict):
+        return {name: one for name, one in arguments.items() if not _is_long(one)}
+    return [one for one in arguments if not _is_long(one)]
+
+
+def _is_long(argument: object) -> bool:
+    return isinstance(argument, (list, tuple, dict, set, frozenset)) and len(argument) > _MOST_ITEMS
 
 
 def _take_back(handles: Iterable[Any], end_listening: Callable[[], None]) -> None:
