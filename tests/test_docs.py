@@ -2,7 +2,7 @@
 
 A program is a Python block under the comment `<!-- program -->`; one that needs a device stands under `<!-- program: cuda -->`. The code in
 the comments `<!-- setup ... -->` above it, which a reader does not see, comes before it. A text block right after it is its output, with
-`...` for what may differ. `pytest --overwrite-golden` writes the outputs anew.
+`...` for what may differ or is left out; a program is called `train.py` in it. `pytest --overwrite-golden` writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ def on(mark):
 
 #: Runs programs one after the other in one process, since most of a program's time is the import of PyTorch; each has names of its own.
 RUNNER = """
-import contextlib, io, json, traceback
-for number, code in enumerate(json.load(open("programs.json"))):
+import contextlib, io, json, linecache, traceback
+for code in json.load(open("programs.json")):
     out, error = io.StringIO(), None
+    linecache.cache["train.py"] = len(code), None, code.splitlines(keepends=True), "train.py"
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile(code, f"program {number}", "exec"), {"__name__": "__main__"})
+            exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
     except BaseException:
         error = traceback.format_exc()
     print(json.dumps([out.getvalue(), error]))
