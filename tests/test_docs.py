@@ -158,7 +158,8 @@ def test_every_logged_tag_is_explained():
     row = re.compile(r"^\| `((?:memory|device)/[^`]+)` \|", flags=re.MULTILINE)
     assert row.findall(scalars) == row.findall(tensorboard.__doc__)
     named = [value for name, value in vars(tensorboard).items() if name.endswith("_TAG")]
-    assert named and [tag for tag in named if f"`{tag}`" not in images + rest] == []
+    assert named
+    assert [tag for tag in named if f"`{tag}`" not in images + rest] == []
 
 
 def test_every_command_is_in_the_reference():
