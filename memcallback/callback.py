@@ -24,6 +24,7 @@ from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
 from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of
 from memcallback.foretold import warn_of_batch, warn_of_devices
+from memcallback.growth import Progress
 from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
 from memcallback.oom import is_out_of_memory
@@ -99,6 +100,10 @@ class MemoryCallback(Callback):
         checkpoint: True, or which modules are computed again in the backward pass (see `memcallback.checkpoint`).
         oom_snapshot: Whether the CUDA allocator records its last 20,000 events with the lines that made them, to be written for PyTorch's
             memory_viz if memory runs out. That costs time at each allocation.
+        warnings: Whether to warn, once a fit and of each thing, of memory that grows from step to step (with what grows and who holds
+            it), retries of the allocator, memory that is reserved and lies idle on a full device, a device that is nearly full, and other
+            processes that take memory (see `memcallback.health` and `memcallback.growth` for when). A healthy training gets none. That costs a
+            comparison of figures that are read anyway; on a CPU, and while they rise, a look at what is alive every tenth step at most.
 
     The three savings hold for a fit; afterwards Trainer and module are as they were before.
 
@@ -135,6 +140,7 @@ class MemoryCallback(Callback):
         amp: str | None = None,
         checkpoint: CheckpointOption | None = None,
         oom_snapshot: bool = False,
+        warnings: bool = True,
     ) -> None:
         check_headroom(headroom)
         if batch_size is not None and fit_batch_size:
@@ -151,6 +157,7 @@ class MemoryCallback(Callback):
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
         self._records_history = oom_snapshot
+        self._watches_health = warnings
         self._history: AllocatorHistory | None = None
         self.fitted: FittedBatchSize | None = None
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
@@ -230,6 +237,8 @@ class MemoryCallback(Callback):
             completed=lambda report: self._completed(report, trainer.accumulate_grad_batches),
         )
         warn_of_devices(pl_module, device)
+        if self._watches_health:
+            self._journal.watch_health([pl_module], optimizers, progress=lambda: _progress_of(trainer))
         if self._records_history and device.type == "cuda":
             self._history = AllocatorHistory(device)
 
@@ -281,7 +290,7 @@ class MemoryCallback(Callback):
             end_by_hand(self.recorder)
         record = self.recorder.end_step()
         if record is not None:
-            self._publish(trainer, pl_module, record)
+            self._publish(trainer, pl_module, record, batch)
 
     @never_stops_training
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -423,10 +432,11 @@ class MemoryCallback(Callback):
             history=self._history,
         )
 
-    def _publish(self, trainer: Any, pl_module: Any, record: StepMemory) -> None:
+    def _publish(self, trainer: Any, pl_module: Any, record: StepMemory, batch: Any) -> None:
         assert self._journal is not None
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
-        self._journal.publish(record, _step_number(trainer), is_due=_is_logging_step(trainer), is_window_complete=is_window_complete)
+        is_due = _is_logging_step(trainer)
+        self._journal.publish(record, _step_number(trainer), is_due=is_due, is_window_complete=is_window_complete, batch=batch)
 
     def _finish(self, trainer: Any) -> None:
         if self.recorder is None or self._journal is None:
@@ -450,6 +460,20 @@ class MemoryCallback(Callback):
         if self._journal is not None:
             self._journal.close()
         self._sinks = None
+
+
+def _progress_of(trainer: Any) -> Progress:
+    """How far a fit is, in batches."""
+    in_epoch = trainer.num_training_batches
+    if in_epoch == float("inf"):
+        return Progress()
+    left_in_epoch = max(0, int(in_epoch) - trainer.fit_loop.batch_idx - 1)
+    bounds = []
+    if trainer.max_epochs not in (None, -1):
+        bounds.append(left_in_epoch + max(0, trainer.max_epochs - trainer.current_epoch - 1) * int(in_epoch))
+    if trainer.max_steps not in (None, -1):
+        bounds.append(max(0, trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return Progress(epoch=trainer.current_epoch, steps_left_in_epoch=left_in_epoch, steps_left=min(bounds, default=None))
 
 
 def _log_interval(trainer: Any) -> int:

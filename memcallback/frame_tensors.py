@@ -30,10 +30,16 @@ _OWN = str(Path(__file__).parent)
 @cache
 def is_library(filename: str) -> bool:
     """Whether a source file belongs to Python, to an installed package or to this one, or was generated, and is not the user's program."""
-    paths = sysconfig.get_paths()
-    roots = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(Path(torch.__file__).parents[1]), _OWN}
     is_generated = filename.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in filename
-    return is_generated or any(filename.startswith(f"{root}/") for root in roots)
+    return is_generated or any(filename.startswith(f"{root}/") for root in _library_folders())
+
+
+@cache
+def _library_folders() -> frozenset[str]:
+    paths = sysconfig.get_paths()
+    return frozenset(
+        [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1]), _OWN]
+    )
 
 
 def is_own(filename: str) -> bool:

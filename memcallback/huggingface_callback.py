@@ -18,6 +18,7 @@ from memcallback.devices import Device
 from memcallback.events import Phase
 from memcallback.foretold import foretell, warn_of_batch, warn_of_devices
 from memcallback.frame_tensors import variables
+from memcallback.growth import Progress
 from memcallback.guarded import never_stops_training
 from memcallback.huggingface_step import notes_on, step_of
 from memcallback.journal import Journal
@@ -57,6 +58,7 @@ class MemoryTrainerCallback(TrainerCallback):
         loss: For the prediction, the loss as a function of the model and its inputs, where the Trainer does not take the one that the model
             returns.
         per_module: Whether to record by module too (see `MemoryCallback`).
+        warnings: Whether to warn of what is wrong with the memory of the training (see `MemoryCallback`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own.
 
     Attributes:
@@ -79,6 +81,7 @@ class MemoryTrainerCallback(TrainerCallback):
         predict: bool = True,
         loss: Loss | None = None,
         per_module: bool = False,
+        warnings: bool = True,
         reset_peaks: bool = True,
     ) -> None:
         check_headroom(headroom)
@@ -88,6 +91,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._predicts = predict
         self._loss = loss
         self._per_module = per_module
+        self._warns = warnings
         self._reset_peaks = reset_peaks
         self.recorder: MemoryRecorder | None = None
         self._journal: Journal | None = None
@@ -140,6 +144,8 @@ class MemoryTrainerCallback(TrainerCallback):
             planned=self._planned,
             headroom=self._headroom,
         )
+        if self._warns:
+            self._journal.watch_health(recorder.models, recorder.optimizers, progress=self._progress)
         self._step_of = lambda inputs: step_of(model, inputs, own, args, loss=self._loss, batch_size=self._batch_size)
         warn_of_devices(model, args.device)
         recorder.listen(self)
@@ -220,6 +226,9 @@ class MemoryTrainerCallback(TrainerCallback):
 
     def close(self) -> None:
         """As `StepListener`."""
+
+    def _progress(self) -> Progress:
+        return Progress(epoch=int(self._state.epoch or 0), steps_left=max(0, self._state.max_steps - self._state.global_step))
 
     def _is_logging_step(self) -> bool:
         interval = int(self._state.logging_steps or 0)

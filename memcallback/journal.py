@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import torch
 
 from memcallback.devices import CATALOGUE, Device
 from memcallback.figures import batch_size_curve, module_icicle, step_by_category
+from memcallback.growth import Progress
+from memcallback.health_watch import HealthWatch
 from memcallback.meters import device_memory
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.predicted import PredictedSteps, StepPrediction
@@ -64,6 +68,7 @@ class Journal:
         self._completed = completed
         self._predicted_steps = PredictedSteps(None)
         self._unlogged: StepMemory | None = None
+        self._health: HealthWatch | None = None
 
     def begin(self, prediction: StepPrediction | None) -> None:
         """The first step is about to begin.
@@ -76,7 +81,29 @@ class Journal:
         if self._sinks is not None:
             self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction))
 
-    def publish(self, record: StepMemory, number: int, *, is_due: bool, is_window_complete: bool) -> None:
+    def watch_health(
+        self,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        progress: Callable[[], Progress] = Progress,
+    ) -> None:
+        """Warn from here on of what is wrong with the memory of the training; the report says it too.
+
+        Args:
+            modules: The models.
+            optimizers: The optimizers.
+            progress: How far the training is.
+        """
+        self._health = HealthWatch(
+            modules,
+            optimizers,
+            self._recorder.meter.device,
+            headroom=self._headroom,
+            progress=progress,
+            suggestion=lambda: self.report.advice.batch_size if self.report and self.report.advice else None,
+        )
+
+    def publish(self, record: StepMemory, number: int, *, is_due: bool, is_window_complete: bool, batch: object = None) -> None:
         """A step was recorded: log it if that is due, and report the first steady one.
 
         Args:
@@ -84,7 +111,10 @@ class Journal:
             number: Of the points.
             is_due: Whether this is a logging step.
             is_window_complete: Whether an update ends with this step: of an accumulation window the largest step is logged.
+            batch: The step's batch, if it is still held: it is no growth.
         """
+        if self._health is not None:
+            self._health.on_step(record, batch)
         self._unlogged = larger(self._unlogged, record)
         is_first_steady = self._recorder.steady is not None and self.report is None
         if not is_window_complete or not (is_due or is_first_steady):
@@ -94,6 +124,8 @@ class Journal:
         self._log(device, number)
         if is_first_steady:
             self._write_report(device, number)
+        if self._health is not None:
+            self._health.on_reading(device)
 
     def explain(
         self,
@@ -162,6 +194,8 @@ class Journal:
             self._sinks.close()
         self._sinks = self._completed = None
         self._say = lambda _: None
+        if self._health is not None:
+            self._health.close()
 
     def _log(self, device: DeviceMemory, number: int) -> None:
         step, self._unlogged = self._unlogged, None
@@ -170,8 +204,9 @@ class Journal:
 
     def _write_report(self, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
+        notes = (*self.notes, *map(str, self._health.findings if self._health else ()))
         report = self._recorder.report(
-            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=self.notes
+            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )
         self.report = report = self._completed(report) if self._completed else report
         if self._sinks is None:

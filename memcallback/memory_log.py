@@ -43,6 +43,7 @@ class MemoryLog:
         device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
             that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
+        warnings: Whether to warn of what is wrong with the memory of the training (see `MemoryCallback`).
 
     Raises:
         ValueError: If the device is none, or one without a known size; or if a number is out of range.
@@ -69,6 +70,7 @@ class MemoryLog:
         log_every_n_steps: int = 50,
         device: str | int | torch.device | Device | None = None,
         headroom: float = DEFAULT_HEADROOM,
+        warnings: bool = True,
     ) -> None:
         if not isinstance(recorder, MemoryRecorder):
             raise TypeError(f"recorder must be a MemoryRecorder, got {described(recorder)}. Give MemoryRecorder(model, optimizer).")
@@ -89,6 +91,7 @@ class MemoryLog:
         sinks = Sinks([], self._folder) if is_main else None
         say = say_here if is_main else _say_nothing
         self._journal = Journal(recorder, sinks, say, planned=planned, headroom=headroom)
+        self._warns = warnings
         recorder.listen(self)
         self._begin(step, planned, say)
 
@@ -136,6 +139,10 @@ class MemoryLog:
         """As `StepListener`."""
         if record.is_interrupted:
             return
+        if self._warns:
+            # A watch may have been given its model after this log was made.
+            self._warns = False
+            self._journal.watch_health(self._recorder.models, self._recorder.optimizers)
         number = self._recorder.num_updates
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases
         # Of a step that was due and not recorded the next one takes the place.

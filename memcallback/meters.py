@@ -156,6 +156,7 @@ def _memory_stats(
         requested_bytes=figure(raw, "requested_bytes", "current"),
         peak_allocated_bytes=figure(raw, "allocated_bytes", "peak"),
         peak_reserved_bytes=figure(raw, "reserved_bytes", "peak"),
+        num_allocations=figure(raw, "allocation", "current"),
         num_alloc_retries=raw.get("num_alloc_retries"),
         num_ooms=raw.get("num_ooms"),
         by_category=held.by_category if held else None,

@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from memcallback.code_lines import CodeLine, frames_of, line_of_error
 from memcallback.device_states import DeviceProcess, device_states
 from memcallback.devices import DeviceSpec
-from memcallback.events import Alloc, Category, Free, Phase, PhaseEnd, PhaseStart, StepStart
+from memcallback.events import Alloc, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepStart
 from memcallback.frame_tensors import variables
 from memcallback.holdings import tensors_in
 from memcallback.live_tensors import LiveTensor, live_tensors
@@ -92,7 +92,7 @@ def explain(
     return OutOfMemoryReport(
         error=text,
         device_name=device_name,
-        place=_place(error, modules, moment, names, phase, step),
+        place=_place(error, modules, moment, names, phase, step, prediction),
         shortage=shortage,
         by_category=tuple(_by_category(found, shortage.allocated_bytes)),
         tensors=tuple(
@@ -163,6 +163,7 @@ def _place(
     names: Mapping[int, str],
     phase: str,
     step: int | None,
+    prediction: StepPrediction | None,
 ) -> Place:
     line = line_of_error(error.__traceback__)
     if moment is not None and moment.node:
@@ -170,8 +171,29 @@ def _place(
         near = next((names[number] for number in moment.near_ids if number in names), None)
         name = near if own is None else own
         module = None if name is None else name.rpartition(".")[0]
-        return Place(phase=phase, step=step, operator=moment.node, module=module, is_near=own is None and near is not None, line=line)
+        is_near = own is None and near is not None
+        forward_line = _forward_line(prediction, moment.node, None if is_near else module)
+        return Place(phase=phase, step=step, operator=moment.node, module=module, is_near=is_near, line=line, forward_line=forward_line)
     return Place(phase=phase, step=step, operator=_code_of(error.__traceback__), module=_module_of(error.__traceback__, modules), line=line)
+
+
+def _forward_line(prediction: StepPrediction | None, node: str, module: str | None) -> CodeLine | None:
+    """The line of the operator of a node of autograd, after the trace; None unless there is exactly one such line."""
+    if not isinstance(prediction, Prediction):
+        return None
+    operator = _letters(node.partition("Backward")[0])
+    lines = {
+        origin.line
+        for alloc in _made_forward(prediction.trace.traced.trace.events)
+        if _letters(alloc.operator.rpartition("::")[2]) == operator
+        and (module is None or alloc.module == module)
+        and (origin := prediction.origin_of(alloc)) is not None
+    }
+    return lines.pop() if len(lines) == 1 else None
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalpha, name)).lower()
 
 
 def _module_of(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) -> str | None:
@@ -283,24 +305,32 @@ def _lines_of(
 def _saved_lines(prediction: Prediction) -> dict[tuple[tuple[int, ...], str], list[CodeLine | None]]:
     """Of what stands at the end of the traced step's forward pass: shape and dtype -> the lines that made it, in order."""
     events = prediction.trace.at(prediction.batch_size).events
+    freed = {event.id for event in _forward_events(events) if isinstance(event, Free)}
+    found: dict[tuple[tuple[int, ...], str], list[CodeLine | None]] = defaultdict(list)
+    for alloc in _made_forward(events):
+        if alloc.id in freed:
+            continue
+        origin = prediction.origin_of(alloc)
+        if origin is not None:
+            found[origin.shape, origin.dtype].append(origin.line)
+    return found
+
+
+def _forward_events(events: Sequence[Event]) -> Iterator[Event]:
+    """What happens in the forward pass of the last step, up to its end."""
     start = max((position for position, event in enumerate(events) if isinstance(event, StepStart)), default=0)
-    made: dict[int, Alloc] = {}
     is_forward = False
     for event in events[start:]:
         if isinstance(event, PhaseStart):
             is_forward = event.phase is Phase.FORWARD
         elif isinstance(event, PhaseEnd) and is_forward:
-            break
-        elif isinstance(event, Alloc) and is_forward:
-            made[event.id] = event
-        elif isinstance(event, Free):
-            made.pop(event.id, None)
-    found: dict[tuple[tuple[int, ...], str], list[CodeLine | None]] = defaultdict(list)
-    for alloc in made.values():
-        origin = prediction.origin_of(alloc)
-        if origin is not None:
-            found[origin.shape, origin.dtype].append(origin.line)
-    return found
+            return
+        elif is_forward:
+            yield event
+
+
+def _made_forward(events: Sequence[Event]) -> Iterator[Alloc]:
+    return (event for event in _forward_events(events) if isinstance(event, Alloc))
 
 
 def _described(batch: object) -> Iterator[tuple[str, tuple[int, ...], str]]:

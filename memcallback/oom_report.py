@@ -50,6 +50,7 @@ class Place:
         module: The fully qualified name of the module that was running, the root is ""; None if it is not known.
         is_near: Whether `module` is only next to where it happened, in the order of the backward pass.
         line: The innermost line of the program; None if it is not known.
+        forward_line: In the backward pass: the line whose operator in the forward pass it was, after the trace; None if that is not known.
     """
 
     phase: str = ""
@@ -58,6 +59,7 @@ class Place:
     module: str | None = None
     is_near: bool = False
     line: CodeLine | None = None
+    forward_line: CodeLine | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +190,9 @@ class OutOfMemoryReport:
             module = "" if place.module is None else "the root module" if not place.module else f"module {place.module!r}"
             joint = " next to " if place.is_near else " in "
             said.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
-        if place.line is not None:
-            said.append(f"Your line: {place.line}: {place.line.text}" if place.line.text else f"Your line: {place.line}")
+        for name, line in (("Your line", place.line), ("In the forward pass that was", place.forward_line)):
+            if line is not None:
+                said.append(f"{name}: {line}: {line.text}" if line.text else f"{name}: {line}")
         if self.batch:
             shapes = ", ".join(f"{name} {_shape(shape)} {dtype}".strip() for name, shape, dtype in self.batch)
             said.append(f"The batch: {shapes}.")
@@ -298,6 +301,7 @@ class OutOfMemoryReport:
             "module": place.module,
             "is_next_to_module": place.is_near,
             "line": place.line and place.line.to_dict(),
+            "forward_line": place.forward_line and place.forward_line.to_dict(),
             **vars(shortage),
             "reserved_but_unallocated_bytes": shortage.unallocated_bytes,
             "by_category_bytes": dict(self.by_category),

@@ -332,6 +332,16 @@ class MemoryRecorder:
         return self._open.phases.current_phase if self._open else None
 
     @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        """The models; none once the recorder is closed."""
+        return tuple(self._modules)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers; none once the recorder is closed."""
+        return tuple(self._optimizers)
+
+    @property
     def open_batch(self) -> object:
         """The batch of the step that is open; None if none is."""
         return self._open.batch if self._open else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class Sinks:
     """Every logger of a Trainer; runs of TensorBoard also get text, pictures and the layout of the dashboard.
 
-    A logger that fails is left out from then on, with a warning. Make it on rank zero only.
+    A logger that fails is left out from then on, with a warning; a run of TensorBoard that fails is told of once. Make it on rank zero only.
 
     Args:
         loggers: Lightning loggers.
@@ -30,6 +32,8 @@ class Sinks:
         self._writers: list[Any] = []
         self._log_dirs: list[str] = []
         self.log_dir: Path | None = None
+        #: What was told already: a disk that is full stays so for a while.
+        self._told: set[str] = set()
         if not self._loggers and own_log_dir is not None:
             what, way_out = f"write to {str(own_log_dir)!r}", "Set default_root_dir of the Trainer to a folder that can be written."
             self._attempt(what, way_out, self._open_own, own_log_dir)
@@ -47,7 +51,7 @@ class Sinks:
             self._attempt("write to a TensorBoard run", "Check the run's folder.", write_scalars, writer, points, step)
         for logger in list(self._loggers):
             what = f"log {len(points)} float metrics to {_name(logger)}"
-            way_out = "That logger gets no more memory figures. Use one whose log_metrics takes a dict of floats."
+            way_out = f"{_name(logger)} gets no more memory figures. Use a logger whose log_metrics takes a dict of floats."
             if not self._attempt(what, way_out, logger.log_metrics, dict(points), step=step):
                 self._loggers.remove(logger)
 
@@ -92,7 +96,9 @@ class Sinks:
         try:
             action(*args, **kwargs)
         except Exception as error:  # a logger can fail in any way, and training goes on
-            warn(f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {way_out}")
+            if way_out not in self._told:
+                self._told.add(way_out)
+                warn(f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {way_out}")
             return False
         return True
 
@@ -102,5 +108,11 @@ def _name(logger: Any) -> str:
 
 
 def _next_version(log_dir: Path) -> Path:
+    """A folder of one's own, made here: of several processes that ask at once each gets another."""
+    log_dir.mkdir(parents=True, exist_ok=True)
     taken = [int(p.name.removeprefix("version_")) for p in log_dir.glob("version_*") if p.name.removeprefix("version_").isdigit()]
-    return log_dir / f"version_{max(taken, default=-1) + 1}"
+    for number in count(max(taken, default=-1) + 1):
+        with suppress(FileExistsError):
+            (log_dir / f"version_{number}").mkdir()
+            return log_dir / f"version_{number}"
+    raise AssertionError("there is always another number")

@@ -35,6 +35,7 @@ class MemoryStats:
         peak_allocated_bytes: The largest `allocated_bytes` since the previous reading.
         peak_reserved_bytes: The largest `reserved_bytes` since the previous reading.
         peak_resident_bytes: The largest `resident_bytes` since the previous reading.
+        num_allocations: Of those that are live.
         num_alloc_retries: How often the allocator has had to release its cache and try again, since the program began.
         num_ooms: How often it has given up, since the program began.
         by_category: Bytes of storages held for each of `HELD_CATEGORIES`; shared storages count once, in the first of
@@ -50,6 +51,7 @@ class MemoryStats:
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     peak_resident_bytes: int | None = None
+    num_allocations: int | None = None
     num_alloc_retries: int | None = None
     num_ooms: int | None = None
     by_category: Mapping[Category, int] | None = None

@@ -1,4 +1,4 @@
-"""Warnings of what only memcallback suffers from."""
+"""The warnings of memcallback: of what it cannot do, and of what is wrong with the memory of a training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import warnings
 
 
 class MemoryWarning(UserWarning):
-    """Something keeps memcallback from recording, predicting or logging; training is not affected."""
+    """Something keeps memcallback from recording, predicting or logging, or is wrong with the memory of a training, which goes on."""
 
 
 def warn(text: str) -> None:
-    """Warn of something that only memcallback suffers from."""
+    """Warn with a `MemoryWarning`."""
     warnings.warn(text, MemoryWarning, stacklevel=3)

@@ -55,6 +55,9 @@ PLAIN = [
     "oom_report",
     "fitted",
     "tensor_changes",
+    "filling_lines",
+    "growth",
+    "health",
 ]
 CONVOLUTION = ["convolution_call", "convolution_steps", "convolution_slow", "cuda_convolution"]
 KERNEL_RULES = ["attention", "sort", "index", "loss", "matrix", "norm", "other", "outputs", "reductions", "sparse"]
@@ -111,6 +114,8 @@ MEASURING = [
     "oom_moments",
     "tensor_ledger",
     "tensor_diff",
+    "leaks",
+    "health_watch",
     "lightning_step",
     "step_checks",
     "steps",

@@ -141,6 +141,7 @@ def test_an_exception_in_the_loop_is_named_in_the_last_report(tmp_path, parts, c
 def test_only_rank_zero_writes_and_prints(tmp_path, parts, capsys, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     recorder = mc.MemoryRecorder(*parts)
     recorder.watch()
     log = mc.MemoryLog(recorder, step_of(*parts), log_dir=tmp_path)

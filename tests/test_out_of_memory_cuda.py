@@ -101,7 +101,8 @@ def test_in_the_forward_pass(tmp_path, capsys):
 
 
 def test_in_the_backward_pass(tmp_path):
-    report = run(Net(2 * ROWS_OF_300_MIB), tmp_path, predict=False)
+    report = run(Net(2 * ROWS_OF_300_MIB), tmp_path)
+    assert report.place.forward_line.text == "hidden = self.table(batch)"
     assert (report.place.phase, report.place.operator, report.place.module) == ("backward pass", "EmbeddingBackward0", "table")
     assert not report.place.is_near
     assert report.shortage.requested_bytes == 600 * MiB
