@@ -27,12 +27,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 #: Tab of TensorBoard -> file, width and height of the window in pixels.
-TABS = {"custom_scalars": ("custom-scalars.png", 1500, 800), "text": ("text.png", 1500, 780)}
+TABS = {"custom_scalars": ("custom-scalars.png", 1500, 800), "text&tagFilter=memory/report": ("text.png", 1500, 780)}
 #: Image tag -> file.
 FIGURES = {
     "memory/step_by_category": "step-by-category.png",
     "memory/batch_size_curve": "batch-size-curve.png",
     "memory/what_if_bars": "what-if.png",
+    "memory/modules_icicle": "modules.png",
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_OPTIONS = (
@@ -136,7 +137,8 @@ def render(browser: str, address: str, width: int, height: int, to: Path) -> Non
 
 def train(folder: Path) -> Path:
     """Train the example; the folder of its run."""
-    subprocess.run([sys.executable, str(ROOT / "examples" / "digits.py"), "--what-if", "--log-dir", str(folder)], check=True)
+    example = str(ROOT / "examples" / "digits.py")
+    subprocess.run([sys.executable, example, "--what-if", "--per-module", "--log-dir", str(folder)], check=True)
     return folder / "lightning_logs"
 
 

@@ -88,6 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--what-if", action="store_true", help="predict besides what each saving of memory would buy")
+    parser.add_argument("--per-module", action="store_true", help="record by module too")
     parser.add_argument("--log-dir", default=".", help="the folder in which lightning_logs is made")
     return parser.parse_args()
 
@@ -106,7 +107,7 @@ def main() -> None:
         default_root_dir=options.log_dir,
         log_every_n_steps=2,  # few steps in all, and enough points for a curve
         enable_model_summary=False,
-        callbacks=[MemoryCallback(what_if=options.what_if)],
+        callbacks=[MemoryCallback(what_if=options.what_if, per_module=options.per_module)],
     )
     trainer.fit(DigitsNet(), train, validation)
     print(f"Validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")

@@ -54,7 +54,7 @@ class MemoryLog:
         >>> model = torch.nn.Linear(10, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> recorder = MemoryRecorder(model, optimizer)
-        >>> with recorder.watch(), MemoryLog(recorder, log_dir=None) as log:  # doctest: +ELLIPSIS
+        >>> with MemoryLog(recorder, log_dir=None) as log, recorder.watch():  # doctest: +ELLIPSIS
         ...     for _ in range(2):
         ...         model(torch.ones(32, 10)).sum().backward()
         ...         optimizer.step()

@@ -27,7 +27,8 @@ def server():
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
-    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--epochs", "1", "--what-if", "--log-dir", str(folder)]
+    options = ["--epochs", "1", "--what-if", "--per-module", "--log-dir", str(folder)]
+    command = [sys.executable, str(ROOT / "examples" / "digits.py"), *options]
     # A machine's GPU stays out of it: on a CPU the set of tags is known. One thread, since tests share the cores.
     done = subprocess.run(
         command,
@@ -137,14 +138,20 @@ def test_the_textbook_law_has_a_chart_for_each_phase_with_the_measured_peak_in_i
 
 
 def test_the_report_is_there_as_text_with_every_phase(dashboard, server):
-    tag, plan = sorted(dashboard.texts["version_0"])
-    assert (tag.rpartition("/")[0], plan.rpartition("/")[0]) == ("memory/report", "memory/what_if")
+    modules, tag, plan = sorted(dashboard.texts["version_0"])
+    assert [one.rpartition("/")[0] for one in (modules, tag, plan)] == ["memory/modules", "memory/report", "memory/what_if"]
+    assert "network.13" in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=modules)[-1]["text"]
     assert "accumulate 2 batches" in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=plan)[-1]["text"]
     text = server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=tag)[-1]["text"]
     assert all(word in text for word in ("forward", "backward", "optimizer step", "predicted", "measured", "Largest batch size"))
 
 
 def test_the_figures_are_there_as_pictures(dashboard, server):
-    assert dashboard.images["version_0"] == {"memory/step_by_category", "memory/batch_size_curve", "memory/what_if_bars"}
+    assert dashboard.images["version_0"] == {
+        "memory/step_by_category",
+        "memory/batch_size_curve",
+        "memory/modules_icicle",
+        "memory/what_if_bars",
+    }
     for tag in dashboard.images["version_0"]:
         assert server.fetch_figure(dashboard.url, "version_0", tag).startswith(b"\x89PNG")

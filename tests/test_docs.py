@@ -2,7 +2,7 @@
 
 A program is a Python block under the comment `<!-- program -->`; one that needs a device stands under `<!-- program: cuda -->`. The code in
 the comments `<!-- setup ... -->` above it, which a reader does not see, comes before it. A text block right after it is its output, with
-`...` for what may differ. `pytest --overwrite-golden` writes the outputs anew.
+`...` for what may differ or is left out; a program is called `train.py` in it. `pytest --overwrite-golden` writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ def on(mark):
 
 #: Runs programs one after the other in one process, since most of a program's time is the import of PyTorch; each has names of its own.
 RUNNER = """
-import contextlib, io, json, traceback
-for number, code in enumerate(json.load(open("programs.json"))):
+import contextlib, io, json, linecache, traceback
+for code in json.load(open("programs.json")):
     out, error = io.StringIO(), None
+    linecache.cache["train.py"] = len(code), None, code.splitlines(keepends=True), "train.py"
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile(code, f"program {number}", "exec"), {"__name__": "__main__"})
+            exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
     except BaseException:
         error = traceback.format_exc()
     print(json.dumps([out.getvalue(), error]))
@@ -153,8 +154,12 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_every_logged_tag_is_explained():
-    explained = re.findall(r"^\| `(memory/[^`]+)` \|", (ROOT / "docs" / "tensorboard.md").read_text(), flags=re.MULTILINE)
-    assert explained == re.findall(r"^\| `(memory/[^`]+)` \|", tensorboard.__doc__, flags=re.MULTILINE)
+    scalars, images, rest = (ROOT / "docs" / "tensorboard.md").read_text().partition("\n## Images\n")
+    row = re.compile(r"^\| `((?:memory|device)/[^`]+)` \|", flags=re.MULTILINE)
+    assert row.findall(scalars) == row.findall(tensorboard.__doc__)
+    named = [value for name, value in vars(tensorboard).items() if name.endswith("_TAG")]
+    assert named
+    assert [tag for tag in named if f"`{tag}`" not in images + rest] == []
 
 
 def test_every_command_is_in_the_reference():
