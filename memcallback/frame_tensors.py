@@ -5,7 +5,6 @@ Nothing of the user's runs: objects are looked at without asking them, and what 
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 import sysconfig
@@ -59,11 +58,12 @@ def variables(frame: FrameType) -> dict[str, Any]:
     """The variables of a frame, by name; none where reading them would keep what they hold alive.
 
     Before Python 3.13 `f_locals` of a function is a dict that the frame keeps, with all that is in it. It is emptied again, unless a
-    debugger is tracing: Python would write the emptied dict back into the function's variables.
+    debugger is tracing: Python would write the emptied dict back into the function's variables. A dict that the program has from its own
+    `locals()` is the same one: it then has the variables of this moment.
     """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
         return dict(frame.f_locals)
-    if sys.gettrace() is not None or sys.getprofile() is not None or _has_asked_for_locals(frame):
+    if sys.gettrace() is not None or sys.getprofile() is not None:
         return {}
     kept = frame.f_locals
     found = dict(kept)
@@ -71,14 +71,6 @@ def variables(frame: FrameType) -> dict[str, Any]:
     if sys.getrefcount(kept) <= 3:
         kept.clear()
     return found
-
-
-def _has_asked_for_locals(frame: FrameType) -> bool:
-    """Whether the frame has a dict of its variables already: that of a `locals()` of the program's, which reading would write into."""
-    code = frame.f_code
-    names = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    dicts = (one for one in gc.get_referents(frame) if type(one) is dict)
-    return any(one and names.issuperset(one) for one in dicts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
+
+from memcallback.code_lines import frames_of
 
 #: What could not be taken back yet.
 _left: list[Any] = []
@@ -22,16 +25,25 @@ def take_back(handles: Iterable[Any] = ()) -> None:
         handles: What registering them gave. Until they are removed they must do nothing.
     """
     _left.extend(handles)
-    if sys.exc_info()[1] is not None and _is_in_module():
+    if _is_error_in_module():
         return
     while _left:
         _left.pop().remove()
 
 
-def _is_in_module() -> bool:
-    code, frame = torch.nn.Module._call_impl.__code__, sys._getframe(1)
+def _is_error_in_module() -> bool:
+    """Whether an error that is being handled has reached a call of a module that is not over."""
+    error = sys.exc_info()[1]
+    if error is None:
+        return False
+    calls, code = set(), torch.nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
+            calls.add(frame)
+        frame = frame.f_back
+    while error is not None:
+        if any(reached in calls for reached, _ in frames_of(error.__traceback__)):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        error = error.__context__
     return False

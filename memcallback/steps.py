@@ -307,10 +307,11 @@ class TrainingStep:
             "clip_grad_norm": self.clip_grad_norm,
             "clip_grad_value": self.clip_grad_value,
         } | changes
+        batch = arguments.pop("batch", self.batch)
         if self.lightning is None:
-            step = TrainingStep(self.model, self.batch, **{"loss": self.losses, **arguments})
+            step = TrainingStep(self.model, batch, **{"loss": self.losses, **arguments})
         else:
-            step = TrainingStep.from_lightning(self.model, self.batch, **arguments)
+            step = TrainingStep.from_lightning(self.model, batch, **arguments)
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
         step.zero_grad_before_forward = self.zero_grad_before_forward if zero_grad_before_forward is None else zero_grad_before_forward

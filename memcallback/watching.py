@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memcallback import uncaught
 from memcallback.backward_calls import listen
 from memcallback.checks import whole_number
 from memcallback.events import Phase
@@ -97,7 +98,7 @@ class Watch:
         for optimizer in optimizers:
             handles.append(optimizer.register_step_pre_hook(_Hook(self._update_begins)))
             handles.append(optimizer.register_step_post_hook(_Hook(self._update_ends)))
-        self._finalizer = weakref.finalize(self, _take_back, handles, listen(self))
+        self._finalizer = weakref.finalize(self, _take_back, handles, listen(self), uncaught.listen(self))
 
     def __enter__(self) -> Watch:
         if self._recorder() is None:
@@ -110,6 +111,13 @@ class Watch:
             recorder.failed(error)
             self.end_step(is_interrupted=True)
         self.close()
+
+    def failed(self, error: BaseException | None) -> None:
+        """An error ends the program: say what it says of memory, and end the step, with what reads it."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.failed(error)
+        self.end_step(is_interrupted=True)
 
     def close(self) -> None:
         """Take back the hooks, and end the step that is open; one that has had a forward pass alone is dropped."""
@@ -282,6 +290,7 @@ def _is_long(argument: object) -> bool:
     return isinstance(argument, (list, tuple, dict, set, frozenset)) and len(argument) > _MOST_ITEMS
 
 
-def _take_back(handles: Iterable[Any], end_listening: Callable[[], None]) -> None:
+def _take_back(handles: Iterable[Any], *ends_of_listening: Callable[[], None]) -> None:
     take_back(handles)
-    end_listening()
+    for end in ends_of_listening:
+        end()

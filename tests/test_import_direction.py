@@ -122,6 +122,7 @@ MEASURING = [
     "oom_explained",
     "optimizer_copy",
     "backward_calls",
+    "uncaught",
     "watching",
     "recorder",
     "function_copies",

@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -56,7 +58,8 @@ def test_in_a_training_step(tmp_path, capsys):
     assert (report.shortage.allocated_bytes, report.shortage.reserved_bytes) == (None, None)
     assert report.tensors[0].owner.startswith("local variable 'kept' in forward()")
     assert report.tensors[0].size_bytes == 8 * MiB
-    assert dict(report.by_category)["parameters"] == sum(p.numel() * 4 for p in training.network().parameters())
+    # Parameters of models that others have left behind count too.
+    assert dict(report.by_category)["parameters"] >= sum(p.numel() * 4 for p in training.network().parameters())
     assert report.error in str(error)
     (path,) = (tmp_path / "memcallback").rglob("out_of_memory_step3.json")
     assert json.loads(path.read_text())["step"] == 3
@@ -203,3 +206,120 @@ def test_the_batch_is_described_by_the_names_of_its_tensors():
     )
     assert report.batch == (("['ids']", (2, 5), "int64"), ("['pair'][0]", (2,), "float32"))
     assert report.error == "MemoryError"
+
+
+class OutOfMemoryInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.empty(2**60, dtype=torch.uint8)
+
+
+def test_in_a_backward_pass_that_is_watched():
+    model = nn.Linear(4, 4)
+    recorder = mc.MemoryRecorder(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train():
+        with recorder.watch():
+            OutOfMemoryInBackward.apply(model(torch.ones(2, 4))).sum().backward()
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        train()
+    assert recorder.out_of_memory.place.phase == "backward pass"
+
+
+def test_an_error_that_was_raised_from_it_is_told_once_and_from_where_it_began(capsys):
+    model = nn.Sequential(nn.Linear(4, 4), Hungry.Layer())
+    recorder = mc.MemoryRecorder(model)
+
+    def train():
+        with recorder.watch():
+            try:
+                model(torch.ones(2, 4))
+            except RuntimeError as error:
+                raise ValueError("the batch is too large") from error
+
+    with pytest.raises(ValueError, match="too large"):
+        train()
+    report = recorder.out_of_memory
+    assert (report.place.module, report.shortage.requested_bytes) == ("1", 2**60)
+    assert capsys.readouterr().err.count("Out of memory on CPU") == 1
+
+
+def test_an_error_that_came_while_it_was_handled_is_its_own(capsys):
+    model = nn.Sequential(nn.Linear(4, 4), Hungry.Layer())
+    recorder = mc.MemoryRecorder(model)
+
+    def train():
+        with recorder.watch():
+            try:
+                model(torch.ones(2, 4))
+            except RuntimeError:
+                raise ValueError("another matter")  # noqa: B904
+
+    with pytest.raises(ValueError, match="another matter"):
+        train()
+    assert capsys.readouterr().err.count("Out of memory on CPU") == 1
+
+
+def test_a_log_inside_of_a_watch_is_told_before_it_closes(tmp_path):
+    model = nn.Linear(4, 4)
+    recorder = mc.MemoryRecorder(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    logs = []
+
+    def train():
+        with recorder.watch(), mc.MemoryLog(recorder, log_dir=tmp_path) as log:
+            logs.append(log)
+            Hungry.Layer()(model(torch.ones(2, 4)))
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        train()
+    assert logs[0].out_of_memory is not None
+    assert list(tmp_path.rglob("out_of_memory_step1.md"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_warnings_are_errors_the_error_is_still_the_users(monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("nothing is as it was")
+
+    monkeypatch.setattr("memcallback.recorder.explain", broken)
+    recorder = mc.MemoryRecorder(nn.Linear(2, 2))
+    with pytest.raises(MemoryError), recorder.step(torch.ones(2, 2)):
+        raise MemoryError
+    assert not recorder.is_in_step
+
+
+def test_an_error_that_nothing_catches_is_told_by_a_watch_that_nobody_closes(tmp_path):
+    program = (
+        "import torch, memcallback as mc\n"
+        "class Greedy(torch.optim.SGD):\n"
+        "    @torch.no_grad()\n"
+        "    def step(self, closure=None):\n"
+        "        torch.empty(2**60, dtype=torch.uint8)\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = Greedy(model.parameters(), lr=0.1)\n"
+        "recorder = mc.MemoryRecorder(model, optimizer)\n"
+        "recorder.watch()\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    failed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.count("Out of memory on CPU in the optimizer step of step 1") == 1
+    assert "Traceback (most recent call last)" in failed.stderr
+    assert "torch.empty(2**60" in failed.stderr
+
+
+def test_a_watch_that_is_closed_leaves_the_hook_of_the_process_as_it_was():
+    before = sys.excepthook
+    model = nn.Linear(4, 4)
+    recorder = mc.MemoryRecorder(model)
+    with recorder.watch():
+        assert sys.excepthook is not before
+    assert sys.excepthook is before

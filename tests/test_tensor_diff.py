@@ -470,3 +470,10 @@ def test_the_locals_of_a_function_are_free_after_a_mark():
         return reference() is None
 
     assert sys.gettrace() is not None or function()
+
+
+def test_a_model_can_be_saved_while_the_ledger_is_on(tmp_path):
+    model = network()
+    with mc.TensorDiff(model, ledger=True):
+        torch.save(model, tmp_path / "model.pt")
+    assert isinstance(torch.load(tmp_path / "model.pt", weights_only=False), nn.Module)

@@ -582,3 +582,54 @@ def test_a_batch_size_below_one_is_refused(parts):
 def test_a_watch_whose_recorder_is_gone_says_so(parts):
     with pytest.raises(RuntimeError, match="The recorder of this watch is gone"), MemoryRecorder().watch(*parts):
         pass
+
+
+def test_a_model_that_compiles_its_parts_whole_is_watched():
+    class Fast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+            self.fast = torch.compile(self.run, fullgraph=True, backend="eager")
+
+        def run(self, x):
+            return self.inner(x).exp()
+
+        def forward(self, x):
+            return self.fast(x)
+
+    model = Fast()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = MemoryRecorder()
+    with recorder.watch(model, optimizer):
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert len(recorder.steps) == 2
+
+
+def test_a_step_of_the_loops_own_follows_a_forward_pass_alone():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = MemoryRecorder()
+    with recorder.watch(model, optimizer):
+        model(torch.ones(2, 4))
+        with recorder.step(torch.ones(3, 4)):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    assert [record.batch_size for record in recorder.steps] == [3]
+
+
+def test_long_collections_among_the_arguments_are_not_looked_through():
+    class Names(list):
+        def __iter__(self):
+            raise AssertionError("looked through")
+
+    class Net(nn.Linear):
+        def forward(self, x, names):
+            return super().forward(x)
+
+    model = Net(4, 4)
+    recorder = MemoryRecorder()
+    with recorder.watch(model, per_module=False):
+        model(torch.ones(2, 4), Names(["name"] * 5000)).sum().backward()
+    assert recorder.steps[-1].batch_size == 2
