@@ -109,7 +109,8 @@ class MemoryCallback(Callback):
         warnings: Whether to warn, once a fit and of each thing, of memory that grows from step to step (with what grows and who holds
             it), retries of the allocator, memory that is reserved and lies idle on a full device, a device that is nearly full, and other
             processes that take memory (see `memcallback.health` and `memcallback.growth` for when). A healthy training gets none. That costs a
-            comparison of figures that are read anyway; on a CPU, and while they rise, a look at what is alive every tenth step at most.
+            comparison of figures that are read anyway, and while they rise a look at what is alive every tenth step at most. A CPU has no
+            such figures: each look takes up to seconds there, so None, the default, warns on other devices alone, and True on a CPU too.
 
     The three savings hold for a fit; afterwards Trainer and module are as they were before.
 
@@ -146,7 +147,7 @@ class MemoryCallback(Callback):
         amp: str | None = None,
         checkpoint: CheckpointOption | None = None,
         oom_snapshot: bool = False,
-        warnings: bool = True,
+        warnings: bool | None = None,
     ) -> None:
         check_headroom(headroom)
         if batch_size is not None and fit_batch_size:
@@ -243,7 +244,7 @@ class MemoryCallback(Callback):
             completed=lambda report: self._completed(report, trainer.accumulate_grad_batches),
         )
         warn_of_devices(pl_module, device)
-        if self._watches_health:
+        if self._watches_health or (self._watches_health is None and device.type != "cpu"):
             self._journal.watch_health([pl_module], optimizers, progress=lambda: _progress_of(trainer))
         if self._records_history and device.type == "cuda":
             self._history = AllocatorHistory(device)

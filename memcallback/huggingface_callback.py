@@ -81,7 +81,7 @@ class MemoryTrainerCallback(TrainerCallback):
         predict: bool = True,
         loss: Loss | None = None,
         per_module: bool = False,
-        warnings: bool = True,
+        warnings: bool | None = None,
         reset_peaks: bool = True,
     ) -> None:
         check_headroom(headroom)
@@ -144,7 +144,7 @@ class MemoryTrainerCallback(TrainerCallback):
             planned=self._planned,
             headroom=self._headroom,
         )
-        if self._warns:
+        if self._warns or (self._warns is None and args.device.type != "cpu"):
             self._journal.watch_health(recorder.models, recorder.optimizers, progress=self._progress)
         self._step_of = lambda inputs: step_of(model, inputs, own, args, loss=self._loss, batch_size=self._batch_size)
         warn_of_devices(model, args.device)

@@ -71,7 +71,7 @@ class MemoryLog:
         log_every_n_steps: int = 50,
         device: str | int | torch.device | Device | None = None,
         headroom: float = DEFAULT_HEADROOM,
-        warnings: bool = True,
+        warnings: bool | None = None,
     ) -> None:
         if not isinstance(recorder, MemoryRecorder):
             raise TypeError(f"recorder must be a MemoryRecorder, got {described(recorder)}. Give MemoryRecorder(model, optimizer).")
@@ -93,7 +93,7 @@ class MemoryLog:
         sinks = Sinks([], self._folder) if is_main else None
         say = say_here if is_main else _say_nothing
         self._journal = Journal(recorder, sinks, say, planned=planned, headroom=headroom)
-        self._warns = warnings
+        self._warns = warnings or (warnings is None and recorder.meter.device.type != "cpu")
         recorder.listen(self)
         self._begin(step, planned, say)
 

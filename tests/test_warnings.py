@@ -26,7 +26,7 @@ def warnings_of(tmp_path, program, accelerator, callback=None, **options):
         | options
     )
     others = options.pop("callbacks", [])
-    callback = callback or MemoryCallback(predict=False)
+    callback = callback or MemoryCallback(predict=False, warnings=True)
     gc.collect()  # the garbage of other tests is not to go meanwhile
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
