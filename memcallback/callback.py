@@ -24,7 +24,6 @@ from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
 from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of
 from memcallback.foretold import warn_of_batch, warn_of_devices
-from memcallback.growth import Progress
 from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
 from memcallback.oom import out_of_memory_in
@@ -42,7 +41,8 @@ from memcallback.sinks import Sinks
 from memcallback.stats import StepMemory
 from memcallback.steps import INFERRED
 from memcallback.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
-from memcallback.warn import MemoryWarning, warn
+from memcallback.trainer_state import is_logging_step, progress_of, say_beside, stage_of, step_number
+from memcallback.warn import warn_and_go_on
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -58,14 +58,6 @@ else:
         raise ModuleNotFoundError("MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without it.")
     Callback = type("Callback", tuple(_bases), {})
 
-#: What Lightning calls a stage, in words.
-_STAGES = {
-    "train": "training, between steps",
-    "validate": "validation",
-    "sanity_check": "validation before training",
-    "test": "test",
-    "predict": "prediction",
-}
 #: Attributes of the recorder that a checkpoint carries on.
 _LIFETIME_PEAKS = ("lifetime_peak_allocated_bytes", "lifetime_peak_reserved_bytes", "lifetime_peak_resident_bytes")
 
@@ -199,7 +191,7 @@ class MemoryCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Set the Trainer's accumulation and precision, before it sets itself up."""
         if stage == "fit":
-            self._savings.setup(trainer, pl_module, lambda text: _print(pl_module, text))
+            self._savings.setup(trainer, pl_module, say_beside(pl_module))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Checkpoint the module, which is whole now; with that find its batch size, if that is wanted. An earlier fit's errors are past."""
@@ -238,14 +230,14 @@ class MemoryCallback(Callback):
         self._journal = Journal(
             self.recorder,
             self._sinks,
-            lambda text: _print(pl_module, text),
+            say_beside(pl_module),
             planned=self._planned,
             headroom=self._headroom,
             completed=lambda report: self._completed(report, trainer.accumulate_grad_batches),
         )
         warn_of_devices(pl_module, device)
         if self._watches_health or (self._watches_health is None and device.type != "cpu"):
-            self._journal.watch_health([pl_module], optimizers, progress=lambda: _progress_of(trainer))
+            self._journal.watch_health([pl_module], optimizers, progress=lambda: progress_of(trainer))
         if self._records_history and device.type == "cuda":
             self._history = AllocatorHistory(device)
 
@@ -262,7 +254,7 @@ class MemoryCallback(Callback):
                 self._try_savings(trainer, pl_module, batch)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
-        self.recorder.begin_step(batch, batch_size=self._batch_size, sample=_is_logging_step(trainer))
+        self.recorder.begin_step(batch, batch_size=self._batch_size, sample=is_logging_step(trainer))
         self.recorder.open_phase(Phase.FORWARD)
 
     @never_stops_training
@@ -368,12 +360,11 @@ class MemoryCallback(Callback):
         self.fitted = None
         settings = FitSettings(capacity_bytes=self._capacity_bytes, headroom=self._headroom)
         try:
-            self.fitted = fit_in_place(trainer, pl_module, settings, lambda text: _print(pl_module, text))
+            self.fitted = fit_in_place(trainer, pl_module, settings, say_beside(pl_module))
         except Exception as error:  # also the step's own, which training will meet again
-            with suppress(MemoryWarning):  # where warnings are errors
-                warn(f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}")
+            warn_and_go_on(f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}")
         if self.fitted is not None:
-            _print(pl_module, self.fitted.to_text())
+            say_beside(pl_module)(self.fitted.to_text())
 
     def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> StepPrediction | None:
         assert self.recorder is not None
@@ -386,7 +377,7 @@ class MemoryCallback(Callback):
             device=self.recorder.meter.device,
             device_name=self.recorder.meter.device_name,
             capacity_bytes=self._capacity_bytes,
-            say=lambda text: _print(pl_module, text),
+            say=say_beside(pl_module),
         )
         if prediction is not None:
             self._journal.notes = (*self._journal.notes, *notes_on(trainer, pl_module))
@@ -405,13 +396,13 @@ class MemoryCallback(Callback):
             device=self.recorder.meter.device,
             capacity_bytes=self._capacity_bytes,
             headroom=self._headroom,
-            say=lambda text: _print(pl_module, text),
+            say=say_beside(pl_module),
         )
         if self.plan is None or self._sinks is None:
             return
-        _print(pl_module, self.plan.to_text())
-        self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), _step_number(trainer))
-        self._sinks.log_image(WHAT_IF_IMAGE_TAG, what_if_bars(self.plan), _step_number(trainer))
+        say_beside(pl_module)(self.plan.to_text())
+        self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), step_number(trainer))
+        self._sinks.log_image(WHAT_IF_IMAGE_TAG, what_if_bars(self.plan), step_number(trainer))
 
     def _completed(self, report: Report, accumulate: int) -> Report:
         """A report with what the savings change, and what they save."""
@@ -428,11 +419,11 @@ class MemoryCallback(Callback):
         journal = self._journal if self._is_running else None
         if journal is None:
             recorder = MemoryRecorder(pl_module, device=trainer.strategy.root_device)
-            journal = Journal(recorder, None, lambda text: _print(pl_module, text), planned=None, headroom=self._headroom)
+            journal = Journal(recorder, None, say_beside(pl_module), planned=None, headroom=self._headroom)
         batch = self.recorder.open_batch if self.recorder else None
         self.out_of_memory = journal.explain(
             error,
-            where=_STAGES.get(getattr(trainer.state.stage, "value", ""), ""),
+            where=stage_of(trainer),
             folder=None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback",
             rank=trainer.global_rank if trainer.world_size > 1 else None,
             make_step=lambda: step_of(trainer, pl_module, batch, self._batch_size),
@@ -442,15 +433,15 @@ class MemoryCallback(Callback):
     def _publish(self, trainer: Any, pl_module: Any, record: StepMemory, batch: Any) -> None:
         assert self._journal is not None
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
-        is_due = _is_logging_step(trainer)
-        self._journal.publish(record, _step_number(trainer), is_due=is_due, is_window_complete=is_window_complete, batch=batch)
+        is_due = is_logging_step(trainer)
+        self._journal.publish(record, step_number(trainer), is_due=is_due, is_window_complete=is_window_complete, batch=batch)
 
     def _finish(self, trainer: Any) -> None:
         if self.recorder is None or self._journal is None:
             return
         self._is_running = False
         # Lightning has counted the last batch already.
-        number = max(0, _step_number(trainer) - 1)
+        number = max(0, step_number(trainer) - 1)
         self._journal.finish(number, num_updates=trainer.global_step, is_short_on_purpose=trainer.fast_dev_run)
         self._release()
 
@@ -467,37 +458,3 @@ class MemoryCallback(Callback):
         if self._journal is not None:
             self._journal.close()
         self._sinks = None
-
-
-def _progress_of(trainer: Any) -> Progress:
-    """How far a fit is, in batches."""
-    in_epoch = trainer.num_training_batches
-    if in_epoch == float("inf"):
-        return Progress()
-    left_in_epoch = max(0, int(in_epoch) - trainer.fit_loop.batch_idx - 1)
-    bounds = []
-    if trainer.max_epochs not in (None, -1):
-        bounds.append(left_in_epoch + max(0, trainer.max_epochs - trainer.current_epoch - 1) * int(in_epoch))
-    if trainer.max_steps not in (None, -1):
-        bounds.append(max(0, trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
-    return Progress(epoch=trainer.current_epoch, steps_left_in_epoch=left_in_epoch, steps_left=min(bounds, default=None))
-
-
-def _log_interval(trainer: Any) -> int:
-    return int(trainer.log_every_n_steps)
-
-
-def _step_number(trainer: Any) -> int:
-    """The step that Lightning gives its loggers, so that our points lie under the user's own."""
-    return int(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step))
-
-
-def _is_logging_step(trainer: Any) -> bool:
-    interval = _log_interval(trainer)
-    return interval > 0 and (_step_number(trainer) + 1) % interval == 0
-
-
-def _print(pl_module: Any, text: str) -> None:
-    """Beside the progress bar, in letters that the console has."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    pl_module.print(text.encode(encoding, "replace").decode(encoding))

@@ -19,7 +19,7 @@ import torch
 from memcallback.holdings import Holdings
 from memcallback.stats import DeviceMemory, MemoryStats
 from memcallback.units import KiB
-from memcallback.warn import warn
+from memcallback.warn import warn_and_go_on
 
 _BOUNDARY = "memcallback::boundary"
 _STATUS = Path("/proc/self/status")
@@ -62,7 +62,7 @@ class CpuMeter:
             self._profiler = _start_profiler()
         elif not self._has_warned:
             self._has_warned = True
-            warn(
+            warn_and_go_on(
                 "A profile of PyTorch is running or prepared, and there can be one at a time: on this CPU only the resident size of the process "
                 "is recorded meanwhile. Train without the profiler to see allocated memory."
             )

@@ -21,7 +21,7 @@ from memcallback.prediction import Prediction
 from memcallback.savings_lightning import TrainerSavings
 from memcallback.steps import TrainingStep, infer_batch_size, is_sharded
 from memcallback.units import format_bytes
-from memcallback.warn import warn
+from memcallback.warn import warn_and_go_on
 
 
 def forecast(
@@ -84,7 +84,7 @@ def forecast_without(
         with savings.taken_from(step_of(trainer, pl_module, batch, batch_size)) as step:
             return None if step is None else traced(step, device, lambda _: None)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
-        warn(f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}")
+        warn_and_go_on(f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}")
         return None
 
 
@@ -123,7 +123,7 @@ def plan_for(
         progress = tracing.how_far(lambda part: say(f"Trying savings before the first step: {part}."), of="savings")
         return what_if(step_of(trainer, pl_module, batch, batch_size), device=spec, headroom=headroom, progress=progress)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
-        warn(f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out.")
+        warn_and_go_on(f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out.")
         return None
 
 

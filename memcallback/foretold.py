@@ -12,7 +12,7 @@ from memcallback.device_here import device_here
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.steps import PredictionError, TrainingStep, infer_batch_size
-from memcallback.warn import warn
+from memcallback.warn import warn_and_go_on
 
 
 def foretell(
@@ -52,7 +52,7 @@ def foretell(
     except Exception:
         _warn_of_none(reason, without)
         return None
-    warn(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
+    warn_and_go_on(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
     return law
 
 
@@ -88,7 +88,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _warn_of_none(reason: str, without: str) -> None:
-    warn(f"The step's memory is recorded and not predicted. {reason} {without} leaves the prediction out.")
+    warn_and_go_on(f"The step's memory is recorded and not predicted. {reason} {without} leaves the prediction out.")
 
 
 def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
@@ -103,12 +103,12 @@ def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
         return
     found = infer_batch_size(batch)
     if found.batch_size is None:
-        warn(
+        warn_and_go_on(
             f"The batch size cannot be inferred from a batch of type {type(batch).__name__}: no tensor in it has a first dimension. Memory is "
             f"recorded, but not predicted, and no batch size is suggested. Give it: {name}(batch_size=32)."
         )
     elif found.is_ambiguous:
-        warn(
+        warn_and_go_on(
             f"The tensors of the batch differ in their first dimension; {found.batch_size}, the most frequent, is taken for the batch size. "
             f"If that is wrong, give it: {name}(batch_size=32)."
         )
@@ -118,7 +118,7 @@ def warn_of_devices(model: torch.nn.Module, device: torch.device) -> None:
     """Say that a model is on several devices, of which one is recorded."""
     devices = devices_of(model)
     if len(devices) > 1:
-        warn(
+        warn_and_go_on(
             f"The model's parameters are on {len(devices)} devices ({', '.join(devices)}); memory of {device} alone is recorded, and the "
             "prediction counts the parameters there. Record the others with a MemoryRecorder(device=...) each."
         )

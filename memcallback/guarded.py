@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from memcallback.warn import MemoryWarning, warn
+from memcallback.warn import warn_and_go_on
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,8 +35,7 @@ def never_stops_training(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
             with suppress(Exception):
                 owner._release()
             text = f"{type(owner).__name__} has stopped recording: {type(error).__name__} in {hook.__name__}: {str(error).rstrip('.')}."
-            with suppress(MemoryWarning):  # where warnings are errors
-                warn(f"{text} Training goes on without it.")
+            warn_and_go_on(f"{text} Training goes on without it.")
         return None
 
     return guarded

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -23,7 +22,7 @@ from memcallback.leaks import Grown, Holding, filled_at, frames_around, growing_
 from memcallback.meters import device_memory
 from memcallback.stats import DeviceMemory, StepMemory
 from memcallback.units import format_bytes
-from memcallback.warn import MemoryWarning, warn
+from memcallback.warn import warn_and_go_on
 
 #: Steps in the first windows of a device whose allocator has counters; on a CPU, steps between two looks.
 _WINDOW = 10
@@ -158,8 +157,7 @@ class HealthWatch:
 
     def _tell(self, finding: Finding) -> None:
         self.findings.append(finding)
-        with suppress(MemoryWarning):  # where warnings are errors: the finding is kept
-            warn(str(finding))
+        warn_and_go_on(str(finding))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import TrainingStep
 from memcallback.tensorboard import CURVE_IMAGE_TAG, MODULES_IMAGE_TAG, MODULES_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
 from memcallback.textbook_law import TextbookPrediction
-from memcallback.warn import warn
+from memcallback.warn import warn_and_go_on
 
 
 class Journal:
@@ -184,7 +184,7 @@ class Journal:
             )
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:
-                warn(text)
+                warn_and_go_on(text)
         device = device_memory(self._recorder.meter.device)
         self._log(device, number)
         self._write_report(device, number)

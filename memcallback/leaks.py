@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 import sys
@@ -21,7 +20,7 @@ from memcallback.allocator_settings import AllocatorSettings
 from memcallback.events import Category
 from memcallback.filling_lines import filling_lines
 from memcallback.frame_tensors import Scope, is_library, is_own, module_attributes, scope_tensors, scopes, stack
-from memcallback.live_tensors import live_storages
+from memcallback.live_tensors import alive_tensors, live_storages
 from memcallback.saved_tensors import graph_nodes
 
 #: Owners whose tensors' graphs are looked at, at most.
@@ -105,8 +104,9 @@ def holding(
         frames: The functions that run.
     """
     modules, frames = list(modules), list(frames)
-    found = live_storages(modules, optimizers, batch, device, frames=frames)
-    with_graph, in_files = _with_graph(), _in_files()
+    tensors = alive_tensors()
+    found = live_storages(modules, optimizers, batch, device, frames=frames, others=tensors)
+    with_graph, in_files = _with_graph(tensors), _in_files()
     settings = AllocatorSettings()
     groups: dict[str, list[tuple[int, tuple[tuple[int, ...], str], bool]]] = {}
     for live, reference in found:
@@ -138,20 +138,16 @@ def _held(owner: str, storages: Sequence[tuple[int, tuple[tuple[int, ...], str],
     )
 
 
-def _with_graph() -> set[int]:
-    """The storages of tensors that autograd computed, by identity."""
+def _with_graph(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of those that autograd computed, by identity."""
     found = set()
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in _tensors():
+        for tensor in tensors:
             with suppress(Exception):
                 base: Any = tensor._base if tensor._is_view() else tensor
                 if base.grad_fn is not None:
                     found.add(base.untyped_storage()._cdata)
     return found
-
-
-def _tensors() -> Iterator[torch.Tensor]:
-    return (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))
 
 
 @dataclass(frozen=True, kw_only=True)

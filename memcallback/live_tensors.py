@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -83,10 +84,11 @@ def live_storages(
     device: torch.device,
     *,
     frames: Iterable[FrameType] = (),
+    others: Sequence[torch.Tensor] | None = None,
 ) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
-    """As `live_tensors`, each with the storage, which this keeps no longer alive than it is."""
+    """As `live_tensors`, each with the storage, which this keeps no longer alive than it is; `others` are Python's tensors, if they are known."""
     given, around = list(modules), scopes(frames)
-    others = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]
+    others = alive_tensors() if others is None else others
     with torch._C.DisableTorchFunctionSubclass():
         models = _models(given, around)
         named = _named_parameters(models)
@@ -109,6 +111,14 @@ def live_storages(
         search.number(tensor for tensor, *_ in saved)
         search.add("others", map(_unowned, others))
     return search.found
+
+
+def alive_tensors() -> list[torch.Tensor]:
+    """The tensors that Python knows. A process has a million objects and more: they are told apart by their types' identities, without Python code."""
+    objects = gc.get_objects()
+    kinds = dict(zip(map(id, map(type, objects)), map(type, objects), strict=True))
+    are_tensors = {number for number, kind in kinds.items() if issubclass(kind, torch.Tensor)}
+    return list(compress(objects, map(are_tensors.__contains__, map(id, map(type, objects)))))
 
 
 #: A tensor, its owner, what it is for, and its module.

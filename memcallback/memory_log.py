@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from memcallback.report import Report
 from memcallback.sinks import Sinks
 from memcallback.stats import StepMemory
 from memcallback.steps import TrainingStep
+from memcallback.tables import for_console
 
 
 class MemoryLog:
@@ -202,8 +202,7 @@ def rank_here() -> int | None:
 
 def say_here(text: str) -> None:
     """Print a text in letters that the console has."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))
+    print(for_console(text))
 
 
 def _say_nothing(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from memcallback.module_hooks import ModuleFollower
 from memcallback.module_memory import ModuleInfo, ModuleTable, Span, modules_of, phase_of_span
 from memcallback.phase_windows import PhaseWindow
 from memcallback.stats import Kind, MemoryStats
-from memcallback.warn import MemoryWarning, warn
+from memcallback.warn import warn_and_go_on
 
 
 class ModuleWatch:
@@ -100,8 +99,9 @@ class ModuleWatch:
     def _fail(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
-            with suppress(MemoryWarning):  # where warnings are errors
-                warn(f"Memory by module is not recorded in this step: {type(error).__name__}: {str(error).rstrip('.')}. The rest of it is.")
+            warn_and_go_on(
+                f"Memory by module is not recorded in this step: {type(error).__name__}: {str(error).rstrip('.')}. The rest of it is."
+            )
 
 
 def _spans(window: PhaseWindow, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]) -> Iterator[Span]:

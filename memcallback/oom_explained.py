@@ -85,10 +85,10 @@ def explain(
         device_name = torch.cuda.get_device_name(where)
     names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
     shortage = _shortage(error, where, moment)
-    expected, notes = _expected(prediction, batch_size, shortage) if where == device else (None, ())
     frames = [frame for frame, _ in frames_of(error.__traceback__)]
     if batch is None:
         batch, batch_size = _batch_of(frames)
+    expected, notes = _expected(prediction, batch_size, shortage) if where == device else (None, ())
     found = live_tensors(modules, optimizers, batch, where, frames=frames)
     if where.type == "cpu" and where != device:
         device_name = "CPU"

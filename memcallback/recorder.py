@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from memcallback.advice import DEFAULT_HEADROOM
-from memcallback.advise import suggest
 from memcallback.checks import whole_number
 from memcallback.cpu_meter import CpuMeter
 from memcallback.events import Phase
 from memcallback.holdings import holdings
-from memcallback.meters import AllocatorMeter, Meter, default_device, device_memory
+from memcallback.meters import AllocatorMeter, Meter, default_device
 from memcallback.module_hooks import module_infos
-from memcallback.module_memory import ModuleInfo, ModuleTable
+from memcallback.module_memory import ModuleInfo
 from memcallback.module_watch import ModuleWatch
 from memcallback.oom import out_of_memory_in
 from memcallback.oom_explained import explain
@@ -30,10 +27,10 @@ from memcallback.oom_report import OutOfMemoryReport
 from memcallback.optimizer_copy import unwrapped
 from memcallback.phase_windows import PhaseWindows, phase_of
 from memcallback.predicted import StepPrediction
-from memcallback.report import Report
-from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory, larger, largest
+from memcallback.recording import Recording
+from memcallback.stats import Kind, MemoryStats, StepMemory, measured_window
 from memcallback.steps import INFERRED, infer_batch_size
-from memcallback.warn import MemoryWarning, warn
+from memcallback.warn import warn_and_go_on
 from memcallback.watching import FirstCall, Watch
 
 #: An attribute of errors that were told.
@@ -77,7 +74,7 @@ class _OpenStep:
     failed_in: Phase | None = None
 
 
-class MemoryRecorder:
+class MemoryRecorder(Recording):
     """Records the memory of training steps, in any loop.
 
     On CUDA every step costs five reads of the allocator's counters and no synchronisation. What model, optimizers and
@@ -148,18 +145,9 @@ class MemoryRecorder:
         self._per_module = per_module
         self._module_infos: tuple[ModuleInfo, ...] | None = None
         self._add(model, optimizer)
-        self.meter = self._new_meter()
+        super().__init__(self._new_meter())
         listen_for_moments()
-        self.steps: deque[StepMemory] = deque(maxlen=100)
-        self.warm_up: StepMemory | None = None
-        self.steady: StepMemory | None = None
-        self.largest: StepMemory | None = None
-        self.lifetime_peak_allocated_bytes: int | None = None
-        self.lifetime_peak_reserved_bytes: int | None = None
-        self.lifetime_peak_resident_bytes: int | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
-        self._modules_recorded: Callable[[], ModuleTable] | None = None
-        self._module_table: ModuleTable | None = None
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
@@ -246,13 +234,6 @@ class MemoryRecorder:
     def unlisten(self, listener: StepListener) -> None:
         """Tell them no more."""
         self._listeners = [one for one in self._listeners if one is not listener]
-
-    @property
-    def modules(self) -> ModuleTable | None:
-        """With `per_module` the last sampled steady step by module, if possible one with an optimizer step; None if there was none."""
-        if self._module_table is None and self._modules_recorded is not None:
-            self._module_table = self._modules_recorded()
-        return self._module_table
 
     def close(self) -> None:
         """End the recording: take back the hooks, drop an open step, let go of the model. Reports go on."""
@@ -445,23 +426,19 @@ class MemoryRecorder:
             self._num_updates += 1
         stats = self._stats(step)
         windows = windows if step.watch is None else step.watch.windows(windows)
-        self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
-        self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))
-        self.lifetime_peak_resident_bytes = largest((self.lifetime_peak_resident_bytes, *(s.peak_resident_bytes for s in stats)))
         record = StepMemory(
             kind=Kind.MEASURED,
             source=self.meter.source,
             device_name=self.meter.device_name,
-            windows=tuple(_window(covers, stats[start : end + 1]) for covers, start, end in windows),
+            windows=tuple(measured_window(phase_of(covers), covers, stats[start : end + 1]) for covers, start, end in windows),
             index=self._num_steps - 1,
             batch_size=step.batch_size,
             is_warm_up=step.num_updates_before == 0,
             num_optimizer_updates=self._num_updates - step.num_updates_before if self._hooks else None,
             is_interrupted=is_interrupted,
         )
-        self._keep(record)
-        if step.watch is not None:
-            self._keep_modules(record, step.watch.recording(windows, stats, batch_size=step.batch_size))
+        modules = None if step.watch is None else step.watch.recording(windows, stats, batch_size=step.batch_size)
+        self._keep(record, stats, modules)
         for listener in tuple(self._listeners):
             listener.on_step(record)
         return record
@@ -522,68 +499,11 @@ class MemoryRecorder:
                 prediction=prediction if step else None,
             )
         except Exception as other:  # of whatever state a device that is full leaves things in, the error itself goes on
-            with suppress(MemoryWarning):  # where warnings are errors
-                warn(
-                    f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is."
-                )
+            warn_and_go_on(
+                f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is."
+            )
             return None
         return self.out_of_memory
-
-    def report(
-        self,
-        prediction: StepPrediction | None = None,
-        *,
-        device: DeviceMemory | None = None,
-        capacity_bytes: int | None = None,
-        headroom: float = DEFAULT_HEADROOM,
-        notes: tuple[str, ...] = (),
-    ) -> Report:
-        """What was recorded so far beside a prediction, with the largest batch size that fits. Asks the device's driver: not for every step.
-
-        Args:
-            prediction: The prediction, at any batch size.
-            device: The whole device, if it has just been asked for.
-            capacity_bytes: The memory to plan for, by default that of the device that trains.
-            headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and below 1.
-            notes: What else the person should know, one sentence each.
-
-        Raises:
-            ValueError: If `headroom` is out of range.
-        """
-        device = device_memory(self.meter.device) if device is None else device
-        step = self.steady or self.warm_up
-        if prediction and step and step.batch_size:
-            try:
-                prediction = prediction.at(step.batch_size)
-            except ValueError as error:
-                notes = (*notes, f"Nothing is predicted for batch size {step.batch_size}: {str(error).rstrip('.')}.")
-                prediction = None
-        advice = suggest(
-            measured=self.largest,
-            predicted=prediction,
-            always_held_bytes=self.steady.always_held_bytes if self.steady else None,
-            capacity_bytes=device.capacity_bytes if capacity_bytes is None else capacity_bytes,
-            outside_bytes=self._outside_bytes(device) if capacity_bytes is None else None,
-            headroom=headroom,
-        )
-        if capacity_bytes is not None:
-            device = DeviceMemory(capacity_bytes=capacity_bytes, unavailable=device.unavailable)
-        return Report(
-            measured=step,
-            prediction=prediction,
-            device=device,
-            advice=advice,
-            lifetime_peak_allocated_bytes=self.lifetime_peak_allocated_bytes,
-            notes=notes,
-        )
-
-    def _outside_bytes(self, device: DeviceMemory) -> int | None:
-        """Used on the device, but not by this training's tensors."""
-        if device.reserved_bytes is not None:
-            return device.non_pytorch_bytes
-        if self.largest is None or self.largest.peak_allocated_bytes is None or device.used_bytes is None:
-            return None
-        return max(0, device.used_bytes - self.largest.peak_allocated_bytes)
 
     def _stats(self, step: _OpenStep) -> tuple[MemoryStats, ...]:
         """The step's readings; with them its reading is over."""
@@ -592,20 +512,6 @@ class MemoryRecorder:
                 step.watch.end()
             step.stats = self.meter.end()
         return step.stats
-
-    def _keep_modules(self, record: StepMemory, recording: Callable[[], ModuleTable] | None) -> None:
-        is_steady = not (record.is_warm_up or record.is_interrupted)
-        if is_steady and recording is not None and (self._modules_recorded is None or Phase.OPTIMIZER_STEP in record.phases):
-            self._modules_recorded, self._module_table = recording, None
-
-    def _keep(self, record: StepMemory) -> None:
-        self.steps.append(record)
-        if record.is_warm_up:
-            self.warm_up = record
-        elif not record.is_interrupted:
-            self.largest = larger(self.largest, record)
-            if record.held_bytes is not None:
-                self.steady = larger(self.steady, record, in_all_phases=True)
 
     def _read(self) -> None:
         step, held = self._open, None
@@ -620,23 +526,3 @@ class MemoryRecorder:
 def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:
     if (found := recorder()) is not None:
         found._num_updates += 1
-
-
-def _window(covers: tuple[Phase, ...], stats: tuple[MemoryStats, ...]) -> PhaseMemory:
-    start, end = stats[0], stats[-1]
-    inside = stats[1:]
-    return PhaseMemory(
-        phase=phase_of(covers),
-        covers=covers,
-        start=start,
-        end=end,
-        peak_allocated_bytes=largest(s.peak_allocated_bytes for s in inside),
-        peak_reserved_bytes=largest(s.peak_reserved_bytes for s in inside),
-        peak_resident_bytes=largest(s.peak_resident_bytes for s in inside),
-        num_alloc_retries=_increase(start.num_alloc_retries, end.num_alloc_retries),
-        num_ooms=_increase(start.num_ooms, end.num_ooms),
-    )
-
-
-def _increase(start: int | None, end: int | None) -> int | None:
-    return None if start is None or end is None else end - start

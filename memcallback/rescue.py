@@ -19,7 +19,7 @@ from memcallback.sinks import Sinks
 from memcallback.steps import TrainingStep
 from memcallback.tensorboard import OUT_OF_MEMORY_TAG
 from memcallback.tracing import how_far
-from memcallback.warn import warn
+from memcallback.warn import warn_and_go_on
 from memcallback.whole_files import write_whole
 
 #: Allocations and frees in a history, at most: about 30 MB.
@@ -61,7 +61,7 @@ def tell(
         try:
             say(f"The allocator's history, for https://pytorch.org/memory_viz: {history.write(written.parent, name)}")
         except OSError as error:
-            warn(f"The allocator's history could not be written: {error}. Give a folder with more room.")
+            warn_and_go_on(f"The allocator's history could not be written: {error}. Give a folder with more room.")
     if isinstance(prediction, Prediction) and make_step is not None:
         report = report.with_savings(_savings(report, prediction, make_step, say))
         if report.savings:
@@ -87,7 +87,7 @@ def _savings(
     except KeyboardInterrupt:
         pass
     except Exception as error:  # whatever a user's model does on fake tensors, the real error goes on
-        warn(f"What would have helped is not told: {type(error).__name__}: {str(error).rstrip('.')}.")
+        warn_and_go_on(f"What would have helped is not told: {type(error).__name__}: {str(error).rstrip('.')}.")
     return found
 
 
@@ -99,7 +99,7 @@ def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | 
         write_whole(folder / f"{name}.json", json.dumps(report.to_dict(), indent=2) + "\n")
         write_whole(folder / f"{name}.md", report.to_markdown())
     except OSError as error:
-        warn(
+        warn_and_go_on(
             f"The out-of-memory report could not be written to {str(folder)!r}: {error}. It is printed. Give a folder that can be written."
         )
         return None

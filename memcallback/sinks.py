@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcallback.tensorboard import write_layout, write_scalars
-from memcallback.warn import MemoryWarning, warn
+from memcallback.warn import warn_and_go_on
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,8 +98,7 @@ class Sinks:
         except Exception as error:  # a logger can fail in any way, and training goes on
             if way_out not in self._told:
                 self._told.add(way_out)
-                with suppress(MemoryWarning):  # where warnings are errors
-                    warn(f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {way_out}")
+                warn_and_go_on(f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {way_out}")
             return False
         return True
 

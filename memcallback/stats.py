@@ -6,7 +6,7 @@ that is not known is None, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -212,6 +212,29 @@ class DeviceMemory:
         if self.used_bytes is None or self.reserved_bytes is None:
             return None
         return max(0, self.used_bytes - self.reserved_bytes)
+
+
+def measured_window(phase: Phase, covers: tuple[Phase, ...], readings: Sequence[MemoryStats]) -> PhaseMemory:
+    """A window from the readings at its boundaries and inside it, in order: at least the one at which it starts and the one at which it ends.
+
+    The peaks of each reading are those since the one before, so those of the first are not the window's.
+    """
+    start, *inside = readings
+    return PhaseMemory(
+        phase=phase,
+        covers=covers,
+        start=start,
+        end=readings[-1],
+        peak_allocated_bytes=largest(stats.peak_allocated_bytes for stats in inside),
+        peak_reserved_bytes=largest(stats.peak_reserved_bytes for stats in inside),
+        peak_resident_bytes=largest(stats.peak_resident_bytes for stats in inside),
+        num_alloc_retries=_increase(start.num_alloc_retries, readings[-1].num_alloc_retries),
+        num_ooms=_increase(start.num_ooms, readings[-1].num_ooms),
+    )
+
+
+def _increase(start: int | None, end: int | None) -> int | None:
+    return None if start is None or end is None else end - start
 
 
 def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:

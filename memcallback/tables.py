@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import dataclass, field
 
 
@@ -60,3 +61,9 @@ class Table:
         out = io.StringIO()
         Console(file=out, width=10_000, color_system=None).print(table)
         return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]) + "\n"
+
+
+def for_console(text: str) -> str:
+    """A text in letters that the console has; the others become question marks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)

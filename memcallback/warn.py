@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 
 
 class MemoryWarning(UserWarning):
@@ -12,3 +13,9 @@ class MemoryWarning(UserWarning):
 def warn(text: str) -> None:
     """Warn with a `MemoryWarning`."""
     warnings.warn(text, MemoryWarning, stacklevel=3)
+
+
+def warn_and_go_on(text: str) -> None:
+    """The same in the middle of a training or of an error that goes on; where warnings are errors, nothing is said."""
+    with suppress(MemoryWarning):
+        warnings.warn(text, MemoryWarning, stacklevel=3)

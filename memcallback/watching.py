@@ -30,7 +30,7 @@ from memcallback.holdings import tensors_in
 from memcallback.hook_handles import take_back
 from memcallback.phase_windows import Phases, begin_backward, begin_update, end_update
 from memcallback.steps import INFERRED, infer_batch_size
-from memcallback.warn import warn
+from memcallback.warn import warn_and_go_on
 
 #: Is told, before the first step begins, with which arguments a model is called: those by position and those by name.
 FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -244,7 +244,7 @@ class Watch:
             begin_update(recorder, by_hand=True)
         elif not is_in_closure and not self._has_seen_step:
             self._has_seen_step = True
-            warn(
+            warn_and_go_on(
                 "An optimizer makes an update, and its model was not seen to be called in training mode: it may be in evaluation mode, compiled in "
                 "place, or called through another object than the one that is watched. Watch the one that the loop calls, or put the body of the "
                 "loop into `with recorder.step(batch):`."

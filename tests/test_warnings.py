@@ -1,58 +1,44 @@
 """Real trainings, healthy and sick: the healthy ones get no warning, the sick ones theirs, once, with what is wrong in words."""
 
 import gc
-import warnings
-from contextlib import nullcontext
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import health_programs as programs
 import pytest
 import torch
 import training
+from warnings_table import warnings_of, warnings_of_named
 
-from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, health_watch, nvml
+from memcallback import MemoryRecorder, MemoryWarning, Phase, health_watch, nvml
 from memcallback.health_watch import HealthWatch
 from memcallback.saved_tensors import READS_SAVED
 from memcallback.units import GiB
 
-NUM_EPOCHS = 4
 ANY_DEVICE = ["cpu", pytest.param("gpu", marks=pytest.mark.cuda)]
 
 
-def warnings_of(tmp_path, program, accelerator, callback=None, **options):
-    """What a training warns of, in order."""
-    options = (
-        {"max_epochs": NUM_EPOCHS, "accelerator": accelerator, "num_sanity_val_steps": 0, "log_every_n_steps": 10}
-        | program.options
-        | options
-    )
-    others = options.pop("callbacks", [])
-    callback = callback or MemoryCallback(predict=False, warnings=True)
-    gc.collect()  # the garbage of other tests is not to go meanwhile
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        # What the warning has foretold.
-        with pytest.raises(torch.OutOfMemoryError) if program.ends_out_of_memory else nullcontext():
-            training.trainer(tmp_path, [callback, *others], **options).fit(program.module(), program.data())
-    assert not callback._is_broken
-    return [str(one.message) for one in caught if issubclass(one.category, MemoryWarning)]
+@pytest.fixture(scope="module")
+def own_process():
+    """A process that trains and nothing else: a look at what is alive walks through all that a process holds, here that of all tests."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda *args, **settings: pool.submit(warnings_of_named, *args, **settings).result()
 
 
 @pytest.mark.parametrize("accelerator", ANY_DEVICE)
 @pytest.mark.parametrize("name", programs.HEALTHY)
-def test_a_healthy_training_gets_no_warning(tmp_path, name, accelerator):
-    assert warnings_of(tmp_path, programs.HEALTHY[name], accelerator) == []
+def test_a_healthy_training_gets_no_warning(own_process, name, accelerator):
+    assert own_process("HEALTHY", name, accelerator) == []
 
 
 @pytest.mark.parametrize("accelerator", ANY_DEVICE)
 @pytest.mark.parametrize("name", programs.SICK)
-def test_a_training_that_keeps_graphs_is_told_once_what_grows_and_who_holds_it(tmp_path, name, accelerator):
-    program = programs.SICK[name]
-    programs.GLOBAL_LOSSES.clear()
+def test_a_training_that_keeps_graphs_is_told_once_what_grows_and_who_holds_it(own_process, name, accelerator):
     if name.startswith("a graph") and not READS_SAVED:
         pytest.skip("PyTorch before 2.11 tells nothing of saved tensors")
-    told = warnings_of(tmp_path, program, accelerator)
+    told = own_process("SICK", name, accelerator)
     assert len(told) == 1
-    assert [word for word in ("grows from step to step", *program.names) if word not in told[0]] == [], told[0]
+    assert [word for word in ("grows from step to step", *programs.SICK[name].names) if word not in told[0]] == [], told[0]
 
 
 @pytest.fixture
@@ -68,9 +54,9 @@ def small_device():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", programs.SICK_ON_A_SMALL_DEVICE)
-def test_what_is_wrong_on_a_small_device_is_told_once(tmp_path, small_device, name):
+def test_what_is_wrong_on_a_small_device_is_told_once(small_device, name):
     program = programs.SICK_ON_A_SMALL_DEVICE[name]
-    told = warnings_of(tmp_path, program, "gpu")
+    told = warnings_of(program, "gpu")
     right = [text for text in told if all(word in text for word in program.names)]
     assert len(right) == 1, told
     # A leak ends on a full device, which is told of too.
@@ -79,17 +65,20 @@ def test_what_is_wrong_on_a_small_device_is_told_once(tmp_path, small_device, na
 
 
 @pytest.mark.cuda
-def test_another_process_that_takes_memory_is_told_once(tmp_path, monkeypatch):
+def test_another_process_that_takes_memory_is_told_once(monkeypatch):
     sizes = iter([0, 0, *[20 * GiB] * 100])
     monkeypatch.setattr(nvml, "_by_process", lambda *_: (GiB, next(sizes)))
-    told = warnings_of(tmp_path, programs.HEALTHY["perceptron"], "gpu")
+    told = warnings_of(programs.HEALTHY["perceptron"], "gpu")
     assert len(told) == 1
     assert "Other processes have taken 20.00 GiB" in told[0]
 
 
-def test_without_warnings_nothing_is_told(tmp_path):
-    program = programs.SICK["losses on the module"]
-    assert warnings_of(tmp_path, program, "cpu", MemoryCallback(predict=False, warnings=False)) == []
+def test_without_warnings_nothing_is_told(own_process):
+    assert own_process("SICK", "losses on the module", "cpu", warnings=False) == []
+
+
+def test_on_a_cpu_they_have_to_be_asked_for(own_process):
+    assert own_process("SICK", "losses on the module", "cpu", warnings=None) == []
 
 
 def train(device, num_steps):
@@ -129,7 +118,7 @@ def test_a_plain_loop_is_given_two_hundred_steps(recwarn):
 
 
 @pytest.mark.cuda
-def test_nothing_is_looked_at_while_the_counters_do_not_rise(tmp_path, monkeypatch):
+def test_nothing_is_looked_at_while_the_counters_do_not_rise(monkeypatch):
     gc.collect()
     monkeypatch.setattr(health_watch, "holding", lambda *_: pytest.fail("a look at what is alive"))
-    assert warnings_of(tmp_path, programs.HEALTHY["perceptron"], "gpu") == []
+    assert warnings_of(programs.HEALTHY["perceptron"], "gpu") == []
