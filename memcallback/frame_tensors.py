@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-#: How deep containers and objects are searched for tensors, and how many of them below one variable.
+#: How deep containers and objects are searched for tensors, how many of them below one variable, and in one search.
 _MOST_DEPTH = 4
 _MOST_OBJECTS = 20_000
+_MOST_IN_ALL = 200_000
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, FunctionType, FrameType)
 _SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
 _OWN = str(Path(__file__).parent)
@@ -110,9 +111,9 @@ def scopes(frames: Iterable[FrameType]) -> list[Scope]:
     return found
 
 
-def scope_tensors(scope: Scope) -> Iterator[tuple[str, torch.Tensor]]:
+def scope_tensors(*searched: Scope) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that variables hold, themselves or in containers and objects, with the name of the owner."""
-    return _named(scope.values, scope.owner)
+    return _search((scope.owner, name, value) for scope in searched for name, value in scope.values.items())
 
 
 def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -120,30 +121,32 @@ def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.
     for name, module in model.named_modules():
         attributes = {key: value for key, value in _attributes(module).items() if key not in ("_parameters", "_buffers", "_modules")}
         of = f"module {name!r}" if name else "the root module"
-        for owner, tensor in _named(attributes, f"attribute '{{}}' of {of}"):
-            yield name, owner, tensor
+        owner = f"attribute '{{}}' of {of}"
+        for path, tensor in _search((owner, attribute, value) for attribute, value in attributes.items()):
+            yield name, path, tensor
 
 
-def _named(values: Mapping[str, object], owner: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in list(values.items()):
-        for path, tensor in _search(name, value):
-            yield owner.format(path), tensor
+def _search(roots: Iterable[tuple[str, str, object]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in containers and objects, of each root the nearest first, with their owner's name.
 
+    What several roots lead to, such as the loggers of a program, is looked at again only where a root is nearer to it.
 
-def _search(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in containers and objects, the nearest first, with the name and the attributes that lead there."""
-    pending, seen = deque([(name, value, 0)]), {id(value)}
-    while pending:
-        path, obj, depth = pending.popleft()
-        if issubclass(type(obj), torch.Tensor):
-            yield path, obj  # type: ignore[misc]
-            continue
-        if depth == _MOST_DEPTH or issubclass(type(obj), (*_LEAVES, *_SEARCHED_APART)):
-            continue
-        for attribute, child in _children(obj):
-            if id(child) not in seen and len(seen) < _MOST_OBJECTS:
-                seen.add(id(child))
-                pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
+    Args:
+        roots: How the owner is called with `{}` for the path to the tensor, where that path begins, what is there.
+    """
+    depth_of: dict[int, int] = {}
+    for owner, name, value in roots:
+        most = min(len(depth_of) + _MOST_OBJECTS, _MOST_IN_ALL)
+        pending = deque([(name, value, 0)])
+        while pending:
+            path, obj, depth = pending.popleft()
+            if issubclass(type(obj), torch.Tensor):
+                yield owner.format(path), obj  # type: ignore[misc]
+            elif depth < _MOST_DEPTH and not issubclass(type(obj), (*_LEAVES, *_SEARCHED_APART)):
+                for attribute, child in _children(obj):
+                    if depth + 1 < depth_of.get(id(child), _MOST_DEPTH + 1) and len(depth_of) < most:
+                        depth_of[id(child)] = depth + 1
+                        pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
 
 
 def _children(obj: object) -> list[tuple[str, object]]:

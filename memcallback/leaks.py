@@ -106,7 +106,8 @@ def holding(
     modules, frames = list(modules), list(frames)
     tensors = alive_tensors()
     found = live_storages(modules, optimizers, batch, device, frames=frames, others=tensors)
-    with_graph, in_files = _with_graph(tensors), _in_files()
+    global_tensors = list(_global_tensors())
+    with_graph, in_files = _with_graph(tensors), _owners(global_tensors)
     settings = AllocatorSettings()
     groups: dict[str, list[tuple[int, tuple[tuple[int, ...], str], bool]]] = {}
     for live, reference in found:
@@ -118,7 +119,7 @@ def holding(
         keeps_graph = live.category is Category.ACTIVATION or storage._cdata in with_graph
         groups.setdefault(owner, []).append((size, (live.shape, live.dtype), keeps_graph))
     by_owner = {owner: _held(owner, storages) for owner, storages in groups.items()}
-    return Holding(step=step, by_owner=by_owner, graphs=_graphs(modules, frames))
+    return Holding(step=step, by_owner=by_owner, graphs=_graphs(modules, frames, global_tensors))
 
 
 def is_named(owner: str) -> bool:
@@ -201,14 +202,16 @@ def growing_graph(holdings: Sequence[Holding]) -> str:
     return max(growing, key=lambda owner: last[owner], default="")
 
 
-def _graphs(modules: Iterable[torch.nn.Module], frames: Iterable[FrameType]) -> dict[str, int]:
+def _graphs(
+    modules: Iterable[torch.nn.Module], frames: Iterable[FrameType], global_tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, int]:
     named: dict[str, torch.Tensor] = {}
     for model in modules:
         with suppress(Exception):
             named.update((owner, tensor) for _, owner, tensor in module_attributes(model) if tensor.requires_grad)
-    for scope in [*scopes(frames), *_files()]:
+    for held in [*map(scope_tensors, scopes(frames)), global_tensors]:
         with suppress(Exception):
-            named.update((owner, tensor) for owner, tensor in scope_tensors(scope) if tensor.requires_grad)
+            named.update((owner, tensor) for owner, tensor in held if tensor.requires_grad)
     sizes = {}
     for owner, tensor in list(named.items())[:_MOST_OWNERS]:
         with suppress(Exception), torch._C.DisableTorchFunctionSubclass():
@@ -218,19 +221,20 @@ def _graphs(modules: Iterable[torch.nn.Module], frames: Iterable[FrameType]) -> 
     return sizes
 
 
-def _files() -> list[Scope]:
-    """The global variables of the user's files."""
-    return [Scope(values=dict(vars(module)), owner=f"variable '{{}}' in {Path(file).name}") for module, file in _user_modules()]
+def _global_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """What global variables of the user's files hold, with their owners."""
+    with suppress(Exception):
+        yield from scope_tensors(
+            *(Scope(values=dict(vars(module)), owner=f"variable '{{}}' in {Path(file).name}") for module, file in _user_modules())
+        )
 
 
-def _in_files() -> dict[int, str]:
-    """The owners of storages that global variables of the user's files hold, by the storage's identity."""
+def _owners(owned: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+    """The owners of storages, by the storage's identity."""
     found: dict[int, str] = {}
-    for scope in _files():
+    for owner, tensor in owned:
         with suppress(Exception):
-            for owner, tensor in scope_tensors(scope):
-                with suppress(Exception):
-                    found.setdefault(tensor.untyped_storage()._cdata, owner)
+            found.setdefault(tensor.untyped_storage()._cdata, owner)
     return found
 
 

@@ -2,6 +2,8 @@
 
 import gc
 import multiprocessing
+import re
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 
 import health_programs as programs
@@ -22,13 +24,13 @@ ANY_DEVICE = ["cpu", pytest.param("gpu", marks=pytest.mark.cuda)]
 def own_process():
     """A process that trains and nothing else: a look at what is alive walks through all that a process holds, here that of all tests."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda *args, **settings: pool.submit(warnings_of_named, *args, **settings).result()
+        yield lambda function, *args, **settings: pool.submit(function, *args, **settings).result()
 
 
 @pytest.mark.parametrize("accelerator", ANY_DEVICE)
 @pytest.mark.parametrize("name", programs.HEALTHY)
 def test_a_healthy_training_gets_no_warning(own_process, name, accelerator):
-    assert own_process("HEALTHY", name, accelerator) == []
+    assert own_process(warnings_of_named, "HEALTHY", name, accelerator) == []
 
 
 @pytest.mark.parametrize("accelerator", ANY_DEVICE)
@@ -36,7 +38,7 @@ def test_a_healthy_training_gets_no_warning(own_process, name, accelerator):
 def test_a_training_that_keeps_graphs_is_told_once_what_grows_and_who_holds_it(own_process, name, accelerator):
     if name.startswith("a graph") and not READS_SAVED:
         pytest.skip("PyTorch before 2.11 tells nothing of saved tensors")
-    told = own_process("SICK", name, accelerator)
+    told = own_process(warnings_of_named, "SICK", name, accelerator)
     assert len(told) == 1
     assert [word for word in ("grows from step to step", *programs.SICK[name].names) if word not in told[0]] == [], told[0]
 
@@ -74,11 +76,11 @@ def test_another_process_that_takes_memory_is_told_once(monkeypatch):
 
 
 def test_without_warnings_nothing_is_told(own_process):
-    assert own_process("SICK", "losses on the module", "cpu", warnings=False) == []
+    assert own_process(warnings_of_named, "SICK", "losses on the module", "cpu", warnings=False) == []
 
 
 def test_on_a_cpu_they_have_to_be_asked_for(own_process):
-    assert own_process("SICK", "losses on the module", "cpu", warnings=None) == []
+    assert own_process(warnings_of_named, "SICK", "losses on the module", "cpu", warnings=None) == []
 
 
 def train(device, num_steps):
@@ -104,17 +106,21 @@ def train(device, num_steps):
             watch.on_step(recorder.steps[-1], batch)
 
 
+def warnings_of_loop(device, num_steps):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(device, num_steps)
+    return [str(one.message) for one in caught if issubclass(one.category, MemoryWarning)]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_in_a_plain_loop_the_variable_and_its_function_are_named(device):
-    gc.collect()
-    with pytest.warns(MemoryWarning, match=r"local variable 'losses' in train\(\) of test_warnings.py.*losses\.append\(loss\)"):
-        train(device, 260)
+def test_in_a_plain_loop_the_variable_and_its_function_are_named(own_process, device):
+    (told,) = own_process(warnings_of_loop, device, 260)
+    assert re.search(r"local variable 'losses' in train\(\) of test_warnings.py.*losses\.append\(loss\)", told)
 
 
-def test_a_plain_loop_is_given_two_hundred_steps(recwarn):
-    gc.collect()
-    train("cpu", 150)
-    assert [one for one in recwarn if issubclass(one.category, MemoryWarning)] == []
+def test_a_plain_loop_is_given_two_hundred_steps(own_process):
+    assert own_process(warnings_of_loop, "cpu", 150) == []
 
 
 @pytest.mark.cuda
