@@ -41,6 +41,11 @@ else:
     except ImportError as error:
         raise ModuleNotFoundError("MemoryTrainerCallback needs transformers: pip install transformers accelerate.") from error
 
+_SEVERAL_DEVICES = (
+    "The Trainer uses several devices in one process (DataParallel): what is recorded is the first device, which holds the outputs of all, and what "
+    "is predicted is a step of its samples on one device alone. Start one process for each device instead: torchrun --nproc-per-node=gpu train.py."
+)
+
 
 class MemoryTrainerCallback(TrainerCallback):
     """Records device memory in each phase of each training step of a Hugging Face Trainer, beside a prediction, and suggests the largest batch.
@@ -146,6 +151,8 @@ class MemoryTrainerCallback(TrainerCallback):
         )
         if self._warns or (self._warns is None and args.device.type != "cpu"):
             self._journal.watch_health(recorder.models, recorder.optimizers, progress=self._progress)
+        if args.n_gpu > 1:
+            self._journal.notes = (*self._journal.notes, _SEVERAL_DEVICES)
         self._step_of = lambda inputs: step_of(model, inputs, own, args, loss=self._loss, batch_size=self._batch_size)
         warn_of_devices(model, args.device)
         recorder.listen(self)

@@ -90,6 +90,8 @@ class Watch:
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._is_broken = False
         self._has_seen_step = False
+        # Replicas of a model (DataParallel) have its hooks, and run in threads of their own at the same time.
+        self._lock = threading.Lock()
         self._forget_step()
         handles: list[Any] = []
         for module in modules:
@@ -170,6 +172,10 @@ class Watch:
 
     @never_stops_training
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            self._begin_forward(module, args, kwargs)
+
+    def _begin_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder()
         is_training = module.training and torch.is_grad_enabled()
         # Checkpointing calls modules inside the backward pass.
@@ -179,6 +185,8 @@ class Watch:
             self.end_step()
         if not recorder.is_in_step:
             self._begin_step(recorder, args, kwargs)
+            # What comes after the replicas is done by another thread.
+            self._thread = None if getattr(module, "_is_replica", False) else threading.get_ident()
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])
             tensors = tensors_in((_small(args), _small(kwargs)))
@@ -195,7 +203,6 @@ class Watch:
         self._forget_step()
         self._owns_step = self._has_seen_step = True
         self._is_in_closure = is_in_closure
-        self._thread = threading.get_ident()
         recorder.begin_step(self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size)
 
     @never_stops_training

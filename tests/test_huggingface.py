@@ -34,7 +34,7 @@ def data(num_samples=24):
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def train(folder, callback=None, *, trained=None, kind=Trainer, samples=None, **options):
+def train(folder, callback=None, *, trained=None, kind=Trainer, samples=None, num_devices=1, **options):
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -45,9 +45,11 @@ def train(folder, callback=None, *, trained=None, kind=Trainer, samples=None, **
         "disable_tqdm": True,
         "use_cpu": True,
     }
+    args = TrainingArguments(**(arguments | options))
+    args._n_gpu = min(num_devices, args.n_gpu)  # of several the Trainer makes a DataParallel
     trainer = kind(
         model=trained or model(),
-        args=TrainingArguments(**(arguments | options)),
+        args=args,
         train_dataset=samples or data(),
         callbacks=[callback] if callback else [],
     )
@@ -246,3 +248,15 @@ def test_on_a_device_the_prediction_is_off_by_the_trainers_own_scalars(tmp_path,
         off = measured.phases[phase].peak_allocated_bytes - predicted.phases[phase].peak_allocated_bytes
         assert abs(off) <= 32 * 512, (phase, off)
     assert measured.peak_reserved_bytes == predicted.peak_reserved_bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_on_several_devices_in_one_process_each_step_is_recorded_on_the_first(tmp_path):
+    callback = mc.MemoryTrainerCallback(predict=False)
+    train(tmp_path, callback, use_cpu=False, num_devices=2)
+    torch._C._cuda_clearCublasWorkspaces()  # of the replicas' threads
+    assert labels(callback) == [[F, B, O]] * 3
+    # Of a batch of eight half of the samples are on each device.
+    assert [step.batch_size for step in callback.recorder.steps] == [4] * 3
+    assert any("DataParallel" in note for note in callback.report.notes)
