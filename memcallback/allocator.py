@@ -102,7 +102,7 @@ class CachingAllocator:
         if size_bytes < 1:
             raise ValueError(f"size_bytes is {size_bytes}; the allocator is asked for 1 byte or more: leave empty tensors out")
         block_bytes = self.settings.block_bytes(size_bytes)
-        pool = self._pool(block_bytes)
+        pool = self._small if block_bytes <= SMALL_SIZE_BYTES else self._large  # `get_pool`
         block = pool.take(block_bytes, stream, self.settings)
         if block is None:
             block = self._from_device(size_bytes, block_bytes, pool, stream)
@@ -118,8 +118,8 @@ class CachingAllocator:
         Raises:
             ValueError: If it is not allocated.
         """
-        self.request_free(block)
-        self.complete_free(block)
+        self._no_longer_allocated(block)
+        self._free(block)
 
     def request_free(self, block: Block) -> None:
         """Take a block back that another stream still uses (`Tensor.record_stream`): active, but not allocated (`free`).
@@ -130,16 +130,11 @@ class CachingAllocator:
         Raises:
             ValueError: If it is not allocated.
         """
-        if not block.is_allocated:
-            raise ValueError(
-                f"the block at address {block.address} is not allocated; a block is freed once, after it was allocated: leave this free out"
-            )
-        block.is_allocated = False
-        self.allocated.add(-block.size_bytes)
+        self._no_longer_allocated(block)
         self._pending[block.address] = block
 
     def complete_free(self, block: Block) -> None:
-        """Make a block free for reuse and merge it with its free neighbours (`free_block`).
+        """No stream uses a block any more: it is free for reuse.
 
         Args:
             block: What `request_free` was called with.
@@ -149,15 +144,8 @@ class CachingAllocator:
         """
         if self._pending.get(block.address) is not block:
             raise ValueError(f"the block at address {block.address} awaits no end of its use; call request_free before complete_free")
-        del self._pending[block.address], self._active[block.address]
-        block.is_active = False
-        self.active.add(-block.size_bytes)
-        self.requested.add(-block.requested_bytes)
-        block.requested_bytes = 0
-        merged_bytes = block.merge_neighbours()
-        block.pool.add(block)
-        if not block.pages:
-            self.inactive_split.add((block.size_bytes if block.is_split else 0) - merged_bytes)
+        del self._pending[block.address]
+        self._free(block)
 
     def empty_cache(self) -> None:
         """Give back to the device all that is wholly free (`release_cached_blocks`): `torch.cuda.empty_cache`."""
@@ -242,20 +230,16 @@ class CachingAllocator:
                 found[-1].append(block)
         return found
 
-    def _pool(self, block_bytes: int) -> Pool:
-        """The pool of a block (`get_pool`)."""
-        return self._small if block_bytes <= SMALL_SIZE_BYTES else self._large
-
     def _hand_out(self, block: Block, requested_bytes: int, block_bytes: int) -> None:
         """Split what is not needed off a free block and make the rest active (`alloc_found_block`)."""
         rest_bytes = block.size_bytes - block_bytes
         was_split = block.is_split
-        if self.settings.splits(block_bytes, rest_bytes, is_small=block.pool.is_small):
+        if rest_bytes and self.settings.splits(block_bytes, rest_bytes, is_small=block.pool.is_small):
             block.pool.add(block.split_off(block_bytes))
             change = -block_bytes if was_split else rest_bytes
         else:
             change = -block.size_bytes if was_split else 0
-        if not block.pages:
+        if change and not block.pages:
             self.inactive_split.add(change)
         self._activate(block, requested_bytes)
 
@@ -263,9 +247,37 @@ class CachingAllocator:
         block.is_allocated = block.is_active = True
         block.requested_bytes = requested_bytes
         self._active[block.address] = block
-        self.allocated.add(block.size_bytes)
-        self.active.add(block.size_bytes)
-        self.requested.add(requested_bytes)
+        # As `Gauge.add`; a replay does little else than this.
+        size_bytes, allocated, active, requested = block.size_bytes, self.allocated, self.active, self.requested
+        allocated.current += size_bytes
+        active.current += size_bytes
+        requested.current += requested_bytes
+        if allocated.current > allocated.peak:
+            allocated.peak = allocated.current
+        if active.current > active.peak:
+            active.peak = active.current
+        if requested.current > requested.peak:
+            requested.peak = requested.current
+
+    def _no_longer_allocated(self, block: Block) -> None:
+        if not block.is_allocated:
+            raise ValueError(
+                f"the block at address {block.address} is not allocated; a block is freed once, after it was allocated: leave this free out"
+            )
+        block.is_allocated = False
+        self.allocated.current -= block.size_bytes
+
+    def _free(self, block: Block) -> None:
+        """Make a block free for reuse and merge it with its free neighbours (`free_block`)."""
+        del self._active[block.address]
+        block.is_active = False
+        self.active.current -= block.size_bytes
+        self.requested.current -= block.requested_bytes
+        block.requested_bytes = 0
+        merged_bytes = block.merge_neighbours()
+        block.pool.add(block)
+        if not block.pages:
+            self.inactive_split.add((block.size_bytes if block.is_split else 0) - merged_bytes)
 
     def _from_device(self, size_bytes: int, block_bytes: int, pool: Pool, stream: int) -> Block:
         """A new block, after giving back what is cached if need be (`malloc`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.units import MiB, round_up
@@ -173,6 +174,22 @@ class Block:
         return self.size_bytes - size_bytes
 
 
+class _FreeBlocks:
+    """The free blocks of one stream with memory behind them. Most of a training's blocks are of few sizes, so equal ones stand together."""
+
+    __slots__ = ("groups", "sizes")
+
+    def __init__(self) -> None:
+        #: The sizes there are, in order.
+        self.sizes: list[int] = []
+        #: Size -> the addresses, negative and in order, so that the lowest address is the last, where it is taken from.
+        self.groups: dict[int, list[int]] = {}
+
+    def addresses(self, first: int = 0) -> Iterator[int]:
+        """By size, from the one at a position on, then by address."""
+        return (-negative for size_bytes in self.sizes[first:] for negative in reversed(self.groups[size_bytes]))
+
+
 class Pool:
     """The free blocks of the small or of the large pool, by stream.
 
@@ -180,31 +197,45 @@ class Pool:
     (`BlockComparatorAddress`, CUDACachingAllocator.cpp).
     """
 
-    __slots__ = ("_by_address", "_sizes", "_unmapped", "is_small")
+    __slots__ = ("_by_address", "_mapped", "_unmapped", "is_small")
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
-        self._sizes: dict[int, list[tuple[int, int]]] = {}
+        self._mapped: dict[int, _FreeBlocks] = {}
         self._unmapped: dict[int, list[int]] = {}
         self._by_address: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
         """Put in a block that is not in use."""
-        self._by_address[block.address] = block
-        if block.is_mapped:
-            insort(self._sizes.setdefault(block.stream, []), (block.size_bytes, block.address))
+        address, size_bytes = block.address, block.size_bytes
+        self._by_address[address] = block
+        if not block.is_mapped:
+            insort(self._unmapped.setdefault(block.stream, []), address)
+            return
+        free = self._mapped.get(block.stream)
+        if free is None:
+            free = self._mapped[block.stream] = _FreeBlocks()
+        group = free.groups.get(size_bytes)
+        if group is None:
+            free.groups[size_bytes] = [-address]
+            insort(free.sizes, size_bytes)
         else:
-            insort(self._unmapped.setdefault(block.stream, []), block.address)
+            insort(group, -address)
 
     def remove(self, block: Block) -> None:
         """Take a block out."""
-        del self._by_address[block.address]
-        if block.is_mapped:
-            sizes = self._sizes[block.stream]
-            del sizes[bisect_left(sizes, (block.size_bytes, block.address))]
-        else:
+        address, size_bytes = block.address, block.size_bytes
+        del self._by_address[address]
+        if not block.is_mapped:
             addresses = self._unmapped[block.stream]
-            del addresses[bisect_left(addresses, block.address)]
+            del addresses[bisect_left(addresses, address)]
+            return
+        free = self._mapped[block.stream]
+        group = free.groups[size_bytes]
+        if len(group) > 1:
+            del group[bisect_left(group, -address)]
+        else:
+            del free.groups[size_bytes], free.sizes[bisect_left(free.sizes, size_bytes)]
 
     def take(self, block_bytes: int, stream: int, settings: AllocatorSettings) -> Block | None:
         """The free block that is used for a new one, taken out of the pool (`get_free_block`, CUDACachingAllocator.cpp).
@@ -214,36 +245,34 @@ class Pool:
         Returns:
             The block, not yet split; None if there is none.
         """
-        sizes = self._sizes.get(stream)
-        if not sizes:
+        free = self._mapped.get(stream)
+        if free is None:
             return None
-        index = bisect_left(sizes, (block_bytes, 0))
+        sizes = free.sizes
+        index = bisect_left(sizes, block_bytes)
         if index == len(sizes):
             return None
-        block = self._by_address[sizes[index][1]]
+        block = self._by_address[-free.groups[sizes[index]][-1]]
         if block.pages:
             # A block at the growing end counts as large as it can become, so that a smaller hole is filled before it.
-            while index + 1 < len(sizes):
-                following = self._by_address[sizes[index + 1][1]]
+            for following in map(self._by_address.__getitem__, islice(free.addresses(index), 1, None)):
                 if _room_bytes(following) >= _room_bytes(block):
                     break
-                index, block = index + 1, following
-        if not settings.serves(block.size_bytes, block_bytes):
+                block = following
+        if settings.max_split_bytes is not None and not settings.serves(block.size_bytes, block_bytes):
             return None
-        del self._by_address[block.address]
-        del sizes[index]
+        self.remove(block)
         return block
 
     def mapped(self) -> list[Block]:
         """The free blocks with memory behind them, in the order in which they are released."""
-        return [self._by_address[address] for stream in sorted(self._sizes) for _, address in self._sizes[stream]]
+        return [self._by_address[address] for stream in sorted(self._mapped) for address in self._mapped[stream].addresses()]
 
     def around(self, block_bytes: int, stream: int) -> tuple[list[Block], list[Block]]:
         """The free blocks of one stream below a size and from it on, each in order of size."""
-        sizes = self._sizes.get(stream, [])
-        index = bisect_left(sizes, (block_bytes, 0))
-        blocks = [self._by_address[address] for _, address in sizes]
-        return blocks[:index], blocks[index:]
+        free = self._mapped.get(stream)
+        blocks = [self._by_address[address] for address in free.addresses()] if free else []
+        return [one for one in blocks if one.size_bytes < block_bytes], [one for one in blocks if one.size_bytes >= block_bytes]
 
     def unmapped(self, stream: int) -> Iterator[Block]:
         """Ranges of one stream's expandable segments without memory behind them, by address."""

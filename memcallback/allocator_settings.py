@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from memcallback.units import MiB, round_up
@@ -138,8 +139,8 @@ class AllocatorSettings:
         Args:
             requested_bytes: At least 1.
         """
-        if requested_bytes < MIN_BLOCK_BYTES:
-            return MIN_BLOCK_BYTES
+        if not self._has_divisions or requested_bytes < MIN_BLOCK_BYTES:
+            return (requested_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
         interval = min(max(requested_bytes.bit_length() - 1 - _LOG2_MIB, 0), NUM_ROUNDUP_INTERVALS - 1)
         divisions = self.roundup_power2_divisions[interval]
         if divisions > 1 and requested_bytes > MIN_BLOCK_BYTES * divisions:
@@ -147,6 +148,10 @@ class AllocatorSettings:
             power = 1 << (requested_bytes.bit_length() - 1)
             return round_up(requested_bytes, power // divisions)
         return (requested_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+
+    @cached_property
+    def _has_divisions(self) -> bool:
+        return any(divisions > 1 for divisions in self.roundup_power2_divisions)
 
     def segment_bytes(self, block_bytes: int) -> int:
         """What is asked of cudaMalloc for a block that no free block holds (`get_allocation_size`, CUDACachingAllocator.cpp)."""

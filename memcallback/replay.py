@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -129,14 +130,6 @@ def standing_at(position: int, events: Sequence[Event], block_bytes: Mapping[int
     return tuple(sorted(standing, key=lambda one: one.block_bytes, reverse=True))
 
 
-@dataclass(slots=True)
-class _Held(Generic[_Block]):
-    """A storage that is there during a replay."""
-
-    block: _Block
-    alloc: Alloc
-
-
 class _Replayer(Generic[_Block]):
     """The state of a replay."""
 
@@ -145,8 +138,9 @@ class _Replayer(Generic[_Block]):
         self.allocator = allocator
         self.is_endless = is_endless
         self.result = Replay()
-        self.alive: dict[int, _Held[_Block]] = {}
-        self.held: dict[Category | None, int] = dict.fromkeys(HELD_CATEGORIES, 0)
+        #: What is there, by its number.
+        self.alive: dict[int, tuple[_Block, Alloc]] = {}
+        self.held: dict[Category | None, int] = defaultdict(int)
         self.windows: list[PhaseMemory] = []
         self.phase: Phase | None = None
         self.covers: tuple[Phase, ...] = ()
@@ -165,8 +159,8 @@ class _Replayer(Generic[_Block]):
         self.play(0, window.start)
         before, num_earlier = dict(self.alive), len(self.result.steps)
         self.play(window.start, window.stop)
-        freed = [held.alloc for number, held in before.items() if number not in self.alive]
-        left = [held.alloc for number, held in self.alive.items() if number not in before]
+        freed = [alloc for number, (_, alloc) in before.items() if number not in self.alive]
+        left = [alloc for number, (_, alloc) in self.alive.items() if number not in before]
         pairs = pairs_of(freed, left)
         if pairs is None:
             self.result.caveats += growth(window, freed, left)
@@ -195,7 +189,7 @@ class _Replayer(Generic[_Block]):
         allocator, alive, held = self.allocator, self.alive, self.held
         allocated, block_bytes = allocator.allocated, self.result.block_bytes
         for position, event in enumerate(islice(self.events, start, stop), start):
-            if isinstance(event, Alloc):
+            if type(event) is Alloc:
                 size_bytes = event.size_bytes
                 if not size_bytes:
                     continue
@@ -204,18 +198,20 @@ class _Replayer(Generic[_Block]):
                 except OutOfMemoryError as error:
                     self.result.out_of_memory = self.failure(event, error)
                     raise
-                alive[event.id] = _Held(block, event)
-                block_bytes[event.id] = block.size_bytes
-                held[event.category] = held.get(event.category, 0) + size_bytes
+                number = event.id
+                alive[number] = block, event
+                block_bytes[number] = block.size_bytes
+                held[event.category] += size_bytes
                 if self.phase and allocated.current > self.peak[0]:
                     self.peak = (allocated.current, position)
-            elif isinstance(event, Free):
+            elif type(event) is Free:
                 freed = alive.pop(event.id, None)
                 if freed is not None:
-                    allocator.free(freed.block)
-                    held[freed.alloc.category] -= freed.alloc.size_bytes
+                    block, alloc = freed
+                    allocator.free(block)
+                    held[alloc.category] -= alloc.size_bytes
             else:
-                self.mark(position, event)
+                self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
 
     def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
         if isinstance(event, StepStart):

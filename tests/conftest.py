@@ -18,3 +18,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_addoption(parser):
     parser.addoption("--overwrite-golden", action="store_true", help="write the golden files anew instead of comparing with them")
+    parser.addoption(
+        "--num-programs", type=int, default=0, help="how many programs test_generated.py draws anew; else few, and always the same"
+    )
