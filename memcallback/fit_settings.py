@@ -11,7 +11,7 @@ from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.advise import check_headroom
 from memcallback.checks import whole_number
 from memcallback.devices import CONTEXT_BYTES
-from memcallback.meters import device_memory
+from memcallback.meters import device_memory, plannable_bytes
 
 #: How a limit is given, for an error: the callback has no argument for it.
 GIVE_LIMIT = (
@@ -113,7 +113,8 @@ def room_on(device: torch.device, settings: FitSettings) -> Room:
         )
     if capacity is None:
         memory = device_memory(device)
-        capacity, outside = memory.capacity_bytes, memory.non_pytorch_bytes or 0
+        outside = memory.non_pytorch_bytes or 0
+        capacity = plannable_bytes(device, memory.capacity_bytes, outside)
     if capacity is None:
         raise ValueError(
             f"How much memory {device} has is not known here. Say how much may be used, such as capacity='16GiB' (MemoryCallback(device='16GiB'))."

@@ -19,7 +19,7 @@ from memcallback.events import Phase
 from memcallback.growth import Growth, Progress, Rise, is_leak
 from memcallback.health import Finding, Health, Sign
 from memcallback.leaks import Grown, Holding, filled_at, frames_around, growing_graph, grown, holding, is_named
-from memcallback.meters import device_memory
+from memcallback.meters import device_memory, limit_bytes
 from memcallback.stats import DeviceMemory, StepMemory
 from memcallback.units import format_bytes
 from memcallback.warn import warn_and_go_on
@@ -94,7 +94,7 @@ class HealthWatch:
 
     def on_reading(self, device: DeviceMemory) -> None:
         """The whole device was read, after a step."""
-        for finding in self._health.on_reading(device, limit_bytes=_limit_bytes(self._device)):
+        for finding in self._health.on_reading(device, limit_bytes=limit_bytes(self._device)):
             self._tell(finding)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class HealthWatch:
         if self._device.type == "cpu":
             return None if device.this_process_bytes is None else max(0, device.capacity_bytes - device.this_process_bytes)
         limit = device.capacity_bytes - (device.non_pytorch_bytes or 0)
-        own = _limit_bytes(self._device)
+        own = limit_bytes(self._device)
         return max(0, (limit if own is None else min(limit, own)) - self._largest_peak_bytes)
 
     def _tell(self, finding: Finding) -> None:
@@ -232,13 +232,3 @@ def _is_expandable() -> bool:
         return AllocatorSettings.from_environ(os.environ).expandable_segments
     except ValueError:  # a setting of another version of PyTorch
         return False
-
-
-def _limit_bytes(device: torch.device) -> int | None:
-    """What the allocator may reserve, where the program has bounded it (`torch.cuda.set_per_process_memory_fraction`)."""
-    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    if device.type != "cuda" or read is None:
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    fraction = read(index)
-    return int(fraction * torch.cuda.get_device_properties(index).total_memory) if fraction < 1 else None

@@ -192,6 +192,28 @@ def device_memory(device: torch.device, *, reserved_bytes: int | None = None) ->
     return DeviceMemory(unavailable=f"nothing is known of a device of type {device.type!r} but its allocator")
 
 
+def limit_bytes(device: torch.device) -> int | None:
+    """What the allocator may reserve, where the program has bounded it (`torch.cuda.set_per_process_memory_fraction`); None where it has not."""
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    if device.type != "cuda" or read is None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    fraction = read(index)
+    return int(fraction * torch.cuda.get_device_properties(index).total_memory) if fraction < 1 else None
+
+
+def plannable_bytes(device: torch.device, capacity_bytes: int | None, outside_bytes: int) -> int | None:
+    """The memory to plan for: that of the device; where the program has bounded its allocator, that bound and what is used outside of it.
+
+    Args:
+        device: The device.
+        capacity_bytes: All its memory; None if unknown.
+        outside_bytes: What of it is used, but not by this process's allocator.
+    """
+    bound = limit_bytes(device)
+    return capacity_bytes if bound is None or capacity_bytes is None else min(capacity_bytes, bound + outside_bytes)
+
+
 def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
     """The device of the first parameter that has one; without parameters the current accelerator, else the CPU."""
     for module in modules:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import suggest
 from memcallback.events import Phase
-from memcallback.meters import Meter, device_memory
+from memcallback.meters import Meter, device_memory, plannable_bytes
 from memcallback.module_memory import ModuleTable
 from memcallback.predicted import StepPrediction
 from memcallback.report import Report
@@ -95,7 +95,7 @@ class Recording:
             measured=self.largest,
             predicted=prediction,
             always_held_bytes=self.steady.always_held_bytes if self.steady else None,
-            capacity_bytes=device.capacity_bytes if capacity_bytes is None else capacity_bytes,
+            capacity_bytes=self._plannable_bytes(device) if capacity_bytes is None else capacity_bytes,
             outside_bytes=self._outside_bytes(device) if capacity_bytes is None else None,
             headroom=headroom,
         )
@@ -109,6 +109,9 @@ class Recording:
             lifetime_peak_allocated_bytes=self.lifetime_peak_allocated_bytes,
             notes=notes,
         )
+
+    def _plannable_bytes(self, device: DeviceMemory) -> int | None:
+        return plannable_bytes(self.meter.device, device.capacity_bytes, self._outside_bytes(device) or 0)
 
     def _outside_bytes(self, device: DeviceMemory) -> int | None:
         """Used on the device, but not by this training's tensors."""

@@ -168,8 +168,20 @@ def test_the_callback_trains_with_what_it_found(tmp_path):
 def test_the_memory_of_the_device_is_planned_for_by_default(tmp_path):
     found = mc.fit_batch_size(trainer(tmp_path), Convolutions(), max_batch_size=64)
     assert found.batch_size == 64
-    assert found.capacity_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert found.capacity_bytes == LIMIT_BYTES + found.outside_bytes
     assert 0 < found.outside_bytes < found.capacity_bytes
+
+
+def test_of_a_bounded_allocator_the_bound_is_planned_for(tmp_path):
+    found = mc.fit_batch_size(trainer(tmp_path, limit_val_batches=0), Convolutions(), headroom=0)
+    assert (found.num_ooms, len(found.trials)) == (0, 1)
+    assert LIMIT_BYTES / 2 < found.trials[0].peak_bytes <= LIMIT_BYTES
+    batch = (torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.long))
+    advice = mc.suggest_batch_size(mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0)
+    assert 0.9 * found.batch_size < advice.batch_size < 1.1 * found.batch_size
+    callback = mc.MemoryCallback(headroom=0)
+    trainer(tmp_path, [callback], max_steps=4, limit_val_batches=0).fit(Convolutions())
+    assert 0.9 * found.batch_size < callback.report.advice.batch_size < 1.1 * found.batch_size
 
 
 class Looks(Callback):
