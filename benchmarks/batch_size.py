@@ -1,9 +1,11 @@
 """The largest batch size: what is suggested, what truly trains, and what searches by trying come to, side by side.
 
-    python benchmarks/batch_size.py
+    python benchmarks/batch_size.py                            on virtual devices
+    python benchmarks/batch_size.py --here 16 --jobs 4 --out FOLDER      on the device that is here, of which each process may have 16 GiB
 
-On virtual devices (environment variable VGPU=1) of several cards and capacities (VGPU_ARCH, VGPU_TOTAL_BYTES), where memory is that of
-the card and kernels do nothing. A Lightning Trainer trains, each trial in a process of its own, the warm-up and five more updates.
+Virtual devices (environment variable VGPU=1) are of several cards and capacities (VGPU_ARCH, VGPU_TOTAL_BYTES); memory is that of
+the card, and kernels do nothing. A Lightning Trainer trains, each trial in a process of its own, the warm-up and five more updates. With
+`--here` fewer configurations train, the allocator is bounded, and nobody searches.
 
 *Suggestion*: `memcallback.suggest_batch_size(step, device="cuda", multiple_of=1)` with its default headroom of 5 %.
 
@@ -23,7 +25,7 @@ it, which have no headroom, beside that of the whole card.
 defaults. Of these the last keeps 5 % of the memory free and Lightning's mode `binsearch` takes off 5 % of the samples. What each gives is trained
 like the suggestion. What a search leaves behind is looked at on a CPU, where values are real (`batch_size_state.py`).
 
-The result goes to `benchmarks/results/batch_size/` as JSON and Markdown.
+The result goes to `benchmarks/results/batch_size/` as JSON and Markdown; with `--only` the other pairs there stay.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -45,9 +47,9 @@ from typing import Any
 
 import batch_size_state
 import torch
-from accuracy import in_a_process_of_its_own, is_virtual
+from accuracy import in_a_process_of_its_own, in_processes_of_their_own, is_virtual
 from accuracy_configs import CONFIGS, Config
-from batch_size_results import OURS, Pair, Search, Truth, summarise, to_markdown
+from batch_size_results import OURS, Pair, Search, Truth, pair_from, summarise, to_markdown
 from batch_size_runs import Found, Suggestion, Trial, by_accelerate, by_fit, by_lightning, suggested, try_out
 from machine import processor, today
 
@@ -75,6 +77,11 @@ PAIRS = {
     "vae-adam-32-true": (16, 40),
     "wavenet-adam-32-true": (16, 40),
 }
+#: Those for `--here`.
+PAIRS_HERE = (
+    *("resnet50-momentum-32-true", "resnet18-sgd-32-true", "unet-adamw-bf16-mixed", "vit-s16-adamw-32-true"),
+    *("gpt2-adamw-bf16-mixed", "bert-adamw-fused-16-mixed", "llama-adamw-bf16-true", "wavenet-adam-32-true"),
+)
 SEARCHES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "fit_batch_size": by_fit,
     "BatchSizeFinder, power": partial(by_lightning, mode="power"),
@@ -89,16 +96,20 @@ LEFT_BEHIND: dict[str, Callable[[], list[str]]] = {
     "BatchSizeFinder, binsearch": partial(batch_size_state.by_lightning, "binsearch"),
     "find_executable_batch_size": batch_size_state.by_accelerate,
 }
+HERE = "here"
 #: How far beyond the size found others are tried.
 _BEYOND = (0.02, 0.05)
 _ENDLESS = 1 << 24
 
 
 def on_card(capacity_bytes: int, arch: str, work: Callable[[], Any]) -> Any:
-    """Do work in a process of its own that sees a virtual device."""
+    """Do work in a process of its own that sees a virtual device; or with arch `HERE`, that may have so much of the one that is here."""
 
     def there() -> Any:
-        os.environ.update(VGPU_ARCH=arch, VGPU_TOTAL_BYTES=str(capacity_bytes))
+        if arch == HERE:
+            torch.cuda.set_per_process_memory_fraction(capacity_bytes / torch.cuda.get_device_properties(0).total_memory)
+        else:
+            os.environ.update(VGPU_ARCH=arch, VGPU_TOTAL_BYTES=str(capacity_bytes))
         return work()
 
     return in_a_process_of_its_own(there)
@@ -148,9 +159,9 @@ class Trials:
             near = further
 
 
-def measured(config: Config, capacity_gib: int) -> Pair:
+def measured(config: Config, capacity_gib: int, arch: str, tools: Sequence[str]) -> Pair:
     """All of one configuration on one card."""
-    capacity_bytes, arch = capacity_gib * GiB, CARDS[capacity_gib]
+    capacity_bytes = capacity_gib * GiB
     suggestion = Suggestion(**on_card(capacity_bytes, arch, partial(suggested, config)))
     whole, less = Trials(config, capacity_bytes, arch), Trials(config, int(capacity_bytes * (1 - DEFAULT_HEADROOM)), arch)
     limit = suggestion.limit or suggestion.size
@@ -162,7 +173,7 @@ def measured(config: Config, capacity_gib: int) -> Pair:
         trial=whole.at(max(1, suggestion.size)),
         less=less.truth(near=suggestion.size, near_at_all=int(limit * (1 - DEFAULT_HEADROOM))),
         whole=whole.truth(near=suggestion.limit_without_retry or suggestion.size, near_at_all=limit),
-        searches=[_searched(tool, config, whole, partial(on_card, capacity_bytes, arch)) for tool in SEARCHES],
+        searches=[_searched(tool, config, whole, partial(on_card, capacity_bytes, arch)) for tool in tools],
     )
 
 
@@ -174,14 +185,17 @@ def _searched(tool: str, config: Config, whole: Trials, there: Callable[[Callabl
     return Search(tool=tool, found=found, trial=whole.at(found.size))
 
 
-def environment() -> dict[str, str]:
+def environment(gib_here: int | None) -> dict[str, str]:
     """What the figures hold for."""
+    cards = ", ".join(f"{arch} of {gib} GiB" for gib, arch in CARDS.items()) + " (virtual)"
+    if gib_here is not None:
+        cards = f"{torch.cuda.get_device_name()}{' (virtual)' if is_virtual() else ''}, {gib_here} GiB of it for each process"
     return {
-        "devices": ", ".join(f"{arch} of {gib} GiB" for gib, arch in CARDS.items()) + " (virtual)",
+        "devices": cards,
         "processor": processor(),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
         "lightning": version("lightning"),
-        "accelerate": version("accelerate"),
+        **({} if gib_here else {"accelerate": version("accelerate")}),
         "python": platform.python_version(),
         "memcallback": __version__,
         "date": today(),
@@ -193,6 +207,8 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Check suggested batch sizes on virtual devices.")
     parser.add_argument("--only", nargs="+", default=[], metavar="CONFIG", help=f"of {', '.join(PAIRS)}")
+    parser.add_argument("--here", type=int, metavar="GIB", help="on the device that is here, of which each process may have so much")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs at a time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batch_size", help="the folder for the results")
     return parser.parse_args()
 
@@ -200,27 +216,44 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Suggest, try, search, compare; 1 if a suggestion is not as asked."""
     options = arguments()
-    if not is_virtual():
-        raise SystemExit("The capacities are those of virtual devices (VGPU=1), and this is none.")
+    if options.here is None and not is_virtual():
+        raise SystemExit("The capacities are those of virtual devices (VGPU=1), and this is none. Try --here 16.")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     configs = {config.name: config for config in CONFIGS}
-    chosen = [(name, gib) for name, capacities in PAIRS.items() for gib in capacities if not options.only or name in options.only]
-    left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items()}
+    cards = [(name, gib, CARDS[gib]) for name, gibs in PAIRS.items() for gib in gibs]
+    if options.here is not None:
+        cards = [(name, options.here, HERE) for name in PAIRS_HERE]
+    tools = list(SEARCHES) if options.here is None else []
+    works = {
+        f"{name}, {gib} GiB": partial(_measured, configs[name], gib, arch, tools)
+        for name, gib, arch in cards
+        if not options.only or name in options.only
+    }
+    left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items() if options.here is None or tool == OURS}
     options.out.mkdir(parents=True, exist_ok=True)
     # PyTorch's question for cuDNN's version opens the device, after which no process can be forked that uses it.
-    about = in_a_process_of_its_own(environment)
-    pairs: list[Pair] = []
-    for name, gib in chosen:
-        began = time.perf_counter()
-        pairs.append(measured(configs[name], gib))
-        print(f"{name}, {gib} GiB: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    about = in_a_process_of_its_own(partial(environment, options.here))
+    path = options.out / ("batch_size.json" if options.here else "virtual.json")
+    kept = json.loads(path.read_text())["pairs"] if options.only and path.exists() else []
+    pairs = [pair_from(pair) for pair in kept if pair["config"] not in options.only]
+    failed, began = {}, time.perf_counter()
+    for name, answer in in_processes_of_their_own(works, num_jobs=options.jobs):
+        print(f"{time.perf_counter() - began:6.0f} s  {name} {answer.get('error', '')}", file=sys.stderr)
+        if "error" in answer:
+            failed[name] = answer["error"]
+            continue
+        pairs = sorted([*pairs, pair_from(answer["result"])], key=lambda pair: (list(PAIRS).index(pair.config), pair.capacity_bytes))
         summaries = summarise(pairs, left_behind)
         results = {"environment": about, "pairs": [asdict(pair) for pair in pairs], "summaries": [asdict(row) for row in summaries]}
-        (options.out / "virtual.json").write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
-        (options.out / "virtual.md").write_text(to_markdown(about, pairs, summaries))
-    print((options.out / "virtual.md").read_text())
-    return 0 if all(pair.is_met for pair in pairs) else 1
+        path.write_text(json.dumps({**results, "left_behind": left_behind, "failed": failed}, indent=1) + "\n")
+        path.with_suffix(".md").write_text(to_markdown(about, pairs, summaries))
+    print(path.with_suffix(".md").read_text())
+    return 0 if all(pair.is_met for pair in pairs) and not failed else 1
+
+
+def _measured(config: Config, gib: int, arch: str, tools: Sequence[str]) -> dict[str, Any]:
+    return asdict(measured(config, gib, arch, tools))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from batch_size_runs import NUM_SEARCHED, Found, Suggestion, Trial
 
@@ -87,6 +88,27 @@ class Pair:
         return self.trial.ran and not self.trial.num_ooms and self.share >= LEAST_SHARE
 
 
+def pair_from(found: dict[str, Any]) -> Pair:
+    """A pair from what JSON has of it."""
+    searches = [
+        Search(
+            tool=one["tool"],
+            found=Found(**one["found"]) if one["found"] else None,
+            trial=Trial(**one["trial"]) if one["trial"] else None,
+            error=one["error"],
+        )
+        for one in found["searches"]
+    ]
+    return Pair(
+        **{name: found[name] for name in ("config", "card", "capacity_bytes")},
+        suggestion=Suggestion(**found["suggestion"]),
+        trial=Trial(**found["trial"]),
+        less=Truth(**found["less"]),
+        whole=Truth(**found["whole"]),
+        searches=searches,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """One way to a batch size, over all pairs.
@@ -161,7 +183,7 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
     num_met = sum(pair.is_met for pair in pairs)
     lines = ["# The largest batch size", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
-        f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and {len({pair.card for pair in pairs})} virtual cards. "
+        f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and {len({(pair.card, pair.capacity_bytes) for pair in pairs})} cards. "
         f"Asked: training at the suggestion never runs out of memory, and it is at least {LEAST_SHARE:.0%} of what trains on a card of the "
         f"capacity less the headroom. **{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion is {_range(shares)} of that.",
         "",

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import find_executable_batch_size
 from accuracy_configs import Config
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.tuner.tuning import Tuner
@@ -224,6 +223,8 @@ def by_fit(config: Config) -> dict[str, Any]:
 
 def by_accelerate(config: Config, starting_batch_size: int) -> dict[str, Any]:
     """Accelerate's `find_executable_batch_size` around a plain loop; model and optimizer are made inside, as its documentation has it."""
+    from accelerate.utils import find_executable_batch_size  # not on every machine with a device
+
     trials: list[tuple[int, int]] = []
 
     def train(batch_size: int) -> int:

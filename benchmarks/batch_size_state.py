@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import find_executable_batch_size
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
@@ -100,6 +99,8 @@ def _by_trainer(search: Callable[[Trainer, Network], object]) -> list[str]:
 
 def by_accelerate() -> list[str]:
     """What is otherwise when the attempt begins that fits, for a model from outside of the function."""
+    from accelerate.utils import find_executable_batch_size  # not on every machine with a device
+
     module = Network()
     before = _state(module)
     seen: list[State] = []

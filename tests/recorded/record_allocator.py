@@ -1,6 +1,7 @@
 """Record what the CUDA caching allocator does in training steps, and what it reports after every event.
 
     python tests/recorded/record_allocator.py            # all runs, each in a process of its own, into tests/recorded/allocator/
+    python tests/recorded/record_allocator.py --steps 30 --out FOLDER      # long ones, elsewhere
 
 Needs a CUDA device, real or virtual. The files are read by tests/test_allocator_recorded.py; README.md beside this script tells the format.
 """
@@ -154,12 +155,12 @@ def matched(events: list[list[Any]], rows: Iterator[tuple[int, int, int, int]]) 
     return figures
 
 
-def record(name: str, precision: str) -> dict[str, Any]:
+def record(name: str, precision: str, num_steps: int) -> dict[str, Any]:
     """The history of one run, in the process that this is."""
     capacity_bytes = limited() if name == "mixed" else None
     torch.cuda.memory._record_memory_history(max_entries=200_000, context=None)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        mixed(2500) if name == "mixed" else train(name, precision, 3, grows=True)
+        mixed(2500) if name == "mixed" else train(name, precision, num_steps, grows=True)
     pynvml.nvmlInit()
     stats = torch.cuda.memory_stats()
     snapshot = torch.cuda.memory._snapshot()
@@ -197,18 +198,22 @@ def main() -> None:
     """All runs, or with arguments one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "PRECISION", "FILE"))
+    parser.add_argument("--steps", type=int, default=3, help="of a training; the last is larger than the others")
+    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     if arguments.one:
         name, precision, file = arguments.one
-        Path(file).write_bytes(compact(record(name, precision)))
+        Path(file).write_bytes(compact(record(name, precision, arguments.steps)))
         return
-    OUT.mkdir(exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     for name, precision, setting in [*itertools.product(MODELS, PRECISIONS, SETTINGS), *(("mixed", "uint8", s) for s in SETTINGS)]:
-        file = OUT / f"{name}-{precision}-{setting}.json.gz"
+        file = arguments.out / f"{name}-{precision}-{setting}.json.gz"
         environ = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
         if (name, setting) == ("mixed", "expandable"):
             environ |= {"VGPU_TOTAL_BYTES": str(LIMIT_MIB << 20), "VGPU_CONTEXT_BYTES": "0"}
-        subprocess.run([sys.executable, __file__, "--one", name, precision, str(file)], env=environ, check=True)
+        subprocess.run(
+            [sys.executable, __file__, "--one", name, precision, str(file), "--steps", str(arguments.steps)], env=environ, check=True
+        )
         print(file.name, file.stat().st_size)
 
 

@@ -8,6 +8,7 @@ README.md beside this script tells the format.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 from pathlib import Path
@@ -24,6 +25,9 @@ OUT = Path(__file__).parent / "convolutions"
 
 def main() -> None:
     """Record this device."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=OUT)
+    out = parser.parse_args().out
     name = torch.cuda.get_device_name()
     ask, workspaces = cudnn.workspace_bytes, {}
 
@@ -44,8 +48,8 @@ def main() -> None:
         convolution_kernel(op, args, {}, None, CARDS[name])
     meta = {"device": name, "torch": torch.__version__, "cudnn": cudnn.version()}
     text = json.dumps({"meta": meta, "cases": cases, "workspaces": workspaces}, separators=(",", ":"))
-    OUT.mkdir(exist_ok=True)
-    path = OUT / f"{name.replace(' ', '-')}.json.gz"
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name.replace(' ', '-')}.json.gz"
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{path}: {len(cases)} of {len(CASES)} cases, {len(workspaces)} workspaces")
 

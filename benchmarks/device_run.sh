@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# All that one CUDA device can tell, within 20 minutes, into a folder of at most 16 small files:
+#
+#   benchmarks/device_run.sh OUT [PART ...]      # all parts, or these: facts allocator convolutions accuracy overhead per_module batch_size tests
+#
+# Needs PyTorch's CUDA build with Lightning, transformers and pytest, and no network; nothing is installed. PYTHON names the python; SLOWER=4 gives
+# each part four times as long. On virtual
+# devices the same: ../shared/vgpu/run.sh benchmarks/device_run.sh OUT. A part that fails or takes too long leaves its log, and the others run.
+set -uo pipefail
+out=$(mkdir -p "${1:?where the results go}" && cd "$1" && pwd)
+shift
+cd "$(dirname "$0")/.."
+parts=" ${*:-facts allocator convolutions accuracy overhead per_module batch_size tests} "
+python=${PYTHON:-python}
+jobs=$(( $(nproc) > 6 ? 6 : $(nproc) ))
+export PYTHONPATH="$PWD:$PWD/benchmarks:$PWD/tests" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
+failed=0
+
+part() { # name, seconds at most, command
+  local name=$1 limit=$(($2 * ${SLOWER:-1})) began=$SECONDS rc=0
+  shift 2
+  [[ $parts == *" $name "* ]] || return 0
+  timeout --kill-after=10 "$limit" "$@" > "$out/$name.log" 2>&1 || rc=$?
+  echo "$name: exit code $rc, $((SECONDS - began)) s" | tee -a "$out/parts.txt"
+  # A log that tells of no failure is of no use to anybody.
+  if [ "$rc" = 0 ]; then rm "$out/$name.log"; else failed=1; tail -c 4000 "$out/$name.log" > "$out/$name.tail" && mv "$out/$name.tail" "$out/$name.log"; fi
+}
+
+allocator() {
+  local folder
+  folder=$(mktemp -d)
+  "$python" tests/recorded/record_allocator.py --steps 32 --out "$folder" && tar -cf "$out/allocator.tar" -C "$folder" .
+  local rc=$?
+  rm -r "$folder"
+  return $rc
+}
+accuracy() {
+  "$python" benchmarks/accuracy.py measure --jobs "$jobs" --out "$out/accuracy.json.gz"
+  "$python" benchmarks/accuracy.py compare --jobs "$jobs" --measured "$out/accuracy.json.gz" --markdown "$out/accuracy.md"
+}
+export -f allocator accuracy
+export out python jobs
+
+part facts 40 "$python" benchmarks/device_facts.py --out "$out/facts.json"
+part allocator 120 bash -c allocator
+part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out"
+part accuracy 360 bash -c accuracy
+part overhead 90 "$python" benchmarks/overhead.py --device cuda --out "$out"
+part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
+part batch_size 300 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
+part tests 120 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
+exit $failed
