@@ -48,7 +48,7 @@ class CodeLine:
 def line_of(frame: FrameType | None) -> CodeLine | None:
     """The innermost line of a person's program from a frame outwards; None if there is none."""
     while frame is not None:
-        if is_own(frame.f_code.co_filename):
+        if is_of_user(frame.f_code.co_filename):
             return line_at(frame)
         frame = frame.f_back
     return None
@@ -61,7 +61,7 @@ def line_here() -> CodeLine | None:
 
 def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
     """The innermost line of a person's program that an error went through; None if there is none."""
-    own = [(frame, number) for frame, number in frames_of(traceback) if is_own(frame.f_code.co_filename)]
+    own = [(frame, number) for frame, number in frames_of(traceback) if is_of_user(frame.f_code.co_filename)]
     return line_at(*own[-1]) if own else None
 
 
@@ -73,7 +73,7 @@ def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]
 
 
 @cache
-def is_own(path: str) -> bool:
+def is_of_user(path: str) -> bool:
     """Whether a file is a person's program or a package that is none of PyTorch, Lightning, Python and memcallback."""
     if path.startswith("<"):
         # Generated code and what is frozen into Python is nobody's; what a person types, and cells of a notebook, are.

@@ -43,7 +43,7 @@ def _library_folders() -> frozenset[str]:
     )
 
 
-def is_own(filename: str) -> bool:
+def is_of_memcallback(filename: str) -> bool:
     """Whether a source file is one of this package."""
     return filename.startswith(_OWN)
 
@@ -93,7 +93,7 @@ def scopes(frames: Iterable[FrameType]) -> list[Scope]:
     Args:
         frames: The frames, in the order of precedence; those of this package are left out.
     """
-    frames = [frame for frame in frames if not is_own(frame.f_code.co_filename)]
+    frames = [frame for frame in frames if not is_of_memcallback(frame.f_code.co_filename)]
     found, files = [], set()
     for frame in frames:
         code = frame.f_code

@@ -1,15 +1,37 @@
-"""Hooks on modules are taken back where PyTorch is not walking through them."""
+"""`Hook`: what we put on modules, optimizers and nodes of autograd; hooks on modules are taken back where PyTorch is not walking through them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 
 from memcallback.code_lines import frames_of
+
+
+class Hook:
+    """Calls a function and gives PyTorch nothing back.
+
+    In a copy of what it is on, which may be pickled, it does nothing; nor does it where a module is compiled with its hooks.
+
+    Args:
+        function: Called with what the hook is called with.
+    """
+
+    def __init__(self, function: Callable[..., object] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """As PyTorch calls hooks."""
+        if not torch.compiler.is_compiling() and self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
 
 #: What could not be taken back yet.
 _left: list[Any] = []

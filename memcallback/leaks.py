@@ -19,7 +19,7 @@ import torch
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.events import Category
 from memcallback.filling_lines import filling_lines
-from memcallback.frame_tensors import Scope, is_library, is_own, module_attributes, scope_tensors, scopes, stack
+from memcallback.frame_tensors import Scope, is_library, is_of_memcallback, module_attributes, scope_tensors, scopes, stack
 from memcallback.live_tensors import alive_tensors, live_storages
 from memcallback.saved_tensors import graph_nodes
 
@@ -81,7 +81,7 @@ def _is_held(owner: str) -> bool:
 def frames_around() -> list[FrameType]:
     """The functions that run, from the inside out: the user's first, so that their variables give the names."""
     # Those of this package would hold the list that holds them, and with it the batch, until Python collects such cycles.
-    found = [frame for frame in stack(sys._getframe(1)) if not is_own(frame.f_code.co_filename)]
+    found = [frame for frame in stack(sys._getframe(1)) if not is_of_memcallback(frame.f_code.co_filename)]
     return sorted(found, key=lambda one: is_library(one.f_code.co_filename))
 
 
@@ -241,7 +241,7 @@ def _owners(owned: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
 def _user_modules() -> Iterator[tuple[Any, str]]:
     for module in list(sys.modules.values()):
         file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and not is_library(file) and not is_own(file):
+        if isinstance(file, str) and not is_library(file) and not is_of_memcallback(file):
             yield module, file
 
 
@@ -258,7 +258,7 @@ def filled_at(owner: str, modules: Iterable[torch.nn.Module], frames: Iterable[F
         return ()
     files = [frame.f_code.co_filename for frame in frames]
     files += [file for _, file in _user_modules()]
-    files = [file for file in dict.fromkeys(files) if not is_library(file) and not is_own(file)]
+    files = [file for file in dict.fromkeys(files) if not is_library(file) and not is_of_memcallback(file)]
     if owner.startswith("attribute"):
         parts = {kind for model in modules for kind in map(type, model.modules())}
         lines = [line for kind in parts for line in filling_lines(name[1], files, within=_codes(kind))]

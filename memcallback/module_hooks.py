@@ -10,13 +10,14 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from memcallback.holdings import tensors_in
-from memcallback.hook_handles import take_back
+from memcallback.hook_handles import Hook, take_back
 from memcallback.module_memory import ModuleInfo
 
 #: Modules that stand around the model: it is in their attribute of this name, and has its own names.
@@ -80,8 +81,8 @@ class ModuleFollower:
         self._is_following, self._forward_thread = True, threading.get_ident()
         compiled: list[str] = []
         for name, module in self._hookable(compiled):
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, name), prepend=True))
-            self._handles.append(module.register_forward_hook(_Leave(self, name), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(self._hook(partial(self._enters, name)), prepend=True))
+            self._handles.append(module.register_forward_hook(self._hook(partial(self._leaves, name)), always_call=True))
         if compiled:
             names = ", ".join(repr(name) if name else "the root module" for name in compiled[:3])
             self.notes = (f"What is inside a compiled module is not told apart: {names}{' and more' if len(compiled) > 3 else ''}.",)
@@ -96,13 +97,13 @@ class ModuleFollower:
         take_back(self._handles)
         self._handles, self._stack, self._stretches, self._now = [], [], {}, None
 
-    def enters(self, name: str) -> None:
+    def _enters(self, name: str, *_: object) -> None:
         """A module's forward pass begins."""
         if self._is_mine():
             self._stack.append(name)
             self._forward_changes()
 
-    def leaves(self, name: str, output: object) -> None:
+    def _leaves(self, name: str, module: nn.Module, args: object, output: object) -> None:
         """A module's forward pass is over, with what it returned; None if it failed."""
         if not self._is_mine() or name not in self._stack:
             return
@@ -112,25 +113,32 @@ class ModuleFollower:
         if not self._stack:
             self._await(output)
 
-    def arrives(self, path: tuple[str, ...]) -> None:
+    def _arrives(self, path: tuple[str, ...], *_: object) -> None:
         """The backward pass comes to nodes of these modules."""
         if self._is_following:
             self._of_node = path
             self._change(path, is_backward=True)
 
-    def reached(self, stretches: _Stretches) -> None:
+    def _reached(self, stretches: _Stretches, *_: object) -> None:
         """The backward pass comes to what the outermost module returned: the nodes beyond it are those still to run."""
         if self._is_following:
             root = torch._C._current_autograd_node()
             for node, path in stretches.first_nodes(root):
-                self._handles.append(node.register_prehook(_Arrive(self, path)))
+                self._handles.append(node.register_prehook(self._hook(partial(self._arrives, path))))
                 if node is root:
-                    self.arrives(path)
+                    self._arrives(path)
 
-    def fails(self, error: Exception) -> None:
-        """Something went wrong here; the training goes on."""
-        self._is_following = False
-        self._at_error(error)
+    def _hook(self, function: Callable[..., None]) -> Hook:
+        """A hook in which an error of ours ends the following, and not the training."""
+
+        def guarded(*args: Any) -> None:
+            try:
+                function(*args)
+            except Exception as error:
+                self._is_following = False
+                self._at_error(error)
+
+        return Hook(guarded)
 
     def _is_mine(self) -> bool:
         """Whether this is the training's own forward pass, or one inside its backward pass; a replica of a module runs in a thread of its own."""
@@ -157,7 +165,7 @@ class ModuleFollower:
         stretches = self._stretches_here()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                self._handles.append(tensor.grad_fn.register_prehook(_Reach(self, stretches)))
+                self._handles.append(tensor.grad_fn.register_prehook(self._hook(partial(self._reached, stretches))))
 
     def _hookable(self, compiled: list[str]) -> Iterator[tuple[str, nn.Module]]:
         """The modules whose hooks run; of a compiled one what is called in its place, and nothing inside."""
@@ -207,50 +215,6 @@ class _Stretches:
             pending += [following for following, _ in node.next_functions if following is not None and following.next_functions]
         for stretch, (_, node) in first.items():
             yield node, self._paths[stretch]
-
-
-class _Hook:
-    """A hook of ours; in a copy of what it is on, which may be pickled, it does nothing."""
-
-    def __init__(self, follower: ModuleFollower | None = None, what: Any = None) -> None:
-        self._follower = follower
-        self._what = what
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return type(self), ()
-
-    def __call__(self, *args: Any) -> None:
-        follower = self._follower
-        # Modules that are compiled are compiled with their hooks.
-        if torch.compiler.is_compiling() or follower is None:
-            return
-        try:
-            self._tell(follower, args)
-        except Exception as error:  # training does not stop for an error of ours
-            follower.fails(error)
-
-    def _tell(self, follower: ModuleFollower, args: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-
-class _Enter(_Hook):
-    def _tell(self, follower: ModuleFollower, args: Sequence[Any]) -> None:
-        follower.enters(self._what)
-
-
-class _Leave(_Hook):
-    def _tell(self, follower: ModuleFollower, args: Sequence[Any]) -> None:
-        follower.leaves(self._what, args[2])
-
-
-class _Arrive(_Hook):
-    def _tell(self, follower: ModuleFollower, args: Sequence[Any]) -> None:
-        follower.arrives(self._what)
-
-
-class _Reach(_Hook):
-    def _tell(self, follower: ModuleFollower, args: Sequence[Any]) -> None:
-        follower.reached(self._what)
 
 
 def _around(module: nn.Module) -> Iterator[nn.Module]:

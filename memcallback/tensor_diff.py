@@ -15,7 +15,7 @@ import torch
 from memcallback.checks import described
 from memcallback.code_lines import CodeLine, line_at
 from memcallback.cpu_meter import resident_bytes
-from memcallback.frame_tensors import is_library, is_own, stack
+from memcallback.frame_tensors import is_library, is_of_memcallback, stack
 from memcallback.live_tensors import LiveTensor, live_storages
 from memcallback.meters import AllocatorMeter, MeterUnavailableError, default_device
 from memcallback.saved_tensors import READS_SAVED
@@ -127,7 +127,7 @@ class TensorDiff:
         self._mark("end of the block")
 
     def _mark(self, label: str) -> TensorChange:
-        frames = [frame for frame in stack(sys._getframe(1)) if not is_own(frame.f_code.co_filename)]
+        frames = [frame for frame in stack(sys._getframe(1)) if not is_of_memcallback(frame.f_code.co_filename)]
         at = line_at(frames[0])
         known = self._look(frames)
         mark = self._read(label, at, known)

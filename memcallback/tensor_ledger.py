@@ -6,7 +6,7 @@ import bisect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcallback.code_lines import CodeLine, line_of
 from memcallback.holdings import is_on, parts_of
+from memcallback.hook_handles import Hook
 
 #: The modules of autograd nodes are known that far back: more than there are in a step.
 _MOST_CHANGES = 200_000
@@ -143,8 +144,8 @@ class _Modules:
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
             with suppress(RuntimeError):  # a compiled module of TorchScript takes no such hooks
-                hooks.callback(module.register_forward_hook(_Hook(self._leave), always_call=True).remove)
-                hooks.callback(module.register_forward_pre_hook(_Hook(partial(self._enter, name)), prepend=True).remove)
+                hooks.callback(module.register_forward_hook(Hook(self._leave), always_call=True).remove)
+                hooks.callback(module.register_forward_pre_hook(Hook(partial(self._enter, name)), prepend=True).remove)
 
     def running(self) -> str | None:
         """The name of the module; None if none is known."""
@@ -159,11 +160,11 @@ class _Modules:
         found = {to[bisect.bisect_right(at, number) - 1] for at, to in self._changes.values() if at[0] <= number}
         return found.pop() if len(found) == 1 else None
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: object) -> None:
         self._stacks.setdefault(threading.get_ident(), []).append(name)
         self._change()
 
-    def _leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         running = self._stacks.get(threading.get_ident())
         if running:  # else a module that was entered before this was on
             running.pop()
@@ -182,17 +183,3 @@ class _Modules:
             to.append(now)
         if len(at) > _MOST_CHANGES:
             del at[: _MOST_CHANGES // 2], to[: _MOST_CHANGES // 2]
-
-
-class _Hook:
-    """A hook of ours; in a copy of the module that it is on, which may be pickled, it does nothing."""
-
-    def __init__(self, function: Callable[[], None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling() and self._function is not None:
-            self._function()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()

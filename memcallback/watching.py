@@ -27,7 +27,7 @@ from memcallback.checks import whole_number
 from memcallback.events import Phase
 from memcallback.guarded import never_stops_training
 from memcallback.holdings import tensors_in
-from memcallback.hook_handles import take_back
+from memcallback.hook_handles import Hook, take_back
 from memcallback.phase_windows import Phases, begin_backward, begin_update, end_update
 from memcallback.steps import INFERRED, infer_batch_size
 from memcallback.warn import warn_and_go_on
@@ -95,11 +95,11 @@ class Watch:
         self._forget_step()
         handles: list[Any] = []
         for module in modules:
-            handles.append(module.register_forward_pre_hook(_Hook(self._forward_begins), with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(_Hook(self._forward_ends), always_call=True))
+            handles.append(module.register_forward_pre_hook(_hook(self._forward_begins), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(_hook(self._forward_ends), always_call=True))
         for optimizer in optimizers:
-            handles.append(optimizer.register_step_pre_hook(_Hook(self._update_begins)))
-            handles.append(optimizer.register_step_post_hook(_Hook(self._update_ends)))
+            handles.append(optimizer.register_step_pre_hook(_hook(self._update_begins)))
+            handles.append(optimizer.register_step_post_hook(_hook(self._update_ends)))
         self._finalizer = weakref.finalize(self, _take_back, handles, listen(self), uncaught.listen(self))
 
     def __enter__(self) -> Watch:
@@ -270,20 +270,15 @@ class Watch:
             self.end_step()
 
 
-class _Hook:
-    """Calls a method of a watch, held weakly; a copy of it, in a copy or a pickle of the module that it is on, does nothing."""
+def _hook(method: Callable[..., None]) -> Hook:
+    """A hook that holds what it calls weakly."""
+    reference = weakref.WeakMethod(method)
 
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+    def call(*args: object) -> None:
+        if (found := reference()) is not None:
+            found(*args)
 
-    def __call__(self, *args: object) -> None:
-        # Modules that are compiled are compiled with their hooks.
-        if torch.compiler.is_compiling() or self._method is None or (method := self._method()) is None:
-            return
-        method(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+    return Hook(call)
 
 
 def _small(arguments: Any) -> Any:
