@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from test_tracer import boundaries
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
 from memcallback import MemoryRecorder, Phase, TrainingStep
-from memcallback.events import Alloc, Free, PhaseEnd, PhaseStart, StepStart
 from memcallback.tracer import trace
 
 NUM_CLASSES = 5
@@ -251,18 +251,7 @@ def predicted(program):
     """Bytes alive at the start and the end of each phase, step by step, of two updates."""
     torch.manual_seed(0)
     model = Model(program)
-    sizes, alive, steps = {}, 0, []
-    for event in trace(step_of(program, model, batch_of(program)), None).trace.events:
-        if isinstance(event, Alloc):
-            sizes[event.id] = event.size_bytes
-            alive += event.size_bytes
-        elif isinstance(event, Free):
-            alive -= sizes[event.id]
-        elif isinstance(event, StepStart):
-            steps.append([])
-        elif isinstance(event, (PhaseStart, PhaseEnd)):
-            steps[-1].append(alive)
-    return steps
+    return boundaries(trace(step_of(program, model, batch_of(program)), None))
 
 
 def train(program, recorder=None):
