@@ -116,6 +116,11 @@ class Growth:
         self._closed: list[_Window] = []
         self._open: _Window | None = None
 
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether the next reading is the first or the last of a window: only then its epoch counts."""
+        return self._open is None or self._open.num_readings + 1 >= self._size
+
     def add(self, step: int, num_bytes: int, count: int, *, epoch: int | None = None) -> bool:
         """Take a reading.
 
@@ -123,7 +128,7 @@ class Growth:
             step: Which step, more than that of the reading before.
             num_bytes: In use at its end.
             count: The number of allocations or storages in use then.
-            epoch: Its epoch; None if that is not known.
+            epoch: Its epoch; None if that is not known, or does not count.
 
         Returns:
             Whether a window was closed by it, so that there is something new to say.

@@ -86,7 +86,8 @@ class HealthWatch:
         if self._device.type == "cpu":
             self._look_at_cpu(record.index, batch)
         elif end.allocated_bytes is not None and end.num_allocations is not None:
-            is_due = self._growth.add(record.index, end.allocated_bytes, end.num_allocations, epoch=self._progress().epoch)
+            epoch = self._progress().epoch if self._growth.is_at_edge else None
+            is_due = self._growth.add(record.index, end.allocated_bytes, end.num_allocations, epoch=epoch)
             if is_due and (rise := self._growth.rise) is not None:
                 self._follow(rise, record.index, batch)
             elif is_due:
