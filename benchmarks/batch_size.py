@@ -242,14 +242,15 @@ def main() -> int:
         print(f"{time.perf_counter() - began:6.0f} s  {name} {answer.get('error', '')}", file=sys.stderr)
         if "error" in answer:
             failed[name] = answer["error"]
+            path.with_suffix(".failed.json").write_text(json.dumps(failed, indent=1) + "\n")
             continue
         pairs = sorted([*pairs, pair_from(answer["result"])], key=lambda pair: (list(PAIRS).index(pair.config), pair.capacity_bytes))
         summaries = summarise(pairs, left_behind)
         results = {"environment": about, "pairs": [asdict(pair) for pair in pairs], "summaries": [asdict(row) for row in summaries]}
-        path.write_text(json.dumps({**results, "left_behind": left_behind, "failed": failed}, indent=1) + "\n")
+        path.write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
         path.with_suffix(".md").write_text(to_markdown(about, pairs, summaries))
-    print(path.with_suffix(".md").read_text())
-    return 0 if all(pair.is_met for pair in pairs) and not failed else 1
+        print(path.with_suffix(".md").read_text())
+    return 0 if pairs and all(pair.is_met for pair in pairs) and not failed else 1
 
 
 def _measured(config: Config, gib: int, arch: str, tools: Sequence[str]) -> dict[str, Any]:

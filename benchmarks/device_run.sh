@@ -4,14 +4,16 @@
 #   benchmarks/device_run.sh OUT [PART ...]      # all parts, or these: facts allocator convolutions accuracy overhead per_module batch_size tests
 #
 # Needs PyTorch's CUDA build with Lightning, transformers and pytest, and no network; nothing is installed. PYTHON names the python; SLOWER=4 gives
-# each part four times as long. On virtual
-# devices the same: ../shared/vgpu/run.sh benchmarks/device_run.sh OUT. A part that fails or takes too long leaves its log, and the others run.
+# each part four times as long. On virtual devices the same: ../shared/vgpu/run.sh benchmarks/device_run.sh OUT. A part that fails or takes too long leaves its log, and the others run.
 set -uo pipefail
-out=$(mkdir -p "${1:?where the results go}" && cd "$1" && pwd)
+: "${1:?where the results go}"
+python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python}: name it with PYTHON" >&2; exit 2; }
+[[ $python == /* ]] || python=$PWD/$python
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
+rm -f "$out/parts.txt"
 shift
 cd "$(dirname "$0")/.."
 parts=" ${*:-facts allocator convolutions accuracy overhead per_module batch_size tests} "
-python=${PYTHON:-python}
 jobs=$(( $(nproc) > 6 ? 6 : $(nproc) ))
 export PYTHONPATH="$PWD:$PWD/benchmarks:$PWD/tests" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
 failed=0
@@ -35,8 +37,10 @@ allocator() {
   return $rc
 }
 accuracy() {
-  "$python" benchmarks/accuracy.py measure --jobs "$jobs" --out "$out/accuracy.json.gz"
-  "$python" benchmarks/accuracy.py compare --jobs "$jobs" --measured "$out/accuracy.json.gz" --markdown "$out/accuracy.md"
+  local rc=0
+  "$python" benchmarks/accuracy.py measure --jobs "$jobs" --out "$out/accuracy.json.gz" || rc=$?
+  "$python" benchmarks/accuracy.py compare --jobs "$jobs" --measured "$out/accuracy.json.gz" --markdown "$out/accuracy.md" || rc=$?
+  return $rc
 }
 export -f allocator accuracy
 export out python jobs
@@ -44,9 +48,10 @@ export out python jobs
 part facts 40 "$python" benchmarks/device_facts.py --out "$out/facts.json"
 part allocator 120 bash -c allocator
 part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out"
-part accuracy 360 bash -c accuracy
+part accuracy 300 bash -c accuracy
 part overhead 90 "$python" benchmarks/overhead.py --device cuda --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
-part batch_size 300 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
-part tests 120 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
+# One at a time: what others use of the device counts for a suggestion.
+part batch_size 420 "$python" benchmarks/batch_size.py --here 12 --out "$out"
+part tests 80 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
 exit $failed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memcallback.devices import CATALOGUE, Device, DeviceSpec, find_device, is_cuda_here
-from memcallback.meters import device_memory, plannable_bytes
+from memcallback.meters import device_memory, limit_bytes, plannable_bytes
 from memcallback.steps import PredictionError
 
 
@@ -79,7 +79,8 @@ def outside_bytes(device: object, spec: Device) -> int | None:
 def device_here(device: torch.device | None = None) -> DeviceSpec:
     """A CUDA device of this machine: its own capacity, with the catalogue's other figures where its name is known.
 
-    Where the program has bounded its allocator (`torch.cuda.set_per_process_memory_fraction`), the capacity is that and a CUDA context.
+    Where the program has bounded its allocator (`torch.cuda.set_per_process_memory_fraction`), the capacity is that and what is used of the device
+    outside of the allocator at this moment.
 
     Args:
         device: The device; by default the current CUDA device.
@@ -104,7 +105,9 @@ def device_here(device: torch.device | None = None) -> DeviceSpec:
         known = "'cuda:0'" if num_devices == 1 else f"'cuda:0' to 'cuda:{num_devices - 1}'"
         raise ValueError(f"{str(device)!r} is not here: this machine's CUDA devices are {known}. Give one of these, or name a card.")
     spec = _spec(torch.cuda.get_device_properties(device))
-    capacity_bytes = plannable_bytes(device, spec.capacity_bytes, spec.context_bytes)
+    if limit_bytes(device) is None:
+        return spec
+    capacity_bytes = plannable_bytes(device, spec.capacity_bytes, outside_bytes(device, spec) or 0)
     assert capacity_bytes is not None
     return replace(spec, capacity_bytes=capacity_bytes)
 

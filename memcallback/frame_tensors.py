@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -136,17 +137,45 @@ def _search(roots: Iterable[tuple[str, str, object]]) -> Iterator[tuple[str, tor
     """
     depth_of: dict[int, int] = {}
     for owner, name, value in roots:
-        most = min(len(depth_of) + _MOST_OBJECTS, _MOST_IN_ALL)
-        pending = deque([(name, value, 0)])
-        while pending:
-            path, obj, depth = pending.popleft()
-            if issubclass(type(obj), torch.Tensor):
-                yield owner.format(path), obj  # type: ignore[misc]
-            elif depth < _MOST_DEPTH and not issubclass(type(obj), (*_LEAVES, *_SEARCHED_APART)):
-                for attribute, child in _children(obj):
-                    if depth + 1 < depth_of.get(id(child), _MOST_DEPTH + 1) and len(depth_of) < most:
-                        depth_of[id(child)] = depth + 1
-                        pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
+        with suppress(Exception):  # of whatever is in a person's objects, the other roots are looked at
+            for path, tensor in _below(name, value, depth_of):
+                yield owner.format(path), tensor
+
+
+def _below(name: str, value: object, depth_of: dict[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors below one root.
+
+    Args:
+        name: Where paths begin.
+        value: The root.
+        depth_of: How deep an object was when it was looked at, by identity; other roots have seen to theirs.
+    """
+    most = min(len(depth_of) + _MOST_OBJECTS, _MOST_IN_ALL)
+    pending = deque([(name, value, 0)])
+    while pending:
+        path, obj, depth = pending.popleft()
+        if issubclass(type(obj), torch.Tensor):
+            yield path, obj  # type: ignore[misc]
+            continue
+        if depth == _MOST_DEPTH or _is_leaf(obj):
+            continue
+        for attribute, child in _children(obj):
+            number = id(child)
+            if _is_leaf(child) or depth_of.get(number, _MOST_DEPTH + 1) <= depth + 1:
+                continue
+            if number not in depth_of and len(depth_of) >= most:
+                # Of what is left out here, other roots may see to some.
+                for left_path, left, _ in [(path, obj, depth), *pending]:
+                    depth_of.pop(id(left), None)
+                    if issubclass(type(left), torch.Tensor):
+                        yield left_path, left  # type: ignore[misc]
+                return
+            depth_of[number] = depth + 1
+            pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
+
+
+def _is_leaf(obj: object) -> bool:
+    return issubclass(type(obj), (*_LEAVES, *_SEARCHED_APART))
 
 
 def _children(obj: object) -> list[tuple[str, object]]:
@@ -154,9 +183,9 @@ def _children(obj: object) -> list[tuple[str, object]]:
     held: Any = obj
     for container in (list, tuple, set, frozenset, deque):
         if issubclass(type(obj), container):
-            return [("", child) for child in container.__iter__(held)]
+            return [("", child) for child in islice(container.__iter__(held), _MOST_OBJECTS)]
     if issubclass(type(obj), dict):
-        return [("", child) for child in dict.values(held)]
+        return [("", child) for child in islice(dict.values(held), _MOST_OBJECTS)]
     return list(_attributes(obj).items())
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
@@ -91,7 +92,7 @@ class Watch:
         self._is_broken = False
         self._has_seen_step = False
         # Replicas of a model (DataParallel) have its hooks, and run in threads of their own at the same time.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._forget_step()
         handles: list[Any] = []
         for module in modules:
@@ -172,8 +173,12 @@ class Watch:
 
     @never_stops_training
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self._lock:
+        with self._alone(module):
             self._begin_forward(module, args, kwargs)
+
+    def _alone(self, module: torch.nn.Module) -> AbstractContextManager[object]:
+        """Replicas one at a time; nobody else is ever to wait."""
+        return self._lock if _is_replica(module) else nullcontext()
 
     def _begin_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder()
@@ -184,9 +189,7 @@ class Watch:
         if self._owns_step and self._is_used and not self._is_in_closure:
             self.end_step()
         if not recorder.is_in_step:
-            self._begin_step(recorder, args, kwargs)
-            # What comes after the replicas is done by another thread.
-            self._thread = None if getattr(module, "_is_replica", False) else threading.get_ident()
+            self._begin_step(recorder, module, args, kwargs)
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])
             tensors = tensors_in((_small(args), _small(kwargs)))
@@ -194,7 +197,7 @@ class Watch:
         if recorder.current_phase is not Phase.FORWARD:
             recorder.open_phase(Phase.FORWARD)
 
-    def _begin_step(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_step(self, recorder: StepRecorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         small = [*_small(args), *_small(kwargs).values()]
         batch = small[0] if len(small) == 1 else small
         if not self._has_seen_step and self._on_first_call is not None:
@@ -203,12 +206,15 @@ class Watch:
         self._forget_step()
         self._owns_step = self._has_seen_step = True
         self._is_in_closure = is_in_closure
+        # What comes after replicas is done by another thread.
+        self._thread = None if _is_replica(module) else threading.get_ident()
         recorder.begin_step(self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size)
 
     @never_stops_training
     def _forward_ends(self, module: torch.nn.Module, *_: object) -> None:
-        if self._errors_before.pop(id(module), id(sys.exc_info()[1])) != id(sys.exc_info()[1]):
-            self.end_step(is_interrupted=True)
+        with self._alone(module):
+            if self._errors_before.pop(id(module), id(sys.exc_info()[1])) != id(sys.exc_info()[1]):
+                self.end_step(is_interrupted=True)
 
     @never_stops_training
     def backward_begins(self) -> bool:
@@ -268,6 +274,10 @@ class Watch:
         self._updated.add(id(optimizer))
         if self._updated >= self._optimizers:
             self.end_step()
+
+
+def _is_replica(module: torch.nn.Module) -> bool:
+    return getattr(module, "_is_replica", False)
 
 
 def _hook(method: Callable[..., None]) -> Hook:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import training
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import memcallback as mc
+from memcallback import device_here
 from memcallback.devices import CONTEXT_BYTES
 from memcallback.run_state import RunState
 from memcallback.units import GiB, MiB
@@ -172,13 +175,20 @@ def test_the_memory_of_the_device_is_planned_for_by_default(tmp_path):
     assert 0 < found.outside_bytes < found.capacity_bytes
 
 
-def test_of_a_bounded_allocator_the_bound_is_planned_for(tmp_path):
+def test_of_a_bounded_allocator_the_bound_is_planned_for(tmp_path, monkeypatch):
     found = mc.fit_batch_size(trainer(tmp_path, limit_val_batches=0), Convolutions(), headroom=0)
     assert (found.num_ooms, len(found.trials)) == (0, 1)
     assert LIMIT_BYTES / 2 < found.trials[0].peak_bytes <= LIMIT_BYTES
     batch = (torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.long))
     advice = mc.suggest_batch_size(mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0)
     assert 0.9 * found.batch_size < advice.batch_size < 1.1 * found.batch_size
+    # What others use of the device leaves as much, where the bound is less than what is left.
+    memory = device_here.device_memory(torch.device("cuda"))
+    used = replace(memory, used_bytes=memory.used_bytes + 60 * GiB, other_processes_bytes=60 * GiB)
+    monkeypatch.setattr(device_here, "device_memory", lambda _: used)
+    beside = mc.suggest_batch_size(mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0)
+    assert 0.9 * advice.batch_size < beside.batch_size < 1.1 * advice.batch_size
+    monkeypatch.undo()
     callback = mc.MemoryCallback(headroom=0)
     trainer(tmp_path, [callback], max_steps=4, limit_val_batches=0).fit(Convolutions())
     assert 0.9 * found.batch_size < callback.report.advice.batch_size < 1.1 * found.batch_size

@@ -362,3 +362,21 @@ def test_what_lies_on_the_host_is_not_on_the_device():
     assert not [owner for owner in live(frames=[sys._getframe()], device=torch.device("cuda")) if "'values'" in owner]
     assert [owner for owner in live(frames=[sys._getframe()]) if "'values'" in owner]
     del values
+
+
+def test_long_collections_of_names_and_numbers_do_not_hide_what_comes_after_them():
+    first, second, third = ([f"{number} {word}" for number in range(50_000)] for word in ("a", "b", "c"))
+    numbers, more = {number: float(number) for number in range(100_000)}, set(range(70_000))
+    history = [torch.ones(4321)]
+    (found,) = (one for one in live_tensors((), (), None, torch.device("cpu"), frames=[sys._getframe()]) if one.shape == (4321,))
+    assert "'history'" in found.owner
+    assert len(first) == len(second) == len(third) < len(more) < len(numbers)
+    assert len(history) == 1
+
+
+def test_what_was_cut_short_below_one_variable_is_found_below_another():
+    large = {"objects": [[number] for number in range(19_999)], "held": [[torch.ones(5432)]]}
+    small = {"held": large["held"]}
+    (found,) = (one for one in live_tensors((), (), None, torch.device("cpu"), frames=[sys._getframe()]) if one.shape == (5432,))
+    assert "'small'" in found.owner
+    assert large["held"] is small["held"]

@@ -633,3 +633,31 @@ def test_long_collections_among_the_arguments_are_not_looked_through():
     with recorder.watch(model, per_module=False):
         model(torch.ones(2, 4), Names(["name"] * 5000)).sum().backward()
     assert recorder.steps[-1].batch_size == 2
+
+
+def test_who_is_told_of_the_first_call_and_of_steps_may_call_the_model():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder, called = MemoryRecorder(model, optimizer, device="cpu"), []
+
+    def call(*_):
+        with torch.no_grad():
+            called.append(model(torch.ones(2, 4)).shape)
+
+    class Listener:
+        on_step = on_out_of_memory = call
+
+        def wants_step(self):
+            return True
+
+        def close(self):
+            pass
+
+    recorder.listen(Listener())
+    with recorder.watch(on_first_call=call):
+        for _ in range(3):  # two batches an update: a step ends when the next one begins
+            for _ in range(2):
+                model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    assert len(called) == 1 + len(recorder.steps) == 7
+    assert {step.batch_size for step in recorder.steps} == {3}
