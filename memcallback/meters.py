@@ -195,8 +195,8 @@ def device_memory(device: torch.device, *, reserved_bytes: int | None = None) ->
 def limit_bytes(device: torch.device) -> int | None:
     """What the allocator may reserve, where the program has bounded it (`torch.cuda.set_per_process_memory_fraction`); None where it has not."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    if device.type != "cuda" or read is None:
-        return None
+    if device.type != "cuda" or read is None or not torch.cuda.is_initialized():
+        return None  # a bound opens the device
     index = torch.cuda.current_device() if device.index is None else device.index
     fraction = read(index)
     return int(fraction * torch.cuda.get_device_properties(index).total_memory) if fraction < 1 else None
