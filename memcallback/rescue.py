@@ -22,7 +22,7 @@ from memcallback.tracing import how_far
 from memcallback.warn import warn_and_go_on
 from memcallback.whole_files import write_whole
 
-#: Allocations and frees in a history, at most: about 30 MB.
+#: Allocations and frees in a history, at most.
 NUM_EVENTS = 20_000
 
 

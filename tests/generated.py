@@ -272,9 +272,6 @@ def train(program, recorder=None):
     losses = []
     for _ in range(2):
         for number in range(program.accumulate):
-            # With accumulation gradients are cleared before the batch comes, as `memcallback.accumulate` does.
-            if number == 0 and program.accumulate > 1:
-                optimizer.zero_grad()
             fresh = copy_of(batch)
             if number == 0:
                 optimizer.zero_grad()
@@ -297,8 +294,6 @@ def measured(program):
     steps = []
     for _ in range(2):
         for number in range(program.accumulate):
-            if number == 0 and program.accumulate > 1:
-                optimizer.zero_grad()
             fresh = copy_of(batch)
             recorder.begin_step(fresh)
             if number == 0:
