@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 
@@ -14,6 +16,13 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    # Garbage of other tests that goes during a test of the device's memory would count as memory that the test let go of.
+    if item.get_closest_marker("cuda"):
+        gc.collect()
 
 
 def pytest_addoption(parser):

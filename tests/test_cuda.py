@@ -64,8 +64,7 @@ def reads(monkeypatch):
         original(meter, held)
 
     monkeypatch.setattr(AllocatorMeter, "read", spy)
-    # Garbage of other tests is not to go between the two reads.
-    gc.collect()
+    # Garbage is not to go between the two reads.
     gc.disable()
     yield taken
     gc.enable()

@@ -21,7 +21,6 @@ WINDOW_FIGURES = ("num_runs", "start_allocated_bytes", "end_allocated_bytes", "p
 @pytest.mark.parametrize("case", CASES)
 def test_measured_and_predicted_modules_agree_to_the_byte(case, precision):
     make, make_batch = CASES[case]
-    gc.collect()
     dtype = torch.bfloat16 if precision == "bf16-mixed" else None
     measured = record(make(), make_batch(), device="cuda", dtype=dtype).modules
     predicted = module_models.predict(make, make_batch, device=None, precision=precision).modules
@@ -67,7 +66,6 @@ def test_a_step_reads_the_allocator_five_times_more_where_it_is_not_sampled(monk
 
 
 def test_without_resets_the_peak_of_the_process_stays():
-    gc.collect()
     torch.cuda.reset_peak_memory_stats()
     recorder = record(Perceptron(), vectors(), device="cuda", reset_peaks=False)
     largest = max(window.peak_allocated_bytes or 0 for step in recorder.steps for window in step.windows)

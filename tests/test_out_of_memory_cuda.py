@@ -21,7 +21,6 @@ ROWS_OF_300_MIB = 300 * 1024
 
 @pytest.fixture(autouse=True)
 def small_device():
-    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -50,7 +50,6 @@ def test_a_loss_that_keeps_more_than_its_value_is_counted_until_its_owner_lets_g
     def make():
         return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1))
 
-    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     model, on_host = make().cuda(), torch.zeros(32, 3, 64, 64)
