@@ -7,7 +7,7 @@ followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from memcallback import allocator_expandable as expandable
 from memcallback.allocator_blocks import Block, Device, Gauge, Pool, tile
@@ -79,10 +79,11 @@ class CachingAllocator:
         self.segments = Gauge()
         self.num_alloc_retries = 0
         self.num_ooms = 0
+        #: Of expandable segments free parts are not counted.
+        self._splits = Gauge() if self.settings.expandable_segments else self.inactive_split
         self._device = Device(capacity_bytes, new_address)
-        self._small = Pool(is_small=True)
-        self._large = Pool(is_small=False)
-        self._active: dict[int, Block] = {}
+        self._small: dict[int, Pool] = {}
+        self._large: dict[int, Pool] = {}
         self._pending: dict[int, Block] = {}
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
@@ -101,12 +102,23 @@ class CachingAllocator:
         """
         if size_bytes < 1:
             raise ValueError(f"size_bytes is {size_bytes}; the allocator is asked for 1 byte or more: leave empty tensors out")
-        block_bytes = self.settings.block_bytes(size_bytes)
-        pool = self._small if block_bytes <= SMALL_SIZE_BYTES else self._large  # `get_pool`
-        block = pool.take(block_bytes, stream, self.settings)
-        if block is None:
-            block = self._from_device(size_bytes, block_bytes, pool, stream)
-        self._hand_out(block, size_bytes, block_bytes)
+        settings = self.settings
+        block_bytes = settings.block_bytes(size_bytes)
+        is_small = block_bytes <= SMALL_SIZE_BYTES
+        pool = (self._small if is_small else self._large).get(stream) or self._pool(stream, is_small=is_small)
+        block = pool.take(block_bytes, settings) or self._from_device(size_bytes, block_bytes, pool)
+        # Split what is not needed off a free block and make the rest active (`alloc_found_block`).
+        free_bytes = block.size_bytes
+        is_alone = block.previous is None and block.next is None
+        if free_bytes > block_bytes and settings.splits(block_bytes, free_bytes - block_bytes, is_small=is_small):
+            pool.add(block.split_off(block_bytes))
+            if is_alone:
+                self._splits.add(free_bytes - block_bytes)
+            else:
+                self._splits.current -= block_bytes
+        elif not is_alone:
+            self._splits.current -= free_bytes
+        self._activate(block, size_bytes)
         return block
 
     def free(self, block: Block) -> None:
@@ -151,7 +163,7 @@ class CachingAllocator:
         """Give back to the device all that is wholly free (`release_cached_blocks`): `torch.cuda.empty_cache`."""
         for block in list(self._pending.values()):
             self.complete_free(block)
-        for pool in (self._large, self._small):
+        for pool in self._pools():
             for block in pool.mapped():
                 if block.pages:
                     expandable.shrink(block, self._device)
@@ -182,13 +194,15 @@ class CachingAllocator:
         tiles = tile(address, size_bytes, blocks)
         if not self._device.take(size_bytes):
             raise ValueError(f"the segment at {address} of {size_bytes} bytes is more than capacity_bytes has left; give a larger capacity")
-        pool = self._small if is_small else self._large
+        pool = self._pool(stream, is_small=is_small)
         adopted: list[Block] = []
         previous: Block | None = None
         for block_address, requested_bytes, block_bytes in tiles:
-            block = Block(block_address, block_bytes, stream, pool)
-            if previous is not None:
-                block.previous, previous.next = previous, block
+            block = Block(block_address, block_bytes, pool, previous=previous)
+            if previous is None:
+                self._device.first_blocks[block_address] = block
+            else:
+                previous.next = block
             previous = block
             if requested_bytes:
                 self._activate(block, requested_bytes)
@@ -221,32 +235,28 @@ class CachingAllocator:
 
     def snapshot(self) -> list[list[Block]]:
         """The blocks of each segment by address, segments by address; of an expandable one each range with memory behind it counts as one."""
-        blocks = [*self._active.values(), *self._small.mapped(), *self._large.mapped()]
-        found = []
-        for block in sorted(blocks, key=lambda block: block.address):
-            if block.previous is None or not block.previous.is_mapped:
-                found.append([block])
-            else:
-                found[-1].append(block)
+        found: list[list[Block]] = []
+        for _, first in sorted(self._device.first_blocks.items()):
+            is_continued = False
+            for block in first.and_following():
+                if block.is_mapped and is_continued:
+                    found[-1].append(block)
+                elif block.is_mapped:
+                    found.append([block])
+                is_continued = block.is_mapped
         return found
 
-    def _hand_out(self, block: Block, requested_bytes: int, block_bytes: int) -> None:
-        """Split what is not needed off a free block and make the rest active (`alloc_found_block`)."""
-        rest_bytes = block.size_bytes - block_bytes
-        was_split = block.is_split
-        if rest_bytes and self.settings.splits(block_bytes, rest_bytes, is_small=block.pool.is_small):
-            block.pool.add(block.split_off(block_bytes))
-            change = -block_bytes if was_split else rest_bytes
-        else:
-            change = -block.size_bytes if was_split else 0
-        if change and not block.pages:
-            self.inactive_split.add(change)
-        self._activate(block, requested_bytes)
+    def _pool(self, stream: int, *, is_small: bool) -> Pool:
+        """The small or the large pool of a stream (`get_pool`)."""
+        return (self._small if is_small else self._large).setdefault(stream, Pool(stream, is_small=is_small))
+
+    def _pools(self) -> Iterator[Pool]:
+        """In the order in which they are released."""
+        return (pools[stream] for pools in (self._large, self._small) for stream in sorted(pools))
 
     def _activate(self, block: Block, requested_bytes: int) -> None:
         block.is_allocated = block.is_active = True
         block.requested_bytes = requested_bytes
-        self._active[block.address] = block
         # As `Gauge.add`; a replay does little else than this.
         size_bytes, allocated, active, requested = block.size_bytes, self.allocated, self.active, self.requested
         allocated.current += size_bytes
@@ -269,56 +279,57 @@ class CachingAllocator:
 
     def _free(self, block: Block) -> None:
         """Make a block free for reuse and merge it with its free neighbours (`free_block`)."""
-        del self._active[block.address]
+        size_bytes = block.size_bytes
         block.is_active = False
-        self.active.current -= block.size_bytes
+        self.active.current -= size_bytes
         self.requested.current -= block.requested_bytes
         block.requested_bytes = 0
-        merged_bytes = block.merge_neighbours()
-        block.pool.add(block)
-        if not block.pages:
-            self.inactive_split.add((block.size_bytes if block.is_split else 0) - merged_bytes)
+        free = block.pool.put_back(block)
+        is_alone = free.previous is None and free.next is None
+        self._splits.add(size_bytes - free.size_bytes if is_alone else size_bytes)
 
-    def _from_device(self, size_bytes: int, block_bytes: int, pool: Pool, stream: int) -> Block:
+    def _from_device(self, size_bytes: int, block_bytes: int, pool: Pool) -> Block:
         """A new block, after giving back what is cached if need be (`malloc`)."""
-        block = self._grow(block_bytes, pool, stream)
-        if block is None and self._release_oversize(block_bytes, pool, stream):
-            block = self._grow(block_bytes, pool, stream)
+        block = self._grow(block_bytes, pool)
+        if block is None and self._release_oversize(block_bytes, pool):
+            block = self._grow(block_bytes, pool)
         if block is None:
             self.empty_cache()
             self.num_alloc_retries += 1
-            block = self._grow(block_bytes, pool, stream)
+            block = self._grow(block_bytes, pool)
         if block is None:
             self.num_ooms += 1
             assert self._device.capacity_bytes is not None
             raise OutOfMemoryError(size_bytes, self.settings.segment_bytes(block_bytes), self.stats(), self._device.capacity_bytes)
         return block
 
-    def _grow(self, block_bytes: int, pool: Pool, stream: int) -> Block | None:
+    def _grow(self, block_bytes: int, pool: Pool) -> Block | None:
         """Take memory from the device (`alloc_block`)."""
         if self.settings.expandable_segments:
             page_bytes = SMALL_SEGMENT_BYTES if pool.is_small else self.settings.large_segment_bytes
-            block = expandable.grow(pool, stream, block_bytes, page_bytes, self._device)
+            block = expandable.grow(pool, block_bytes, page_bytes, self._device)
         else:
             segment_bytes = self.settings.segment_bytes(block_bytes)
             if not self._device.take(segment_bytes):
                 return None
-            block = Block(self._device.new_address(segment_bytes), segment_bytes, stream, pool)
+            block = Block(self._device.new_address(segment_bytes), segment_bytes, pool)
+            self._device.first_blocks[block.address] = block
             self.segments.add(1)
         self._follow_device()
         return block
 
-    def _release_oversize(self, block_bytes: int, pool: Pool, stream: int) -> bool:
+    def _release_oversize(self, block_bytes: int, pool: Pool) -> bool:
         """Give back free blocks that are too large to be split, only as many as needed (`release_available_cached_blocks`)."""
         if self.settings.max_split_bytes is None or self.settings.expandable_segments:
             return False
         needed_bytes = max(block_bytes, self.settings.max_split_bytes)
-        smaller, large_enough = pool.around(needed_bytes, stream)
-        if large_enough:
-            self._release(large_enough[0])
+        blocks = pool.mapped()
+        large_enough = next((block for block in blocks if block.size_bytes >= needed_bytes), None)
+        if large_enough is not None:
+            self._release(large_enough)
             return True
         released_bytes = 0
-        for block in reversed(smaller):
+        for block in reversed(blocks):
             if released_bytes >= needed_bytes or block.size_bytes < self.settings.max_split_bytes:
                 break
             released_bytes += block.size_bytes
@@ -328,6 +339,7 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         """Give a whole segment back to the device (`release_block`)."""
         block.pool.remove(block)
+        del self._device.first_blocks[block.address]
         self._device.give_back(block.size_bytes)
         self.segments.add(-1)
         self._follow_device()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.units import MiB, round_up
@@ -43,15 +42,17 @@ class Device:
     Attributes:
         capacity_bytes: What the allocator can have in all; None means no end.
         reserved_bytes: What it has.
+        first_blocks: The first block of each segment, by address.
     """
 
-    __slots__ = ("_new_address", "_next_address", "capacity_bytes", "reserved_bytes")
+    __slots__ = ("_new_address", "_next_address", "capacity_bytes", "first_blocks", "reserved_bytes")
 
     def __init__(self, capacity_bytes: int | None, new_address: Callable[[int], int] | None) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for no end")
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
+        self.first_blocks: dict[int, Block] = {}
         self._new_address = new_address or self._above_the_last
         self._next_address = _FIRST_ADDRESS
 
@@ -96,15 +97,14 @@ class Block:
     Attributes:
         address: Where it begins.
         size_bytes: Its length.
-        stream: The stream it belongs to.
         pool: The pool it belongs to.
+        pages: The pages of its segment if that is expandable; None if not.
         previous: The block before it in its segment; None if it is the first.
         next: The block after it in its segment; None if it is the last.
         requested_bytes: What was asked for, while it is in use.
         is_allocated: Handed out and not freed.
         is_active: Allocated, or freed but still in use by another stream.
         is_mapped: Has memory behind it; False only in expandable segments.
-        pages: The pages of its segment if that is expandable; None if not.
     """
 
     __slots__ = (
@@ -118,16 +118,14 @@ class Block:
         "previous",
         "requested_bytes",
         "size_bytes",
-        "stream",
     )
 
-    def __init__(self, address: int, size_bytes: int, stream: int, pool: Pool, pages: Pages | None = None) -> None:
+    def __init__(self, address: int, size_bytes: int, pool: Pool, pages: Pages | None = None, previous: Block | None = None) -> None:
         self.address = address
         self.size_bytes = size_bytes
-        self.stream = stream
         self.pool = pool
         self.pages = pages
-        self.previous: Block | None = None
+        self.previous = previous
         self.next: Block | None = None
         self.requested_bytes = 0
         self.is_allocated = False
@@ -135,74 +133,55 @@ class Block:
         self.is_mapped = True
 
     @property
+    def stream(self) -> int:
+        """The stream it belongs to."""
+        return self.pool.stream
+
+    @property
     def is_split(self) -> bool:
         """Whether it shares its segment with other blocks."""
         return self.previous is not None or self.next is not None
 
+    def and_following(self) -> Iterator[Block]:
+        """This block and those after it in its segment, by address."""
+        block: Block | None = self
+        while block is not None:
+            yield block
+            block = block.next
+
     def split_off(self, size_bytes: int) -> Block:
         """Keep the first `size_bytes` and return the rest as a new block after this one."""
-        rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.stream, self.pool, self.pages)
+        rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self.pages, self)
         rest.is_mapped = self.is_mapped
-        rest.previous, rest.next = self, self.next
-        if self.next is not None:
-            self.next.previous = rest
+        rest.next = after = self.next
+        if after is not None:
+            after.previous = rest
         self.next = rest
         self.size_bytes = size_bytes
         return rest
 
-    def merge_neighbours(self) -> int:
-        """Take in the neighbours that are free and as mapped as this one, out of their pool (`try_merge_blocks`, CUDACachingAllocator.cpp).
-
-        Returns:
-            The bytes taken in.
-        """
-        size_bytes = self.size_bytes
-        before, after = self.previous, self.next
-        if before is not None and not before.is_active and before.is_mapped == self.is_mapped:
-            self.pool.remove(before)
-            self.address = before.address
-            self.size_bytes += before.size_bytes
-            self.previous = before.previous
-            if self.previous is not None:
-                self.previous.next = self
-        if after is not None and not after.is_active and after.is_mapped == self.is_mapped:
-            self.pool.remove(after)
-            self.size_bytes += after.size_bytes
-            self.next = after.next
-            if self.next is not None:
-                self.next.previous = self
-        return self.size_bytes - size_bytes
-
-
-class _FreeBlocks:
-    """The free blocks of one stream with memory behind them. Most of a training's blocks are of few sizes, so equal ones stand together."""
-
-    __slots__ = ("groups", "sizes")
-
-    def __init__(self) -> None:
-        #: The sizes there are, in order.
-        self.sizes: list[int] = []
-        #: Size -> the addresses, negative and in order, so that the lowest address is the last, where it is taken from.
-        self.groups: dict[int, list[int]] = {}
-
-    def addresses(self, first: int = 0) -> Iterator[int]:
-        """By size, from the one at a position on, then by address."""
-        return (-negative for size_bytes in self.sizes[first:] for negative in reversed(self.groups[size_bytes]))
-
 
 class Pool:
-    """The free blocks of the small or of the large pool, by stream.
+    """The free blocks of the small or of the large pool of one stream.
 
     Mapped blocks are ordered by size and then by address (`BlockComparatorSize`), unmapped ones by address
-    (`BlockComparatorAddress`, CUDACachingAllocator.cpp).
+    (`BlockComparatorAddress`, CUDACachingAllocator.cpp). Most of a training's blocks are of few sizes, so equal ones stand together.
+
+    Attributes:
+        stream: The stream.
+        is_small: Whether it is the small pool.
     """
 
-    __slots__ = ("_by_address", "_mapped", "_unmapped", "is_small")
+    __slots__ = ("_by_address", "_groups", "_sizes", "_unmapped", "is_small", "stream")
 
-    def __init__(self, *, is_small: bool) -> None:
+    def __init__(self, stream: int, *, is_small: bool) -> None:
+        self.stream = stream
         self.is_small = is_small
-        self._mapped: dict[int, _FreeBlocks] = {}
-        self._unmapped: dict[int, list[int]] = {}
+        #: The sizes of mapped blocks, in order.
+        self._sizes: list[int] = []
+        #: Size -> the addresses, negative and in order, so that the lowest address is the last, where it is taken from.
+        self._groups: dict[int, list[int]] = {}
+        self._unmapped: list[int] = []
         self._by_address: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
@@ -210,34 +189,52 @@ class Pool:
         address, size_bytes = block.address, block.size_bytes
         self._by_address[address] = block
         if not block.is_mapped:
-            insort(self._unmapped.setdefault(block.stream, []), address)
+            insort(self._unmapped, address)
             return
-        free = self._mapped.get(block.stream)
-        if free is None:
-            free = self._mapped[block.stream] = _FreeBlocks()
-        group = free.groups.get(size_bytes)
+        group = self._groups.get(size_bytes)
         if group is None:
-            free.groups[size_bytes] = [-address]
-            insort(free.sizes, size_bytes)
+            self._groups[size_bytes] = [-address]
+            insort(self._sizes, size_bytes)
         else:
             insort(group, -address)
+
+    def put_back(self, block: Block) -> Block:
+        """Put in a block that is no more in use, as one with the neighbours that are free and as mapped as it.
+
+        Returns:
+            That one: the first of them, which has grown; the others are no more (`try_merge_blocks`, CUDACachingAllocator.cpp).
+        """
+        before, after, is_mapped = block.previous, block.next, block.is_mapped
+        if after is not None and not after.is_active and after.is_mapped == is_mapped:
+            self.remove(after)
+            block.size_bytes += after.size_bytes
+            block.next = after = after.next
+            if after is not None:
+                after.previous = block
+        if before is not None and not before.is_active and before.is_mapped == is_mapped:
+            self.remove(before)
+            before.size_bytes += block.size_bytes
+            before.next = after = block.next
+            if after is not None:
+                after.previous = before
+            block = before
+        self.add(block)
+        return block
 
     def remove(self, block: Block) -> None:
         """Take a block out."""
         address, size_bytes = block.address, block.size_bytes
         del self._by_address[address]
         if not block.is_mapped:
-            addresses = self._unmapped[block.stream]
-            del addresses[bisect_left(addresses, address)]
+            del self._unmapped[bisect_left(self._unmapped, address)]
             return
-        free = self._mapped[block.stream]
-        group = free.groups[size_bytes]
+        group = self._groups[size_bytes]
         if len(group) > 1:
             del group[bisect_left(group, -address)]
         else:
-            del free.groups[size_bytes], free.sizes[bisect_left(free.sizes, size_bytes)]
+            del self._groups[size_bytes], self._sizes[bisect_left(self._sizes, size_bytes)]
 
-    def take(self, block_bytes: int, stream: int, settings: AllocatorSettings) -> Block | None:
+    def take(self, block_bytes: int, settings: AllocatorSettings) -> Block | None:
         """The free block that is used for a new one, taken out of the pool (`get_free_block`, CUDACachingAllocator.cpp).
 
         It is the smallest that is large enough, of equal ones that with the lowest address.
@@ -245,38 +242,44 @@ class Pool:
         Returns:
             The block, not yet split; None if there is none.
         """
-        free = self._mapped.get(stream)
-        if free is None:
-            return None
-        sizes = free.sizes
+        sizes = self._sizes
         index = bisect_left(sizes, block_bytes)
         if index == len(sizes):
             return None
-        block = self._by_address[-free.groups[sizes[index]][-1]]
-        if block.pages:
-            # A block at the growing end counts as large as it can become, so that a smaller hole is filled before it.
-            for following in map(self._by_address.__getitem__, islice(free.addresses(index), 1, None)):
-                if _room_bytes(following) >= _room_bytes(block):
-                    break
-                block = following
-        if settings.max_split_bytes is not None and not settings.serves(block.size_bytes, block_bytes):
+        size_bytes = sizes[index]
+        if settings.expandable_segments:
+            return self._take_expandable(index, block_bytes, settings)
+        if settings.max_split_bytes is not None and not settings.serves(size_bytes, block_bytes):
             return None
-        self.remove(block)
-        return block
+        group = self._groups[size_bytes]
+        if len(group) == 1:
+            del self._groups[size_bytes], sizes[index]
+        return self._by_address.pop(-group.pop())
+
+    def _take_expandable(self, index: int, block_bytes: int, settings: AllocatorSettings) -> Block | None:
+        """A block at the growing end counts as large as it can become, so that a smaller hole is filled before it."""
+        blocks = map(self._by_address.__getitem__, self._addresses(index))
+        found = next(blocks)
+        for following in blocks:
+            if _room_bytes(following) >= _room_bytes(found):
+                break
+            found = following
+        if not settings.serves(found.size_bytes, block_bytes):
+            return None
+        self.remove(found)
+        return found
 
     def mapped(self) -> list[Block]:
-        """The free blocks with memory behind them, in the order in which they are released."""
-        return [self._by_address[address] for stream in sorted(self._mapped) for address in self._mapped[stream].addresses()]
+        """The free blocks with memory behind them, by size and then by address."""
+        return [self._by_address[address] for address in self._addresses()]
 
-    def around(self, block_bytes: int, stream: int) -> tuple[list[Block], list[Block]]:
-        """The free blocks of one stream below a size and from it on, each in order of size."""
-        free = self._mapped.get(stream)
-        blocks = [self._by_address[address] for address in free.addresses()] if free else []
-        return [one for one in blocks if one.size_bytes < block_bytes], [one for one in blocks if one.size_bytes >= block_bytes]
+    def unmapped(self) -> Iterator[Block]:
+        """Ranges of expandable segments without memory behind them, by address."""
+        return map(self._by_address.__getitem__, self._unmapped)
 
-    def unmapped(self, stream: int) -> Iterator[Block]:
-        """Ranges of one stream's expandable segments without memory behind them, by address."""
-        return (self._by_address[address] for address in self._unmapped.get(stream, ()))
+    def _addresses(self, first: int = 0) -> Iterator[int]:
+        """By size, from the one at a position on, then by address."""
+        return (-negative for size_bytes in self._sizes[first:] for negative in reversed(self._groups[size_bytes]))
 
 
 def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -13,12 +13,11 @@ from memcallback.units import GiB, round_up
 _UNKNOWN_CAPACITY_BYTES = 1024 * GiB
 
 
-def grow(pool: Pool, stream: int, block_bytes: int, page_bytes: int, device: Device) -> Block | None:
+def grow(pool: Pool, block_bytes: int, page_bytes: int, device: Device) -> Block | None:
     """Put memory behind addresses until a free block is large enough, at the lowest place there is (`try_allocate_expandable_block`).
 
     Args:
         pool: Where the block is to be.
-        stream: The stream that it is for.
         block_bytes: The size needed.
         page_bytes: The page of this pool.
         device: Where the memory comes from.
@@ -26,16 +25,20 @@ def grow(pool: Pool, stream: int, block_bytes: int, page_bytes: int, device: Dev
     Returns:
         The block, taken out of the pool; None if the device is full, where pages mapped before that stay.
     """
-    block = _find(pool, stream, block_bytes) or _new_segment(pool, stream, page_bytes, device)
-    if not block.is_mapped and not _map(block, min(block.size_bytes, block_bytes), device):
-        return None
+    block = _find(pool, block_bytes) or _new_segment(pool, page_bytes, device)
+    if not block.is_mapped:
+        mapped = _map(block, min(block.size_bytes, block_bytes), device)
+        if mapped is None:
+            return None
+        block = mapped
     while block.size_bytes < block_bytes:
         after = block.next
         assert after is not None
         assert not after.is_mapped
-        if not _map(after, min(block_bytes - block.size_bytes, after.size_bytes), device):
+        mapped = _map(after, min(block_bytes - block.size_bytes, after.size_bytes), device)
+        if mapped is None:
             return None
-        block = after
+        block = mapped
     pool.remove(block)
     return block
 
@@ -55,15 +58,16 @@ def shrink(block: Block, device: Device) -> None:
     if end < block.address + block.size_bytes:
         pool.add(block.split_off(end - block.address))
     block.is_mapped = False
-    block.merge_neighbours()
+    block = pool.put_back(block)
     device.give_back(end - first)
-    if block.is_split:
-        pool.add(block)
+    if not block.is_split:  # nothing is left of its segment
+        pool.remove(block)
+        del device.first_blocks[block.address]
 
 
-def _find(pool: Pool, stream: int, block_bytes: int) -> Block | None:
+def _find(pool: Pool, block_bytes: int) -> Block | None:
     """The lowest free or unmapped block from which on there is room (`find_expandable_block`)."""
-    for unmapped in pool.unmapped(stream):
+    for unmapped in pool.unmapped():
         before = unmapped.previous
         first = unmapped if before is None or before.is_active else before
         room_bytes, block = 0, first
@@ -77,27 +81,30 @@ def _find(pool: Pool, stream: int, block_bytes: int) -> Block | None:
     return None
 
 
-def _new_segment(pool: Pool, stream: int, page_bytes: int, device: Device) -> Block:
+def _new_segment(pool: Pool, page_bytes: int, device: Device) -> Block:
     """Addresses for 1 1/8 of the device's memory, as one unmapped block."""
     capacity_bytes = _UNKNOWN_CAPACITY_BYTES if device.capacity_bytes is None else device.capacity_bytes
     size_bytes = max(round_up(capacity_bytes + capacity_bytes // 8, page_bytes), page_bytes)
     address = device.new_address(size_bytes)
-    block = Block(address, size_bytes, stream, pool, Pages(address, page_bytes))
+    block = Block(address, size_bytes, pool, Pages(address, page_bytes))
     block.is_mapped = False
+    device.first_blocks[address] = block
     pool.add(block)
     return block
 
 
-def _map(block: Block, size_bytes: int, device: Device) -> bool:
-    """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages (`map_block`)."""
+def _map(block: Block, size_bytes: int, device: Device) -> Block | None:
+    """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages (`map_block`).
+
+    Returns:
+        The free block of which that is the end now; None if the device is full.
+    """
     assert block.pages is not None
-    mapped_bytes = round_up(size_bytes, block.pages.size_bytes)
+    pool, mapped_bytes = block.pool, round_up(size_bytes, block.pages.size_bytes)
     if not device.take(mapped_bytes):
-        return False
-    block.pool.remove(block)
+        return None
+    pool.remove(block)
     if mapped_bytes < block.size_bytes:
-        block.pool.add(block.split_off(mapped_bytes))
+        pool.add(block.split_off(mapped_bytes))
     block.is_mapped = True
-    block.merge_neighbours()
-    block.pool.add(block)
-    return True
+    return pool.put_back(block)

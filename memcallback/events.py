@@ -34,6 +34,9 @@ class Category(Enum):
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
 
+    #: Each is one object; what `Enum` has is a function in Python, which a replay would call for every event.
+    __hash__ = object.__hash__
+
     @property
     def label(self) -> str:
         """The category as a person reads it, such as `parameters` or `optimizer state`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -140,7 +139,7 @@ class _Replayer(Generic[_Block]):
         self.result = Replay()
         #: What is there, by its number.
         self.alive: dict[int, tuple[_Block, Alloc]] = {}
-        self.held: dict[Category | None, int] = defaultdict(int)
+        self.held: dict[Category, int] = dict.fromkeys(HELD_CATEGORIES, 0)
         self.windows: list[PhaseMemory] = []
         self.phase: Phase | None = None
         self.covers: tuple[Phase, ...] = ()
@@ -201,7 +200,9 @@ class _Replayer(Generic[_Block]):
                 number = event.id
                 alive[number] = block, event
                 block_bytes[number] = block.size_bytes
-                held[event.category] += size_bytes
+                category = event.category
+                if category in held:
+                    held[category] += size_bytes
                 if self.phase and allocated.current > self.peak[0]:
                     self.peak = (allocated.current, position)
             elif type(event) is Free:
@@ -209,7 +210,9 @@ class _Replayer(Generic[_Block]):
                 if freed is not None:
                     block, alloc = freed
                     allocator.free(block)
-                    held[alloc.category] -= alloc.size_bytes
+                    category = alloc.category
+                    if category in held:
+                        held[category] -= alloc.size_bytes
             else:
                 self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
 
@@ -246,7 +249,7 @@ class _Replayer(Generic[_Block]):
 
     def stats(self) -> MemoryStats:
         """The figures now; without an end of memory nothing is said of retries."""
-        stats = replace(self.allocator.stats(), by_category={category: self.held[category] for category in HELD_CATEGORIES})
+        stats = replace(self.allocator.stats(), by_category=dict(self.held))
         return replace(stats, num_alloc_retries=None, num_ooms=None) if self.is_endless else stats
 
     def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
