@@ -7,14 +7,15 @@ path at every size. What an operator takes for itself follows from the sizes of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 
 from memcallback.checks import whole_number
 from memcallback.code_lines import CodeLine
 from memcallback.events import Alloc, AllocationTrace, Event, Free, ModuleMark, PhaseEnd, PhaseStart
-from memcallback.kernels import Kernel, KernelRule, Make, Multiply, Take, completed
+from memcallback.kernels import Give, Kernel, KernelRule, Make, Take, completed
 from memcallback.module_memory import ModuleInfo
 
 #: The number of the first allocation that an operator makes for itself; those of tensors are below it.
@@ -54,6 +55,11 @@ class KernelCall:
     handles: tuple[int, ...]
     operator: str
     module: str
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """The numbers of what it makes and keeps, each once."""
+        return tuple(dict.fromkeys((*(number for number in self.outputs if number is not None), *self.handles)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class TracedStep:
             if isinstance(item, Alloc):
                 found.append(item.size_bytes)
             elif isinstance(item, KernelCall):
-                found.extend(self._allocs[number].size_bytes for number in _made(item))
+                found.extend(self._allocs[number].size_bytes for number in item.made)
                 found.extend(item.rule.numbers)
         return found
 
@@ -133,7 +139,7 @@ class TracedStep:
         start = 0
         for item in self.items:
             if isinstance(item, KernelCall):
-                made, rule = _made(item), item.rule
+                made, rule = item.made, item.rule
                 kernel = rule.function(*rule.constants, *rule.numbers)
                 sized = {item.outputs[step.index] for step in kernel if isinstance(step, Make) and step.size_bytes is not None}
                 found.update(start + index for index, number in enumerate(made) if number in sized)
@@ -148,34 +154,44 @@ class TracedStep:
     def _allocs(self) -> dict[int, Alloc]:
         return {event.id: event for event in self.trace.events if isinstance(event, Alloc)}
 
-    def with_numbers(self, numbers: Sequence[int], answers: dict[tuple[object, ...], Kernel]) -> AllocationTrace:
+    def with_numbers(self, numbers: Sequence[int], answers: dict[tuple[int, ...], Kernel]) -> AllocationTrace:
         """The same events and marks with other sizes.
 
         Args:
             numbers: In place of `numbers`.
-            answers: What rules have answered before; more is added.
+            answers: What the rules of this step have answered before; more is added.
         """
-        source = iter(numbers)
-        temporaries = iter(range(FIRST_TEMPORARY, 2 * FIRST_TEMPORARY))
         events: list[Event] = []
         marks, unmoved, position = list[ModuleMark](), deque(self.trace.marks), 0
+        kinds, temporaries, index = iter(self._kinds), count(FIRST_TEMPORARY), 0
         for item in self.items:
             while unmoved and unmoved[0].position <= position:
                 marks.append(unmoved.popleft()._replace(position=len(events)))
-            position += item.stop - item.start if isinstance(item, KernelCall) else 1
             if isinstance(item, Alloc):
-                events.append(_resized(item, next(source)))
+                events.append(_resized(item, numbers[index]))
+                position += 1
+                index += 1
             elif isinstance(item, KernelCall):
-                made = {number: _resized(self._allocs[number], next(source)) for number in _made(item)}
-                arguments = (*item.rule.constants, *(next(source) for _ in item.rule.numbers))
-                key = (item.rule.function, *arguments)
-                if key not in answers:
-                    answers[key] = item.rule.function(*arguments)
-                events.extend(_played(item, answers[key], made, temporaries))
+                first = index + len(item.made)
+                made = {number: _resized(self._allocs[number], size) for number, size in zip(item.made, numbers[index:first], strict=True)}
+                index = first + len(item.rule.numbers)
+                asked = next(kinds), *numbers[first:index]
+                kernel = answers.get(asked)
+                if kernel is None:
+                    kernel = answers[asked] = completed(item.rule.function(*item.rule.constants, *asked[1:]), len(item.outputs))
+                _play(item, kernel, made, temporaries, events)
+                position += item.stop - item.start
             else:
                 events.append(item)
+                position += 1
         marks += [mark._replace(position=len(events)) for mark in unmoved]
         return _unchecked(tuple(events), tuple(marks))
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """A number for each call, the same for those that get the same answer to the same numbers."""
+        known: dict[Hashable, int] = {}
+        return [known.setdefault((call.rule.function, call.rule.constants, len(call.outputs)), len(known)) for call in self.calls]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +214,7 @@ class BatchTrace:
     largest_traced: int | None = None
     shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     #: Answers of rules: a batch size is asked for more than once, and many operators ask the same.
-    _answers: dict[tuple[object, ...], Kernel] = field(default_factory=dict, repr=False)
+    _answers: dict[tuple[int, ...], Kernel] = field(default_factory=dict, repr=False)
 
     @classmethod
     def single(cls, traced: TracedStep) -> BatchTrace:
@@ -355,27 +371,29 @@ def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[floa
     return found
 
 
-def _made(call: KernelCall) -> tuple[int, ...]:
-    """The numbers of what a call makes and keeps, each once."""
-    return tuple(dict.fromkeys((*(number for number in call.outputs if number is not None), *call.handles)))
+def _play(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporaries: Iterator[int], events: list[Event]) -> None:
+    """Add the events of a call.
 
-
-def _played(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporaries: Iterator[int]) -> Iterator[Event]:
-    """The events of a call."""
+    Args:
+        call: The call.
+        kernel: All that it does.
+        made: What it makes and keeps, by number; taken out as it is made.
+        temporaries: Numbers for what it gives back.
+        events: Where to add.
+    """
     taken: list[int] = []
-    for step in completed(kernel, len(call.outputs)):
-        if isinstance(step, Multiply):
-            yield from (made.pop(number) for number in call.handles)
+    for step in kernel:
+        if isinstance(step, Make):
+            alloc = made.pop(call.outputs[step.index], None)  # type: ignore[arg-type]  # None is no key
+            if alloc is not None:
+                events.append(alloc if step.size_bytes is None else _resized(alloc, step.size_bytes))
         elif isinstance(step, Take):
             taken.append(next(temporaries))
-            yield Alloc(taken[-1], step.size_bytes, 0, step.category, call.operator, call.module)
-        elif isinstance(step, Make):
-            number = call.outputs[step.index]
-            if number in made:
-                alloc = made.pop(number)
-                yield alloc if step.size_bytes is None else _resized(alloc, step.size_bytes)
-        else:
-            yield Free(taken[step.index])
+            events.append(Alloc(taken[-1], step.size_bytes, 0, step.category, call.operator, call.module))
+        elif isinstance(step, Give):
+            events.append(Free(taken[step.index]))
+        else:  # Multiply
+            events.extend(made.pop(number) for number in call.handles)
 
 
 def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> AllocationTrace:
@@ -387,7 +405,10 @@ def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> Allo
 
 
 def _resized(alloc: Alloc, size_bytes: int) -> Alloc:
-    return alloc if alloc.size_bytes == size_bytes else replace(alloc, size_bytes=size_bytes)
+    # Not `replace`, which takes three times as long.
+    return (
+        alloc if alloc.size_bytes == size_bytes else Alloc(alloc.id, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
+    )
 
 
 def is_same(one: Event | KernelCall, other: Event | KernelCall) -> bool:
@@ -416,7 +437,7 @@ def item_of(step: TracedStep, position: int) -> int:
         if isinstance(item, Alloc):
             position -= 1
         elif isinstance(item, KernelCall):
-            position -= len(_made(item)) + len(item.rule.numbers)
+            position -= len(item.made) + len(item.rule.numbers)
         if position < 0:
             return index
     raise AssertionError("there are as many numbers as items say")
