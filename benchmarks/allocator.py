@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from machine import processor, today
+from machine import processor, results_folder, today
 
 from memcallback import __version__
 from memcallback.allocator import CachingAllocator
@@ -253,7 +253,7 @@ def main() -> int:
         "date": today(),
         "command": shlex.join(["python", "benchmarks/allocator.py", *sys.argv[1:]]),
     }
-    out = options.out or Path(__file__).parent / "results" / f"cpu-{about['date']}"
+    out = options.out or results_folder("cpu")
     out.mkdir(parents=True, exist_ok=True)
     results = {"environment": about, "rounds": options.rounds, "rows": [asdict(row) for row in rows], "judged": verdicts}
     (out / "allocator.json").write_text(json.dumps(results, indent=2) + "\n")

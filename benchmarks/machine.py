@@ -22,3 +22,8 @@ def processor() -> str:
 def today() -> str:
     """The date."""
     return datetime.now(timezone.utc).date().isoformat()
+
+
+def results_folder(device: str) -> Path:
+    """Where the results of today go, of a device such as `cpu` or `nvidia-a100`."""
+    return Path(__file__).parent / "results" / f"{device}-{today()}"

@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor
-from machine import processor, today
+from machine import processor, results_folder, today
 from torch import Tensor, nn
 
 from memcallback import MemoryCallback, __version__
@@ -301,7 +301,7 @@ def main() -> None:
     rows = [row for interval in INTERVALS for row in measure(interval, options.device, options.steps, options.rounds)]
     about = environment(options.device)
     name = re.sub(r"\W+", "-", about["device"].split(" (")[0].lower()) + ("-virtual" if _is_virtual() and options.device == "cuda" else "")
-    out = options.out or Path(__file__).parent / "results" / f"{name}-{about['date']}"
+    out = options.out or results_folder(name)
     out.mkdir(parents=True, exist_ok=True)
     results = {"environment": about, "rounds": options.rounds, "steps": options.steps, "rows": [asdict(row) for row in rows]}
     (out / "overhead.json").write_text(json.dumps(results | {"not_reported": NOT_REPORTED}, indent=2) + "\n")

@@ -45,7 +45,7 @@ BEGAN = time.perf_counter()
 import torch  # noqa: E402  (its import is part of what the large model takes)
 from accuracy import in_a_process_of_its_own, read_json, training_step  # noqa: E402
 from accuracy_configs import CONFIGS, Config, Parts  # noqa: E402
-from machine import processor, today  # noqa: E402
+from machine import processor, results_folder, today  # noqa: E402
 from models.workloads import token_sequences  # noqa: E402
 from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 from tracing_growth import (  # noqa: E402
@@ -507,7 +507,7 @@ def main() -> int:
     curves = [Curve(**in_a_process_of_its_own(partial(curve, config))) for config in CONFIGS if config.name in CURVES]
     criteria = judged(rows, found, larges, points, curves)
     about = environment()
-    out = options.out or Path(__file__).parent / "results" / f"cpu-{about['date']}"
+    out = options.out or results_folder("cpu")
     out.mkdir(parents=True, exist_ok=True)
     results = {
         "environment": about,
