@@ -1,9 +1,11 @@
 """The accuracy proof: what training takes on a device, measured and predicted, side by side.
 
-    python benchmarks/accuracy.py measure --out measured.json           on a machine with a device, real or virtual
-    python benchmarks/accuracy.py compare --measured measured.json       anywhere
-    python benchmarks/accuracy.py events --only NAME --out events.json   where the allocations come from
+    python benchmarks/accuracy.py all                                         on a machine with a device, real or virtual: both of
+    python benchmarks/accuracy.py measure --out accuracy.json.gz              there
+    python benchmarks/accuracy.py compare --measured accuracy.json.gz          anywhere
+    python benchmarks/accuracy.py events --only NAME --out events.json        where the allocations come from
 
+`all` leaves accuracy.json.gz (measured), predicted.json.gz and accuracy.md (both side by side) in `benchmarks/results/<device>-<date>/`.
 Every configuration of `accuracy_configs.py` trains in a process of its own, so that the allocator begins empty. A virtual
 device (environment variable VGPU=1) runs PyTorch's real CUDA build and its allocator, but no kernels.
 """
@@ -23,7 +25,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ from typing import Any
 import torch
 from accuracy_comparison import Figure, figures, summarise, to_markdown
 from accuracy_configs import CONFIGS, OPTIMIZERS, Config, Parts
+from machine import command, driver, is_virtual, results_folder, today
+from peak_errors import all_peak_errors, peaks_table
 from training_loop import NUM_WINDOWS, train
 
+from memcallback import __version__
 from memcallback.events import Phase
 from memcallback.recorder import MemoryRecorder
 from memcallback.stats import PhaseMemory, StepMemory
@@ -41,11 +45,6 @@ from memcallback.steps import TrainingStep
 #: What is kept of each boundary.
 STATS = ("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes")
 NUM_PYTHON_FRAMES = 3
-
-
-def is_virtual() -> bool:
-    """Whether the device is a virtual one."""
-    return os.environ.get("VGPU") == "1"
 
 
 Answer = dict[str, Any]
@@ -136,20 +135,13 @@ def environment() -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "num_multiprocessors": properties.multi_processor_count,
         "total_memory_bytes": properties.total_memory,
-        "driver": "none (virtual device)" if is_virtual() else _driver(),
+        "driver": driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": today(),
     }
-
-
-def _driver() -> str:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlSystemGetDriverVersion())
 
 
 def write_json(path: Path, value: object) -> None:
@@ -167,9 +159,19 @@ def read_json(path: Path) -> Any:
     return json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text())
 
 
+def run_all(options: argparse.Namespace) -> int:
+    """The command `all`."""
+    folder = options.out or results_folder(in_a_process_of_its_own(torch.cuda.get_device_name))
+    measured = folder / "accuracy.json.gz"
+    files = {"out": measured, "measured": measured, "json": folder / "predicted.json.gz", "markdown": folder / "accuracy.md"}
+    both = argparse.Namespace(**{**vars(options), **files})
+    is_bad = run_measure(both)
+    return run_compare(both) or is_bad
+
+
 def run_measure(options: argparse.Namespace) -> int:
     """The command `measure`."""
-    environment_ = in_a_process_of_its_own(environment)
+    environment_ = {**in_a_process_of_its_own(environment), "command": command()}
     works = {config.name: partial(measure, config) for config in _chosen(options.only)}
     results: dict[str, Answer] = {}
     began = time.perf_counter()
@@ -255,10 +257,14 @@ def run_compare(options: argparse.Namespace) -> int:
             groups.setdefault(group, []).append(name)
     summaries += [summarise(group, {name: found[name] for name in names}) for group, names in sorted(groups.items())]
     failures = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
-    text = to_markdown(about, summaries, found, failures, left_out | not_measured)
+    peaks = all_peak_errors({name: found[name] for name in judged}, groups)
+    predicted_by = {"torch": torch.__version__, "memcallback": __version__, "date": today(), "command": command()}
+    about |= {"predicted by": ", ".join(f"{name} {value}" for name, value in predicted_by.items())}
+    text = to_markdown(about, summaries, found, failures, left_out | not_measured, peaks_table(peaks))
     if options.json:
         rows = {
             "summaries": [asdict(s) for s in summaries],
+            "peaks": [asdict(one) for one in peaks],
             "answers": {name: answers[name] for name in configs},
             "left_out": left_out | not_measured,
         }
@@ -377,20 +383,23 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What training takes on a device, measured and predicted.")
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
+        ("all", run_all, "measure and compare"),
         ("measure", run_measure, "train every configuration on the device and write what its memory was"),
         ("compare", run_compare, "predict every configuration and judge it by what was measured"),
         ("events", run_events, "write every allocation of some configurations with what asked for it"),
     ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these configurations instead of all")
-        command.add_argument("--jobs", type=int, default=1, help="processes at a time")
+        sub = commands.add_parser(name, help=text)
+        sub.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these configurations instead of all")
+        sub.add_argument("--jobs", type=int, default=1, help="processes at a time")
         if run is run_compare:
-            command.add_argument("--measured", type=Path, required=True, help="what `measure` wrote")
-            command.add_argument("--json", type=Path, help="write all figures here")
-            command.add_argument("--markdown", type=Path, help="write the tables here")
+            sub.add_argument("--measured", type=Path, required=True, help="what `measure` wrote")
+            sub.add_argument("--json", type=Path, help="write all figures here")
+            sub.add_argument("--markdown", type=Path, help="write the tables here")
+        elif run is run_all:
+            sub.add_argument("--out", type=Path, metavar="FOLDER", help="another folder for the results")
         else:
-            command.add_argument("--out", type=Path, required=True, help="a JSON file; compressed if it ends in .gz")
-        command.set_defaults(run=run)
+            sub.add_argument("--out", type=Path, required=True, help="a JSON file; compressed if it ends in .gz")
+        sub.set_defaults(run=run)
     return parser.parse_args()
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from machine import not_reported
+
 MiB = 2**20
 
 #: A figure of allocated memory is right within this share of it and this much more,
@@ -17,6 +19,13 @@ REQUIRED_SHARE = 0.95
 WORST_ALLOCATED_SHARE = 0.01
 #: A figure of reserved memory is right within this share of it.
 RESERVED_SHARE = 0.02
+
+NOT_REPORTED = (
+    "time, and the values that are computed",
+    "several devices, and several processes on one",
+    "settings of the allocator other than PyTorch's own, cuDNN's benchmark mode, CUDA graphs, compiled models",
+    "validation, logging and checkpoints",
+)
 
 ALLOCATED = ("start", "end", "peak allocated")
 RESERVED = ("peak reserved",)
@@ -56,6 +65,11 @@ class Figure:
         if self.quantity in RESERVED:
             return abs(self.error_share) <= RESERVED_SHARE
         return abs(self.error_bytes) <= ALLOCATED_SHARE * self.measured_bytes + ALLOCATED_SLACK_BYTES
+
+    @property
+    def is_above_bound(self) -> bool:
+        """Whether what was measured is above the bound that is stated for a prediction: the upper end of the band around it."""
+        return self.error_bytes < 0 and not self.is_within
 
     @property
     def is_far_off(self) -> bool:
@@ -176,8 +190,9 @@ def to_markdown(
     by_config: dict[str, list[Figure]],
     failures: dict[str, str],
     left_out: dict[str, str],
+    peaks: Sequence[str],
 ) -> str:
-    """The page of results."""
+    """The page of results; `peaks` has the lines of the table of peaks."""
     lines = [f"# Predicted against measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}", ""]
     lines += [*(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += [
@@ -190,12 +205,21 @@ def to_markdown(
         *(_summary_row(summary) for summary in summaries),
         "",
     ]
+    lines += [
+        "The peaks of the steps and of their phases. The error is signed where a sign stands: positive where the prediction is too high. Under-estimated: "
+        "predicted lower than measured, by a byte or more. The stated bound: the upper end of the band within which a report calls a prediction right, "
+        f"{ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and {RESERVED_SHARE:.0%} for reserved.",
+        "",
+        *peaks,
+        "",
+    ]
     lines += _listing("Not predicted", failures) + _listing("Left out of the bars", left_out)
     lines += ["| configuration | phase | start | end | peak allocated | peak reserved |", "|:---|:---|---:|---:|---:|---:|"]
     for name, found in by_config.items():
         for window in dict.fromkeys(figure.window for figure in found):
             cells = [_cell(figure) for figure in found if figure.window == window]
             lines.append(f"| {name} | {window} | {' | '.join(cells)} |")
+    lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
 
 

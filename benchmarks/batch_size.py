@@ -25,7 +25,8 @@ it, which have no headroom, beside that of the whole card.
 defaults. Of these the last keeps 5 % of the memory free and Lightning's mode `binsearch` takes off 5 % of the samples. What each gives is trained
 like the suggestion. What a search leaves behind is looked at on a CPU, where values are real (`batch_size_state.py`).
 
-The result goes to `benchmarks/results/batch_size/` as JSON and Markdown; with `--only` the other pairs there stay.
+The result goes to `benchmarks/results/virtual-cards-<date>/`, with `--here` to that device's folder, as batch_size.json and batch_size.md; with
+`--only` the other pairs there stay.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import sys
 import time
 import warnings
@@ -47,11 +47,11 @@ from typing import Any
 
 import batch_size_state
 import torch
-from accuracy import in_a_process_of_its_own, in_processes_of_their_own, is_virtual
+from accuracy import in_a_process_of_its_own, in_processes_of_their_own
 from accuracy_configs import CONFIGS, Config
 from batch_size_results import OURS, Pair, Search, Truth, pair_from, summarise, to_markdown
 from batch_size_runs import Found, Suggestion, Trial, by_accelerate, by_fit, by_lightning, suggested, try_out
-from machine import processor, today
+from machine import RESULTS, command, driver, is_virtual, processor, results_folder, today
 
 from memcallback import __version__
 from memcallback.advice import DEFAULT_HEADROOM
@@ -192,6 +192,7 @@ def environment(gib_here: int | None) -> dict[str, str]:
         cards = f"{torch.cuda.get_device_name()}{' (virtual)' if is_virtual() else ''}, {gib_here} GiB of it for each process"
     return {
         "devices": cards,
+        "driver": driver(),
         "processor": processor(),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
         "lightning": version("lightning"),
@@ -199,7 +200,7 @@ def environment(gib_here: int | None) -> dict[str, str]:
         "python": platform.python_version(),
         "memcallback": __version__,
         "date": today(),
-        "command": shlex.join(["python", "benchmarks/batch_size.py", *sys.argv[1:]]),
+        "command": command(),
     }
 
 
@@ -209,7 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="CONFIG", help=f"of {', '.join(PAIRS)}")
     parser.add_argument("--here", type=int, metavar="GIB", help="on the device that is here, of which each process may have so much")
     parser.add_argument("--jobs", type=int, default=1, help="pairs at a time")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batch_size", help="the folder for the results")
+    parser.add_argument("--out", type=Path, help="another folder for the results")
     return parser.parse_args()
 
 
@@ -231,10 +232,13 @@ def main() -> int:
         if not options.only or name in options.only
     }
     left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items() if options.here is None or tool == OURS}
-    options.out.mkdir(parents=True, exist_ok=True)
     # PyTorch's question for cuDNN's version opens the device, after which no process can be forked that uses it.
     about = in_a_process_of_its_own(partial(environment, options.here))
-    path = options.out / ("batch_size.json" if options.here else "virtual.json")
+    out = options.out or RESULTS / f"virtual-cards-{today()}"
+    if options.here and not options.out:
+        out = results_folder(in_a_process_of_its_own(torch.cuda.get_device_name))
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "batch_size.json"
     kept = json.loads(path.read_text())["pairs"] if options.only and path.exists() else []
     pairs = [pair_from(pair) for pair in kept if pair["config"] not in options.only]
     failed, began = {}, time.perf_counter()

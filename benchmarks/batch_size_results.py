@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from batch_size_runs import NUM_SEARCHED, Found, Suggestion, Trial
+from machine import not_reported
 
 from memcallback.units import GiB
 
 #: The least share of the truth that a suggestion is to be.
 LEAST_SHARE = 0.97
 OURS = "suggest_batch_size"
+NOT_REPORTED = (
+    "time: what a search takes of it, and what a retry costs",
+    "several devices, sequences of different lengths, and steps that are not steady",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +221,7 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "",
         "A size is followed by how it trains: ✗ out of memory, ~ short in the last update too, ? not run by the search; then by trials and OOMs of "
         "the search.",
+        *not_reported(NOT_REPORTED),
     ]
     return "\n".join(lines) + "\n"
 

@@ -3,18 +3,20 @@
 #
 #   benchmarks/device_run.sh OUT [PART ...]      # all parts, or these: facts allocator convolutions accuracy overhead per_module batch_size tests
 #
-# Needs PyTorch's CUDA build with Lightning, transformers and pytest, and no network; nothing is installed. PYTHON names the python; SLOWER=4 gives
-# each part four times as long. On virtual devices the same: ../shared/vgpu/run.sh benchmarks/device_run.sh OUT. A part that fails or takes too long leaves its log, and the others run.
+# Needs PyTorch's CUDA build with Lightning, transformers and pytest, and no network; nothing is installed. PYTHON names the python; JOBS how
+# many processes run at a time, where that changes no figure; SLOWER=4 gives each part four times as long. On a virtual device (VGPU=1) the same. A part
+# that fails or takes too long leaves the end of its log, and the others run. Two such folders are set side by side by device_compare.py.
 set -uo pipefail
 : "${1:?where the results go}"
 python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python}: name it with PYTHON" >&2; exit 2; }
 [[ $python == /* ]] || python=$PWD/$python
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
-rm -f "$out/parts.txt"
 shift
 cd "$(dirname "$0")/.."
 parts=" ${*:-facts allocator convolutions accuracy overhead per_module batch_size tests} "
-jobs=$(( $(nproc) > 6 ? 6 : $(nproc) ))
+# nproc would answer with OMP_NUM_THREADS. Twelve trainings at a time take less than 64 GiB of the device and of the host.
+cores=$(env -u OMP_NUM_THREADS nproc)
+jobs=${JOBS:-$(( cores > 12 ? 12 : cores ))}
 export PYTHONPATH="$PWD:$PWD/benchmarks:$PWD/tests" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
 failed=0
 
@@ -23,6 +25,8 @@ part() { # name, seconds at most, command
   shift 2
   [[ $parts == *" $name "* ]] || return 0
   timeout --kill-after=10 "$limit" "$@" > "$out/$name.log" 2>&1 || rc=$?
+  touch "$out/parts.txt"
+  sed -i "/^$name: /d" "$out/parts.txt"
   echo "$name: exit code $rc, $((SECONDS - began)) s" | tee -a "$out/parts.txt"
   # A log that tells of no failure is of no use to anybody.
   if [ "$rc" = 0 ]; then rm "$out/$name.log"; else failed=1; tail -c 4000 "$out/$name.log" > "$out/$name.tail" && mv "$out/$name.tail" "$out/$name.log"; fi
@@ -31,24 +35,18 @@ part() { # name, seconds at most, command
 allocator() {
   local folder
   folder=$(mktemp -d)
-  "$python" tests/recorded/record_allocator.py --steps 32 --out "$folder" && tar -cf "$out/allocator.tar" -C "$folder" .
+  "$python" tests/recorded/record_allocator.py --steps 32 --jobs "$jobs" --out "$folder" && tar -cf "$out/allocator.tar" -C "$folder" .
   local rc=$?
   rm -r "$folder"
   return $rc
 }
-accuracy() {
-  local rc=0
-  "$python" benchmarks/accuracy.py measure --jobs "$jobs" --out "$out/accuracy.json.gz" || rc=$?
-  "$python" benchmarks/accuracy.py compare --jobs "$jobs" --measured "$out/accuracy.json.gz" --markdown "$out/accuracy.md" || rc=$?
-  return $rc
-}
-export -f allocator accuracy
+export -f allocator
 export out python jobs
 
 part facts 40 "$python" benchmarks/device_facts.py --out "$out/facts.json"
 part allocator 120 bash -c allocator
 part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out"
-part accuracy 300 bash -c accuracy
+part accuracy 300 "$python" benchmarks/accuracy.py all --jobs "$jobs" --out "$out"
 part overhead 90 "$python" benchmarks/overhead.py --device cuda --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
 # One at a time: what others use of the device counts for a suggestion.

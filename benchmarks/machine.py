@@ -1,4 +1,4 @@
-"""On what a benchmark ran."""
+"""On what a benchmark ran, and where its result goes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,31 @@ import contextlib
 import os
 import platform
 import re
+import shlex
+import sys
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def is_virtual() -> bool:
+    """Whether CUDA devices are virtual: host code is real, kernels do nothing."""
+    return os.environ.get("VGPU") == "1"
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver, or why it is not known."""
+    if is_virtual():
+        return "none (virtual device)"
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception as error:  # of a kind that differs between versions
+        return f"not known ({type(error).__name__})"
 
 
 def processor() -> str:
@@ -24,6 +47,46 @@ def today() -> str:
     return datetime.now(timezone.utc).date().isoformat()
 
 
+def command() -> str:
+    """How this program was called, of paths the last part."""
+    program, *arguments = sys.argv
+    return shlex.join(["python", f"benchmarks/{Path(program).name}", *(Path(one).name if "/" in one else one for one in arguments)])
+
+
+def not_reported(texts: Iterable[str]) -> list[str]:
+    """The end of a page of results: what it does not tell of."""
+    return ["", "Not reported:", "", *(f"- {text}" for text in texts)]
+
+
+def kind(device: str) -> str:
+    """A device's name as a folder has it: `cpu`, `nvidia-h200`; `nvidia-h200-virtual` where CUDA devices are virtual.
+
+    Args:
+        device: PyTorch's name of a CUDA device, or `CPU`.
+    """
+    return re.sub(r"\W+", "-", device.lower()) + ("-virtual" if is_virtual() and device.lower() != "cpu" else "")
+
+
 def results_folder(device: str) -> Path:
-    """Where the results of today go, of a device such as `cpu` or `nvidia-a100`."""
-    return Path(__file__).parent / "results" / f"{device}-{today()}"
+    """`benchmarks/results/<device>-<date>`, for what ran today.
+
+    Args:
+        device: As for `kind`.
+    """
+    return RESULTS / f"{kind(device)}-{today()}"
+
+
+def latest_result(device_kind: str, file: str) -> Path:
+    """The newest result of that name for a device, of those that are there.
+
+    Args:
+        device_kind: What `kind` gave on that machine.
+        file: The file's name.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    found = sorted(RESULTS.glob(f"{device_kind}-[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]/{file}"))
+    if not found:
+        raise FileNotFoundError(f"no {file} in {RESULTS}/{device_kind}-<date>")
+    return found[-1]

@@ -17,10 +17,7 @@ import gc
 import io
 import json
 import logging
-import os
 import platform
-import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -37,7 +34,7 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor
-from machine import processor, results_folder, today
+from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
 from torch import Tensor, nn
 
 from memcallback import MemoryCallback, __version__
@@ -236,29 +233,16 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 
 def environment(device: str) -> dict[str, str]:
     """What the figures hold for."""
-    names = {"device": _device_name(device)} | ({"driver": _driver()} if device == "cuda" else {})
+    names = {"device": _device_name(device)} | ({"driver": driver()} if device == "cuda" else {})
     names |= {"processor": f"{processor()}, of which PyTorch uses one", "python": platform.python_version(), "memcallback": __version__}
     names |= {package: version(package) for package in ("torch", "lightning", "tensorboard")}
-    return names | {"date": today(), "command": shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]])}
-
-
-def _is_virtual() -> bool:
-    return os.environ.get("VGPU") == "1"
+    return names | {"date": today(), "command": command()}
 
 
 def _device_name(device: str) -> str:
     if device != "cuda":
         return "CPU"
-    return torch.cuda.get_device_name() + (" (virtual device: host code is real, kernels do nothing)" if _is_virtual() else "")
-
-
-def _driver() -> str:
-    if _is_virtual():
-        return "none (virtual device)"
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlSystemGetDriverVersion())
+    return torch.cuda.get_device_name() + (" (virtual device: host code is real, kernels do nothing)" if is_virtual() else "")
 
 
 def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
@@ -277,8 +261,8 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
             f"| {row.log_every_n_steps} | {row.callback} | {row.step_us:,.0f} | {first:,.0f} to {third:,.0f} | {cost} | {ratio} | "
             f"{row.num_allocator_reads_per_step:g} | {row.num_synchronisations} |"
         )
-    lines += ["", "The quotient is the median of the rounds' quotients. Where both costs are within the quartiles, it says nothing.", ""]
-    lines += ["Not reported:", "", *(f"- {text}" for text in NOT_REPORTED)]
+    lines += ["", "The quotient is the median of the rounds' quotients. Where both costs are within the quartiles, it says nothing."]
+    lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
 
 
@@ -300,8 +284,7 @@ def main() -> None:
     torch.set_num_threads(1)  # threads that wait for a core would be most of the time of so small a step
     rows = [row for interval in INTERVALS for row in measure(interval, options.device, options.steps, options.rounds)]
     about = environment(options.device)
-    name = re.sub(r"\W+", "-", about["device"].split(" (")[0].lower()) + ("-virtual" if _is_virtual() and options.device == "cuda" else "")
-    out = options.out or results_folder(name)
+    out = options.out or results_folder(about["device"].split(" (")[0])
     out.mkdir(parents=True, exist_ok=True)
     results = {"environment": about, "rounds": options.rounds, "steps": options.steps, "rows": [asdict(row) for row in rows]}
     (out / "overhead.json").write_text(json.dumps(results | {"not_reported": NOT_REPORTED}, indent=2) + "\n")

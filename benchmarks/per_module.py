@@ -7,7 +7,7 @@ median of the rounds' quotients with the plain step. On a card the time is that 
 processor's, which others on the machine disturb less. A virtual device computes nothing: a step there is the host's part alone, which on a
 card runs beside the kernels. A CPU is read through PyTorch's profiler, on sampled steps only.
 
-The result goes to `benchmarks/results/per_module/` as JSON and Markdown.
+The result goes to `benchmarks/results/<device>-<date>/` as per_module.json and per_module.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
-import re
-import shlex
 import statistics
 import sys
 import time
@@ -28,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from machine import processor, today
+from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
 from models.workloads import WORKLOADS, Workload
 
 from memcallback import MemoryRecorder, Phase, __version__
@@ -41,6 +38,10 @@ MODELS = {"gpt2": (4, 1), "resnet50": (32, 2)}
 #: Of texts on a CPU so many words.
 CPU_LENGTH = 128
 NUM_WARM_UP_STEPS = 3
+NOT_REPORTED = (
+    "the table of the modules, which is added up when it is asked for: that is in no step's time",
+    "what the readings themselves take of the host's memory",
+)
 HOST_ALONE = (
     "A step is the host's part alone here, since kernels do nothing: on a card it runs beside the kernels, and costs time only as far as it is "
     "longer than they are. What it comes to there was not measured."
@@ -177,11 +178,6 @@ def measure(name: str, device: str, num_steps: int, num_rounds: int) -> list[Row
     ]
 
 
-def is_virtual() -> bool:
-    """Whether the CUDA device computes nothing."""
-    return os.environ.get("VGPU") == "1"
-
-
 def _quartiles(values: list[float]) -> tuple[float, float]:
     first, _, third = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return first, third
@@ -193,13 +189,14 @@ def environment(device: str) -> dict[str, str]:
     clock = "the clock's" if device == "cuda" and not is_virtual() else "the processor's"
     return {
         "device": torch.cuda.get_device_name() + note if device == "cuda" else "CPU",
+        **({"driver": driver()} if device == "cuda" else {}),
         "processor": f"{processor()}, of which PyTorch uses {torch.get_num_threads()}",
         "python": platform.python_version(),
         "memcallback": __version__,
         "torch": torch.__version__,
         "time": clock,
         "date": today(),
-        "command": shlex.join(["python", "benchmarks/per_module.py", *sys.argv[1:]]),
+        "command": command(),
     }
 
 
@@ -207,8 +204,8 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
     """The page beside the JSON file."""
     lines = ["# Cost of recording by module", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
-        "| model | modules | step | time, ms | quartiles, ms | times a plain step | readings |",
-        "|:---|---:|:---|---:|---:|---:|---:|",
+        "| model | modules | step | time, ms | quartiles, ms | added, ms | times a plain step | readings |",
+        "|:---|---:|:---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         first, third = row.step_quartiles_ms
@@ -216,11 +213,8 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
             f"| {row.model}, batch size {row.batch_size} | {row.num_modules} | {row.kind} | {row.step_ms:,.1f} | {first:,.1f} to {third:,.1f} | "
             f"{row.added_ms:,.1f} | {row.ratio:.2f} | {row.num_readings} |"
         )
-    lines += [
-        "",
-        "The table of the modules is added up when it is asked for; that is in no step's time.",
-        *([HOST_ALONE] if is_virtual() else []),
-    ]
+    lines += not_reported(NOT_REPORTED)
+    lines += ["", HOST_ALONE] if "virtual" in about["device"] else []
     return "\n".join(lines) + "\n"
 
 
@@ -230,19 +224,18 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each kind in a round")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "per_module", help="the folder for the two files")
+    parser.add_argument("--out", type=Path, help="another folder for the results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = [row for name in MODELS for row in measure(name, options.device, options.steps, options.rounds)]
     about = environment(options.device)
-    virtual = "-virtual" if "virtual" in about["device"] else ""
-    name = re.sub(r"\W+", "-", about["device"].split(" (")[0].lower()) + virtual
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out or results_folder(about["device"].split(" (")[0])
+    out.mkdir(parents=True, exist_ok=True)
     results = {"environment": about, "rounds": options.rounds, "steps": options.steps, "rows": [asdict(row) for row in rows]}
-    (options.out / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (out / "per_module.json").write_text(json.dumps(results, indent=2) + "\n")
     text = to_markdown(rows, about)
-    (options.out / f"{name}.md").write_text(text)
+    (out / "per_module.md").write_text(text)
     print(text)
 
 

@@ -7,7 +7,7 @@ a new one. `savings_loop.py` says how each saving is had there. What is said not
 
 Compared are the largest allocated and the largest reserved figure in the phases of the last update, all its micro-batches.
 
-The result goes to `benchmarks/results/what_if/` as JSON and Markdown.
+The result goes to `benchmarks/results/<device>-<date>/` as what_if.json and what_if.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -28,8 +27,9 @@ from typing import Any
 
 import lightning
 import torch
-from accuracy import Answer, environment, in_a_process_of_its_own, in_processes_of_their_own, is_virtual, training_step
+from accuracy import Answer, environment, in_a_process_of_its_own, in_processes_of_their_own, training_step
 from accuracy_configs import Config
+from machine import command, is_virtual, not_reported, results_folder
 from models import convolutional, others, transformers
 from models.workloads import BATCH_NORM_IS_A_GUESS, WORKLOADS, clicks, features, images, segmented_images, texts, token_sequences
 from savings_loop import Module, Training
@@ -40,6 +40,11 @@ from memcallback.units import format_bytes
 
 #: A row's figures are right within this share of what was measured, in percent.
 BAR_PCT = 1.0
+NOT_REPORTED = (
+    "what a saving costs in time",
+    "whether a model still learns with it",
+    "several devices",
+)
 AS_IT_IS, EXPANDABLE = "as it is", "expandable_segments"
 SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -241,7 +246,7 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
         lines += [f"## {case}", "", head, "|:---|---:|---:|---:|---:|---:|---:|---:|"]
         lines += [_line(row, of_case[0]) for row in of_case]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines[:-1], *not_reported(NOT_REPORTED), ""])
 
 
 def _line(row: Row, as_it_is: Row) -> str:
@@ -271,7 +276,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check every row of memcallback.what_if on the device.")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help=f"of {', '.join(case.name for case in CASES)}")
     parser.add_argument("--train", type=json.loads, help="cases with their savings as JSON; their figures are printed, and nothing written")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "what_if", help="the folder for the results")
+    parser.add_argument("--out", type=Path, help="another folder for the results")
     return parser.parse_args()
 
 
@@ -284,16 +289,15 @@ def main() -> int:
         print(json.dumps(all_trained(options.train)))
         return 0
     about = in_a_process_of_its_own(environment)
-    command = shlex.join(["python", "benchmarks/what_if.py", *sys.argv[1:]])
-    about |= {"lightning": lightning.__version__, "memcallback": __version__, "command": command}
+    about |= {"lightning": lightning.__version__, "memcallback": __version__, "command": command()}
     chosen = [case for case in CASES if not options.only or case.name in options.only]
     rows = [row for case in chosen for row in compared(case)]
-    name = "-".join(about["device"].lower().split()) + ("-virtual" if about["is_virtual"] else "")
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out or results_folder(about["device"])
+    out.mkdir(parents=True, exist_ok=True)
     results = {"environment": about, "bar_pct": BAR_PCT, "rows": [asdict(row) for row in rows]}
-    (options.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "what_if.json").write_text(json.dumps(results, indent=1) + "\n")
     text = to_markdown(about, rows)
-    (options.out / f"{name}.md").write_text(text)
+    (out / "what_if.md").write_text(text)
     print(text)
     return 0 if all(row.is_right for row in rows if not row.left_out) else 1
 

@@ -16,11 +16,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pynvml
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
@@ -155,13 +155,23 @@ def matched(events: list[list[Any]], rows: Iterator[tuple[int, int, int, int]]) 
     return figures
 
 
+def driver() -> str | None:
+    """The driver's version, None without NVML."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # of a kind that differs between versions
+        return None
+
+
 def record(name: str, precision: str, num_steps: int) -> dict[str, Any]:
     """The history of one run, in the process that this is."""
     capacity_bytes = limited() if name == "mixed" else None
     torch.cuda.memory._record_memory_history(max_entries=200_000, context=None)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         mixed(2500) if name == "mixed" else train(name, precision, num_steps, grows=True)
-    pynvml.nvmlInit()
     stats = torch.cuda.memory_stats()
     snapshot = torch.cuda.memory._snapshot()
     events = [[CODES[e["action"]], e.get("addr", 0), e["size"], e["stream"]] for e in snapshot["device_traces"][0] if e["action"] in CODES]
@@ -171,7 +181,7 @@ def record(name: str, precision: str, num_steps: int) -> dict[str, Any]:
         "roundup_power2_divisions": list(snapshot["allocator_settings"]["roundup_power2_divisions"].values()),
         "capacity_bytes": capacity_bytes,
         "device": torch.cuda.get_device_name(0) + (" (virtual device)" if os.environ.get("VGPU") else ""),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "driver": driver(),
         "torch": torch.__version__,
         "final": {f"{k}.{w}": stats[f"{k}.all.{w}"] for k in kept for w in ("current", "peak")}
         | {k: stats[k] for k in ("num_alloc_retries", "num_ooms")},
@@ -199,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "PRECISION", "FILE"))
     parser.add_argument("--steps", type=int, default=3, help="of a training; the last is larger than the others")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     if arguments.one:
@@ -206,15 +217,19 @@ def main() -> None:
         Path(file).write_bytes(compact(record(name, precision, arguments.steps)))
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, precision, setting in [*itertools.product(MODELS, PRECISIONS, SETTINGS), *(("mixed", "uint8", s) for s in SETTINGS)]:
+
+    def run(name: str, precision: str, setting: str) -> None:
         file = arguments.out / f"{name}-{precision}-{setting}.json.gz"
         environ = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
         if (name, setting) == ("mixed", "expandable"):
             environ |= {"VGPU_TOTAL_BYTES": str(LIMIT_MIB << 20), "VGPU_CONTEXT_BYTES": "0"}
-        subprocess.run(
-            [sys.executable, __file__, "--one", name, precision, str(file), "--steps", str(arguments.steps)], env=environ, check=True
-        )
+        one = [sys.executable, __file__, "--one", name, precision, str(file), "--steps", str(arguments.steps)]
+        subprocess.run(one, env=environ, check=True)
         print(file.name, file.stat().st_size)
+
+    runs = [*itertools.product(MODELS, PRECISIONS, SETTINGS), *(("mixed", "uint8", setting) for setting in SETTINGS)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(lambda one: run(*one), runs))
 
 
 if __name__ == "__main__":

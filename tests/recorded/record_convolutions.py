@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python tests/recorded/record_convolutions.py            # into tests/recorded/convolutions/
 
-Needs a CUDA device, real or virtual, of tests/convolution_cases.py's CARDS. The files are read by tests/test_cuda_convolution.py;
+Needs a CUDA device, real or virtual; tests/test_cuda_convolution.py reads those of tests/convolution_cases.py's CARDS.
 README.md beside this script tells the format.
 """
 
@@ -19,6 +19,7 @@ from convolution_cases import CARDS, CASES, key, once, truth
 
 from memcallback import convolution_workspace, cudnn
 from memcallback.cuda_convolution import convolution_kernel
+from memcallback.device_here import device_here
 
 OUT = Path(__file__).parent / "convolutions"
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     name = torch.cuda.get_device_name()
+    card = CARDS.get(name) or device_here()
     ask, workspaces = cudnn.workspace_bytes, {}
 
     def asked(convolution: cudnn.Convolution, input_shape: Any, device: Any) -> int | None:
@@ -45,7 +47,7 @@ def main() -> None:
             continue  # PyTorch finds no engine
         cases[str(case)] = [once(steps), strides]
         op, args = case.call("meta")
-        convolution_kernel(op, args, {}, None, CARDS[name])
+        convolution_kernel(op, args, {}, None, card)
     meta = {"device": name, "torch": torch.__version__, "cudnn": cudnn.version()}
     text = json.dumps({"meta": meta, "cases": cases, "workspaces": workspaces}, separators=(",", ":"))
     out.mkdir(parents=True, exist_ok=True)
