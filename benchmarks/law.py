@@ -2,12 +2,12 @@
 
     python benchmarks/law.py [--only NAME ...] [--out FOLDER]
 
-Needs no GPU: what was measured is that of the accuracy proof (`benchmarks/results/accuracy`). All its configurations in float32 and in
+Needs no GPU: what was measured is that of the accuracy proof (the newest on a virtual H200 in `benchmarks/results/`). All its configurations in float32 and in
 bf16-mixed that neither accumulate nor recompute nor clip, with one loss, are predicted by the law (`memcallback.textbook`: an upper and
 a lower edge) and by a trace (`memcallback.predict`), and the largest allocated figure of a steady step is compared.
 
 *Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts what autograd saves, once. The
-result goes to `benchmarks/results/law/` as JSON and Markdown.
+result goes to `benchmarks/results/cpu-<date>/` as law.json and law.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from accuracy import read_json, training_step
 from accuracy_configs import CONFIGS, Config
-from machine import today
+from machine import command, latest_result, not_reported, results_folder, today
 
 from memcallback import PredictionError, __version__, format_bytes, predict
 from memcallback.stats import error_pct
@@ -32,8 +32,11 @@ from memcallback.tables import Table
 from memcallback.textbook import predict as predict_by_law
 
 DEVICE = "NVIDIA H200"
-HERE = Path(__file__).parent / "results"
-MEASURED = HERE / "accuracy" / "nvidia-h200-virtual.json.gz"
+NOT_REPORTED = (
+    "reserved memory, of which the law says nothing",
+    "configurations that accumulate, recompute, clip, or have several losses, and those of 16-bit parameters",
+    "a real device: what was measured is of a virtual one",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
         + "\n\n"
         + Table(title="Error of the peak of allocated memory", columns=columns, rows=tuple(cells)).to_markdown()
         + "\n"
+        + "\n".join([*not_reported(NOT_REPORTED), ""])
     )
 
 
@@ -111,9 +115,9 @@ def main() -> None:
     """Predict, compare, write."""
     parser = argparse.ArgumentParser(description="The textbook law beside a trace.")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these configurations alone")
-    parser.add_argument("--out", type=Path, default=HERE / "law", help="the folder to write into")
+    parser.add_argument("--out", type=Path, help="another folder to write into")
     options = parser.parse_args()
-    document = read_json(MEASURED)
+    document = read_json(latest_result("nvidia-h200-virtual", "accuracy.json.gz"))
     rows = []
     for config in CONFIGS:
         if is_plain(config) and config.name in document["configs"] and (not options.only or config.name in options.only):
@@ -125,11 +129,12 @@ def main() -> None:
         "python": platform.python_version(),
         "memcallback": __version__,
         "date": today(),
-        "command": "python benchmarks/law.py",
+        "command": command(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "law.json").write_text(json.dumps({"environment": about, "rows": [asdict(one) for one in rows]}, indent=1) + "\n")
-    (options.out / "law.md").write_text(to_markdown(about, rows))
+    out = options.out or results_folder("cpu")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "law.json").write_text(json.dumps({"environment": about, "rows": [asdict(one) for one in rows]}, indent=1) + "\n")
+    (out / "law.md").write_text(to_markdown(about, rows))
     print(to_markdown(about, rows))
 
 

@@ -13,7 +13,7 @@ weights that were trained on ImageNet-1K alone.
 *Suggested* is `memcallback.suggest_batch_size` with its headroom of 5 % and any batch size: the largest with which the allocator never
 runs short. *Limit* keeps nothing free and lets the allocator give back its cache and try again.
 
-Data and table go to `benchmarks/results/models/`, the pictures to `docs/images/`.
+Data and table go to `benchmarks/results/cpu-<date>/`, the pictures to `docs/images/`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import today
+from machine import latest_result, not_reported, results_folder, today
 from model_chart_pictures import draw
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,10 +39,13 @@ from memcallback.devices import find_device
 from memcallback.tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "models"
 IMAGES = ROOT / "docs" / "images"
 DEVICE = "NVIDIA GeForce RTX 4090"
 PRECISIONS = ("32-true", "bf16-mixed")
+NOT_REPORTED = (
+    "what was measured: nothing here was",
+    "other optimizers, other image sizes, and accuracies of recipes with more data",
+)
 TRACED_BATCH_SIZE = 16
 MODELS = {
     "AlexNet": ("alexnet",),
@@ -227,7 +230,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         columns += tuple(f"{what}, {precision}" for precision in PRECISIONS)
     title = "SGD with momentum; image sizes are those at which the accuracy was measured"
     table = Table(title=title, columns=columns, rows=tuple(rows), left_columns=frozenset({"family"}))
-    return "\n".join(lines) + "\n\n" + table.to_markdown() + "\n"
+    return "\n".join(lines) + "\n\n" + table.to_markdown() + "\n".join(["", *not_reported(NOT_REPORTED), ""])
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -250,10 +253,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Training memory per image of torchvision's models, and their largest batch on a card.")
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL", help="these models alone; goes well with --out")
     parser.add_argument("--out", type=Path, help="a folder for everything; by default the committed places")
-    parser.add_argument("--resume", action="store_true", help="keep the models that are in the data already")
+    parser.add_argument("--resume", action="store_true", help="keep the models that are in the newest data already")
     parser.add_argument("--draw", action="store_true", help="predict nothing: the table and the pictures from the data that is there")
     options = parser.parse_args()
-    results, images = options.out or RESULTS, options.out or IMAGES
+    results, images = options.out or results_folder("cpu"), options.out or IMAGES
+    if (options.draw or options.resume) and not options.out:
+        results = latest_result("cpu", "models.json").parent
     results.mkdir(parents=True, exist_ok=True)
     data = results / "models.json"
     there = json.loads(data.read_text()) if options.draw or (options.resume and data.exists()) else {}

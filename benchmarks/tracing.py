@@ -11,7 +11,7 @@ Needs no GPU; takes about 20 minutes. It does five things, one after the other, 
    model on fake tensors, which is in its time. Quotients are of the processor's times in one round, and given with the least and
    the largest: one thread works at a time, so this is how long it takes where nothing else runs. Times on the wall are in the JSON.
 2. Peaks. The largest allocated figure by `predict` and by MemTracker, which is told of the model, the optimizer and the batch before
-   the first step, against the one that the accuracy proof measured (`benchmarks/results/accuracy`).
+   the first step, against the one that the accuracy proof measured on a virtual H200.
 3. Large models. Llama-like models of 7 and 70 billion parameters, made on the meta device, are predicted each in a process of its own, which
    begins with importing PyTorch and is measured as a whole: `--only-large "70 B"` is that process.
 4. Growth with layers, parameters and events: `tracing_growth.py`.
@@ -45,7 +45,7 @@ BEGAN = time.perf_counter()
 import torch  # noqa: E402  (its import is part of what the large model takes)
 from accuracy import in_a_process_of_its_own, read_json, training_step  # noqa: E402
 from accuracy_configs import CONFIGS, Config, Parts  # noqa: E402
-from machine import processor, results_folder, today  # noqa: E402
+from machine import latest_result, processor, results_folder, today  # noqa: E402
 from models.workloads import token_sequences  # noqa: E402
 from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 from tracing_growth import (  # noqa: E402
@@ -70,7 +70,7 @@ from memcallback.peak_lines import TracedPeak  # noqa: E402
 from memcallback.tracer import trace  # noqa: E402
 from memcallback.tracing import predict  # noqa: E402
 
-MEASURED = Path(__file__).parent / "results" / "accuracy" / "nvidia-h200-virtual.json.gz"
+MEASURED = latest_result("nvidia-h200-virtual", "accuracy.json.gz")
 GPT2_8 = "gpt2-adamw-32-true, batch 8 x 512"
 #: The curve: of which cases, where, how large at most, and of how many sizes the time of every one is told.
 CURVES, NO_END, LARGEST, NUM_TIMED = ("gpt2-adamw-32-true", "resnet50-momentum-32-true"), f"{1 << 20}GiB", 4096, 64

@@ -91,7 +91,7 @@ class MemoryRecorder(Recording):
         use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have one at a time; else only
             the resident size is read.
         per_module: Whether sampled steps are also read wherever another module begins to run, forward and backward (see `modules`).
-            That takes the host some 50 µs for each reading (benchmarks/results/per_module); other steps have no hooks.
+            That takes the host some 50 µs for each reading (benchmarks/per_module.py); other steps have no hooks.
 
     Attributes:
         steps: The last 100 recorded steps, oldest first.

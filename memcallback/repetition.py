@@ -16,7 +16,7 @@ from memcallback.units import format_bytes
 
 #: Up to which window a training is followed, those of the trace included. Of 135 configurations that were trained for six updates, 44 had
 #: the same figures to the byte from the second update on, 80 from the third, 8 from the fourth or fifth, and in 3 two or three
-#: arrangements alternate for good (the files and the README.md in benchmarks/results/accuracy).
+#: arrangements alternate for good (benchmarks/results/README.md tells of them).
 MAX_WINDOWS = 6
 
 #: The largest figures of allocated and of reserved memory, in bytes.

@@ -1,6 +1,6 @@
 """Predicted against measured: a part of `benchmarks/accuracy.py compare` that needs neither a device nor cuDNN.
 
-What was measured is recorded in benchmarks/results/accuracy, with device, versions and date.
+What was measured is recorded in benchmarks/results/<device>-<date>/accuracy.json.gz, with device, versions and date.
 """
 
 import sys
@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from accuracy import predict, read_json
 from accuracy_comparison import figures
 from accuracy_configs import CONFIGS
+from machine import RESULTS, latest_result
 
 from memcallback.cuda_convolution import workspaces_are_known
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "accuracy"
-#: Card -> configurations without convolutions, whose workspaces only cuDNN knows.
+#: Device -> configurations without convolutions, whose workspaces only cuDNN knows.
 CASES = {
-    "h200": [
+    "nvidia-h200-virtual": [
         "gpt2-adamw-bf16-mixed",
         "bert-adamw-fused-16-mixed",
         "llama-adamw-bf16-true",
@@ -27,28 +27,37 @@ CASES = {
         "dlrm-adam-16-mixed-clip",
         "mlp-adam-amsgrad-32-true-accumulate4",
     ],
-    "a100": ["gpt2-adamw-32-true", "gpt2-lora-adamw-bf16-mixed-accumulate2", "lstm-cell-adam-32-true-clip", "mlp-lbfgs-32-true"],
-    "t4": ["gpt2-sgd-16-mixed-checkpoint-reentrant", "mlp-mixer-adamw-32-true", "graph-network-adam-32-true"],
+    "nvidia-a100-sxm4-80gb-virtual": [
+        "gpt2-adamw-32-true",
+        "gpt2-lora-adamw-bf16-mixed-accumulate2",
+        "lstm-cell-adam-32-true-clip",
+        "mlp-lbfgs-32-true",
+    ],
+    "tesla-t4-virtual": ["gpt2-sgd-16-mixed-checkpoint-reentrant", "mlp-mixer-adamw-32-true", "graph-network-adam-32-true"],
 }
 
 
-def compared(card, name):
-    document = read_json(RESULTS / f"nvidia-{card}-virtual.json.gz")
+def compared(device, name):
+    document = read_json(latest_result(device, "accuracy.json.gz"))
     config = next(config for config in CONFIGS if config.name == name)
     answer = predict(config, document["environment"]["device"])
     return figures(name, document["configs"][name]["windows"][-1], answer["steps"]), answer["caveats"]
 
 
-@pytest.mark.parametrize(("card", "name"), [(card, name) for card, names in CASES.items() for name in names])
-def test_a_steady_step_is_predicted_as_it_was_measured(card, name):
-    found, _ = compared(card, name)
+def test_all_that_was_measured_is_compared():
+    assert sorted(RESULTS.glob("*/accuracy.json.gz")) == sorted(latest_result(device, "accuracy.json.gz") for device in CASES)
+
+
+@pytest.mark.parametrize(("device", "name"), [(device, name) for device, names in CASES.items() for name in names])
+def test_a_steady_step_is_predicted_as_it_was_measured(device, name):
+    found, _ = compared(device, name)
     assert found
     assert [figure for figure in found if not figure.is_within] == []
 
 
 @pytest.mark.skipif(workspaces_are_known(), reason="cuDNN is installed, whose answers are exact")
 def test_without_cudnn_a_convolutional_network_is_predicted_within_a_band_and_a_caveat_says_so():
-    found, caveats = compared("h200", "resnet18-sgd-32-true")
+    found, caveats = compared("nvidia-h200-virtual", "resnet18-sgd-32-true")
     assert [figure for figure in found if figure.quantity in ("start", "end") and abs(figure.error_share) > 0.01] == []
     assert [figure for figure in found if figure.quantity == "peak allocated" and abs(figure.error_share) > 0.05] == []
     assert any("Convolution workspaces are estimates" in caveat for caveat in caveats)
