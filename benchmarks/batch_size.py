@@ -159,10 +159,9 @@ class Trials:
             near = further
 
 
-def measured(config: Config, capacity_gib: int, arch: str, tools: Sequence[str]) -> Pair:
-    """All of one configuration on one card."""
+def measured(config: Config, capacity_gib: int, arch: str, tools: Sequence[str], suggestion: Suggestion) -> Pair:
+    """All else of one configuration on one card."""
     capacity_bytes = capacity_gib * GiB
-    suggestion = Suggestion(**on_card(capacity_bytes, arch, partial(suggested, config)))
     whole, less = Trials(config, capacity_bytes, arch), Trials(config, int(capacity_bytes * (1 - DEFAULT_HEADROOM)), arch)
     limit = suggestion.limit or suggestion.size
     return Pair(
@@ -204,6 +203,11 @@ def environment(gib_here: int | None) -> dict[str, str]:
     }
 
 
+def num_places(gib: int) -> int:
+    """How many processes with so much for tensors, and a context each, the device has room for; at least one."""
+    return max(1, torch.cuda.get_device_properties(0).total_memory // ((gib + 1) * GiB))
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Check suggested batch sizes on virtual devices.")
@@ -226,11 +230,7 @@ def main() -> int:
     if options.here is not None:
         cards = [(name, options.here, HERE) for name in PAIRS_HERE]
     tools = list(SEARCHES) if options.here is None else []
-    works = {
-        f"{name}, {gib} GiB": partial(_measured, configs[name], gib, arch, tools)
-        for name, gib, arch in cards
-        if not options.only or name in options.only
-    }
+    chosen = {f"{name}, {gib} GiB": (configs[name], gib, arch) for name, gib, arch in cards if not options.only or name in options.only}
     left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items() if options.here is None or tool == OURS}
     # PyTorch's question for cuDNN's version opens the device, after which no process can be forked that uses it.
     about = in_a_process_of_its_own(partial(environment, options.here))
@@ -241,12 +241,22 @@ def main() -> int:
     path = out / "batch_size.json"
     kept = json.loads(path.read_text())["pairs"] if options.only and path.exists() else []
     pairs = [pair_from(pair) for pair in kept if pair["config"] not in options.only]
-    failed, began = {}, time.perf_counter()
-    for name, answer in in_processes_of_their_own(works, num_jobs=options.jobs):
+    began = time.perf_counter()
+    # One at a time, since what others use of the device counts for a suggestion; a trial has its share of the device, whatever others do.
+    asked = {name: partial(on_card, gib * GiB, arch, partial(suggested, config)) for name, (config, gib, arch) in chosen.items()}
+    suggestions = dict(in_processes_of_their_own(asked))
+    print(f"{time.perf_counter() - began:6.0f} s  {len(suggestions)} suggestions", file=sys.stderr)
+    failed = {name: answer["error"] for name, answer in suggestions.items() if "error" in answer}
+    works = {
+        name: partial(_measured, *chosen[name], tools, Suggestion(**answer["result"]))
+        for name, answer in suggestions.items()
+        if name not in failed
+    }
+    num_jobs = options.jobs if options.here is None else min(options.jobs, in_a_process_of_its_own(partial(num_places, options.here)))
+    for name, answer in in_processes_of_their_own(works, num_jobs=num_jobs):
         print(f"{time.perf_counter() - began:6.0f} s  {name} {answer.get('error', '')}", file=sys.stderr)
         if "error" in answer:
             failed[name] = answer["error"]
-            path.with_suffix(".failed.json").write_text(json.dumps(failed, indent=1) + "\n")
             continue
         pairs = sorted([*pairs, pair_from(answer["result"])], key=lambda pair: (list(PAIRS).index(pair.config), pair.capacity_bytes))
         summaries = summarise(pairs, left_behind)
@@ -254,11 +264,13 @@ def main() -> int:
         path.write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
         path.with_suffix(".md").write_text(to_markdown(about, pairs, summaries))
         print(path.with_suffix(".md").read_text())
+    if failed:
+        path.with_suffix(".failed.json").write_text(json.dumps(failed, indent=1) + "\n")
     return 0 if pairs and all(pair.is_met for pair in pairs) and not failed else 1
 
 
-def _measured(config: Config, gib: int, arch: str, tools: Sequence[str]) -> dict[str, Any]:
-    return asdict(measured(config, gib, arch, tools))
+def _measured(config: Config, gib: int, arch: str, tools: Sequence[str], suggestion: Suggestion) -> dict[str, Any]:
+    return asdict(measured(config, gib, arch, tools, suggestion))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 #
 #   benchmarks/device_run.sh OUT [PART ...]      # all parts, or these: facts allocator convolutions accuracy overhead per_module batch_size tests
 #
-# Needs PyTorch's CUDA build with Lightning, transformers and pytest, and no network; nothing is installed. PYTHON names the python; JOBS how
-# many processes run at a time, where that changes no figure; SLOWER=4 gives each part four times as long. On a virtual device (VGPU=1) the same. A part
-# that fails or takes too long leaves the end of its log, and the others run. Two such folders are set side by side by device_compare.py.
+# Needs PyTorch's CUDA build, for overhead and batch_size Lightning, for tests pytest and transformers, and no network; nothing is installed. PYTHON
+# names the python; JOBS how many processes run at a time, where that changes no figure (fewer on a device of less than 64 GiB); SLOWER=4 gives each
+# part four times as long. On a virtual device (VGPU=1) the same. A part that fails or takes too long leaves the end of its log, and the others run.
+# device_compare.py sets two such folders side by side.
 set -uo pipefail
 : "${1:?where the results go}"
 python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python}: name it with PYTHON" >&2; exit 2; }
@@ -49,7 +50,6 @@ part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out
 part accuracy 300 "$python" benchmarks/accuracy.py all --jobs "$jobs" --out "$out"
 part overhead 90 "$python" benchmarks/overhead.py --device cuda --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
-# One at a time: what others use of the device counts for a suggestion.
-part batch_size 420 "$python" benchmarks/batch_size.py --here 12 --out "$out"
+part batch_size 420 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
 part tests 80 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
 exit $failed
