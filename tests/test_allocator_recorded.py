@@ -13,6 +13,8 @@ from allocator_history import Replay, load
 HERE = Path(__file__).parent
 PUBLIC = HERE.parent.parent / "shared" / "traces"
 RECORDED = sorted((HERE / "recorded" / "allocator").glob("*.json.gz"))
+#: Of 30 steady steps, the warm-up before them and a larger one after.
+LONG = sorted((HERE / "recorded" / "allocator_long").glob("*.json.gz"))
 GAUGES = {
     "allocated_bytes": "allocated",
     "active_bytes": "active",
@@ -61,9 +63,11 @@ def test_a_public_history_of_a_real_gpu_is_replayed_to_the_byte(name):
 def test_histories_are_recorded_for_every_model_precision_and_setting():
     assert len(RECORDED) == 3 * 2 * 4 + 4
     assert sum(path.stat().st_size for path in RECORDED) < 300 * 1024
+    assert len(LONG) == 2 * 2 * 4 + 4
+    assert sum(path.stat().st_size for path in LONG) < 200 * 1024
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.removesuffix(".json.gz"))
+@pytest.mark.parametrize("path", RECORDED + LONG, ids=lambda path: f"{path.parent.name}-{path.name.removesuffix('.json.gz')}")
 def test_a_recorded_history_is_replayed_to_the_byte(path):
     history, replay = replayed(path)
     meta, allocator = history["meta"], replay.allocator

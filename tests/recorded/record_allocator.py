@@ -1,7 +1,7 @@
 """Record what the CUDA caching allocator does in training steps, and what it reports after every event.
 
     python tests/recorded/record_allocator.py            # all runs, each in a process of its own, into tests/recorded/allocator/
-    python tests/recorded/record_allocator.py --steps 30 --out FOLDER      # long ones, elsewhere
+    python tests/recorded/record_allocator.py --steps 32 --only cnn mlp transformer-fp32 --out tests/recorded/allocator_long      # long ones
 
 Needs a CUDA device, real or virtual. The files are read by tests/test_allocator_recorded.py; README.md beside this script tells the format.
 """
@@ -209,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "PRECISION", "FILE"))
     parser.add_argument("--steps", type=int, default=3, help="of a training; the last is larger than the others")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="RUN", help="runs whose names begin so, as `cnn` or `mlp-bf16-default`")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
@@ -219,6 +220,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     def run(name: str, precision: str, setting: str) -> None:
+        if not f"{name}-{precision}-{setting}".startswith(tuple(arguments.only)):
+            return
         file = arguments.out / f"{name}-{precision}-{setting}.json.gz"
         environ = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
         if (name, setting) == ("mixed", "expandable"):

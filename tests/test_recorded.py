@@ -1,0 +1,40 @@
+"""Whatever was recorded on a device is replayed without one: no file of tests/recorded is there for nobody."""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+RECORDED = TESTS / "recorded"
+#: What was recorded -> the test that replays it, and the module that opens it.
+READERS = {
+    "allocator/*.json.gz": ("test_allocator_recorded.py", "test_allocator_recorded.py"),
+    "allocator_long/*.json.gz": ("test_allocator_recorded.py", "test_allocator_recorded.py"),
+    "convolutions/*.json.gz": ("test_cuda_convolution.py", "convolution_cases.py"),
+    "kernels/a100.json": ("test_cuda_kernels.py", "test_cuda_kernels.py"),
+    "kernels/h200.json": ("test_cuda_kernels.py", "test_cuda_kernels.py"),
+    "kernels/t4.json": ("test_cuda_kernels.py", "test_cuda_kernels.py"),
+    "composites.json": ("test_cuda_composites.py", "test_cuda_composites.py"),
+    "bfloat16.json": ("test_bfloat16.py", "bfloat16_steps.py"),
+    "user_code.json": ("test_tracer_user_code.py", "test_tracer_user_code.py"),
+    "sparse.json": ("test_sparse_operators.py", "sparse_cases.py"),
+}
+
+
+def test_every_recorded_file_is_replayed_by_a_test():
+    files = [path for path in RECORDED.rglob("*") if path.is_file() and path.suffix not in (".py", ".md", ".pyc")]
+    unread = [path for path in files if not any(path in RECORDED.glob(pattern) for pattern in READERS)]
+    assert unread == []
+
+
+@pytest.mark.parametrize("pattern", READERS)
+def test_each_reader_is_there_and_opens_what_is_there(pattern):
+    test, opens = READERS[pattern]
+    assert list(RECORDED.glob(pattern))
+    folder, name = Path(pattern).parent.name, Path(pattern).stem
+    assert f'"{folder}"' in (TESTS / opens).read_text() if folder else f'"{name}.json"' in (TESTS / opens).read_text()
+    assert (
+        opens == test
+        or f"{Path(opens).stem} import" in (TESTS / test).read_text()
+        or f"import {Path(opens).stem}" in (TESTS / test).read_text()
+    )
