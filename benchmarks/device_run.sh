@@ -5,8 +5,8 @@
 #
 # Needs PyTorch's CUDA build, for overhead and batch_size Lightning, for tests pytest and transformers, and no network; nothing is installed. PYTHON
 # names the python; JOBS how many processes run at a time, where that changes no figure (fewer on a device of less than 64 GiB); SLOWER=4 gives each
-# part four times as long. On a virtual device (VGPU=1) the same. A part that fails or takes too long leaves the end of its log, and the others run.
-# device_compare.py sets two such folders side by side.
+# part four times as long. On a virtual device (VGPU=1) the same. A part that fails or takes too long leaves the end of its log in failures.log, and
+# the others run. device_compare.py sets two such folders side by side.
 set -uo pipefail
 : "${1:?where the results go}"
 python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python}: name it with PYTHON" >&2; exit 2; }
@@ -14,7 +14,9 @@ python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "$0")/.."
-parts=" ${*:-facts allocator convolutions accuracy overhead per_module batch_size tests} "
+known=" facts allocator convolutions accuracy overhead per_module batch_size tests "
+parts=" ${*:-$known} "
+for name in $parts; do [[ $known == *" $name "* ]] || { echo "there is no part $name, only$known" >&2; exit 2; }; done
 # nproc would answer with OMP_NUM_THREADS. Twelve trainings at a time take less than 64 GiB of the device and of the host.
 cores=$(env -u OMP_NUM_THREADS nproc)
 jobs=${JOBS:-$(( cores > 12 ? 12 : cores ))}
@@ -29,8 +31,11 @@ part() { # name, seconds at most, command
   touch "$out/parts.txt"
   sed -i "/^$name: /d" "$out/parts.txt"
   echo "$name: exit code $rc, $((SECONDS - began)) s" | tee -a "$out/parts.txt"
-  # A log that tells of no failure is of no use to anybody.
-  if [ "$rc" = 0 ]; then rm "$out/$name.log"; else failed=1; tail -c 4000 "$out/$name.log" > "$out/$name.tail" && mv "$out/$name.tail" "$out/$name.log"; fi
+  if [ "$rc" != 0 ]; then
+    failed=1
+    { echo "== $name: exit code $rc"; tail -c 4000 "$out/$name.log"; echo; } >> "$out/failures.log"
+  fi
+  rm "$out/$name.log"
 }
 
 allocator() {
