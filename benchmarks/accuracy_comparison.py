@@ -9,16 +9,12 @@ from typing import Any
 
 from machine import not_reported
 
-MiB = 2**20
+from memcallback.differences import ALLOCATED_SHARE, RESERVED_SHARE, allocated_band
 
-#: A figure of allocated memory is right within this share of it and this much more,
-ALLOCATED_SHARE, ALLOCATED_SLACK_BYTES = 0.001, MiB
-#: for this share of the configurations in all their figures,
+#: For this share of the configurations all figures are to be within the bands in which a report calls a prediction right,
 REQUIRED_SHARE = 0.95
-#: and in none of them further off than this share (or than the above, where that is more).
+#: and in none a figure of allocated memory further off than this share (or than its band, where that is more).
 WORST_ALLOCATED_SHARE = 0.01
-#: A figure of reserved memory is right within this share of it.
-RESERVED_SHARE = 0.02
 
 NOT_REPORTED = (
     "time, and the values that are computed",
@@ -64,7 +60,7 @@ class Figure:
         """Whether it is right within the bar."""
         if self.quantity in RESERVED:
             return abs(self.error_share) <= RESERVED_SHARE
-        return abs(self.error_bytes) <= ALLOCATED_SHARE * self.measured_bytes + ALLOCATED_SLACK_BYTES
+        return abs(self.error_bytes) <= allocated_band(self.measured_bytes)
 
     @property
     def is_above_bound(self) -> bool:

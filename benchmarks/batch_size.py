@@ -264,7 +264,8 @@ def main() -> int:
         path.write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
         path.with_suffix(".md").write_text(to_markdown(about, pairs, summaries))
         print(path.with_suffix(".md").read_text())
-    print("\n".join(f"failed: {name}: {error}" for name, error in failed.items()), file=sys.stderr)
+    for name, error in failed.items():
+        print(f"failed: {name}: {error}", file=sys.stderr)
     return 0 if pairs and all(pair.is_met for pair in pairs) and not failed else 1
 
 

@@ -53,7 +53,7 @@ part facts 40 "$python" benchmarks/device_facts.py --out "$out/facts.json"
 part allocator 120 bash -c allocator
 part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out"
 part accuracy 300 "$python" benchmarks/accuracy.py all --jobs "$jobs" --out "$out"
-part overhead 90 "$python" benchmarks/overhead.py --device cuda --out "$out"
+part overhead 90 "$python" benchmarks/overhead.py --device cuda --rounds 5 --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
 part batch_size 420 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
 part tests 80 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
