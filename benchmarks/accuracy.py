@@ -237,15 +237,17 @@ def run_compare(options: argparse.Namespace) -> int:
     about, measured = document["environment"], document["configs"]
     configs = {config.name: config for config in _chosen(options.only) if "windows" in measured.get(config.name, {})}
     works = {name: partial(predict, config, about["device"]) for name, config in configs.items()}
+    left_out = {name: config.left_out for name, config in configs.items() if config.left_out} if about["is_virtual"] else {}
     answers = {}
     for name, answer in in_processes_of_their_own(works, num_jobs=options.jobs):
         answers[name] = answer
+        if options.json:  # what there is stays if time runs out
+            write_json(options.json, {"environment": about, "answers": answers, "left_out": left_out})
         print(f"{name:60} {answer.get('error') or str(answer['result']['seconds']) + ' s'}", file=sys.stderr)
     found: dict[str, list[Figure]] = {
         name: figures(name, measured[name]["windows"][-1], answers[name]["result"]["steps"]) if "result" in answers[name] else []
         for name in configs
     }
-    left_out = {name: config.left_out for name, config in configs.items() if config.left_out} if about["is_virtual"] else {}
     not_measured = {
         config.name: measured[config.name]["error"] for config in _chosen(options.only) if "error" in measured.get(config.name, {})
     }

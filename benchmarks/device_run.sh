@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that one CUDA device can tell, within 20 minutes, into a folder of at most 16 small files:
 #
-#   benchmarks/device_run.sh OUT [PART ...]      # all parts, or these: facts allocator convolutions accuracy overhead per_module batch_size tests
+#   benchmarks/device_run.sh OUT [PART ...]      # all parts, or these: facts allocator convolutions accuracy predictions overhead per_module batch_size tests
 #
 # Needs PyTorch's CUDA build, for overhead and batch_size Lightning, for tests pytest and transformers, and no network; nothing is installed. PYTHON
 # names the python; JOBS how many processes run at a time, where that changes no figure (fewer on a device of less than 64 GiB); SLOWER=4 gives each
@@ -14,7 +14,7 @@ python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "$0")/.."
-known=" facts allocator convolutions accuracy overhead per_module batch_size tests "
+known=" facts allocator convolutions accuracy predictions overhead per_module batch_size tests "
 parts=" ${*:-$known} "
 for name in $parts; do [[ $known == *" $name "* ]] || { echo "there is no part $name, only$known" >&2; exit 2; }; done
 # nproc would answer with OMP_NUM_THREADS. Twelve trainings at a time take less than 64 GiB of the device and of the host.
@@ -52,9 +52,11 @@ export out python jobs
 part facts 40 "$python" benchmarks/device_facts.py --out "$out/facts.json"
 part allocator 120 bash -c allocator
 part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out"
-part accuracy 300 "$python" benchmarks/accuracy.py all --jobs "$jobs" --out "$out"
+part accuracy 140 "$python" benchmarks/accuracy.py measure --jobs "$jobs" --out "$out/accuracy.json.gz"
+# These need no device, so what is missing in the end can be had elsewhere.
+part predictions 200 "$python" benchmarks/accuracy.py compare --jobs "$jobs" --measured "$out/accuracy.json.gz" --json "$out/predicted.json.gz" --markdown "$out/accuracy.md"
 part overhead 90 "$python" benchmarks/overhead.py --device cuda --rounds 5 --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
-part batch_size 420 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
+part batch_size 380 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
 part tests 80 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
 exit $failed
