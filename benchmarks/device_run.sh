@@ -49,8 +49,8 @@ allocator() {
 export -f allocator
 export out python jobs
 
-part facts 40 "$python" benchmarks/device_facts.py --out "$out/facts.json"
-part allocator 120 bash -c allocator
+part facts 30 "$python" benchmarks/device_facts.py --out "$out/facts.json"
+part allocator 60 bash -c allocator
 part convolutions 90 "$python" tests/recorded/record_convolutions.py --out "$out"
 part accuracy 140 "$python" benchmarks/accuracy.py measure --jobs "$jobs" --out "$out/accuracy.json.gz"
 # These need no device, so what is missing in the end can be had elsewhere.
@@ -58,5 +58,5 @@ part predictions 200 "$python" benchmarks/accuracy.py compare --jobs "$jobs" --m
 part overhead 90 "$python" benchmarks/overhead.py --device cuda --rounds 5 --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
 part batch_size 380 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
-part tests 80 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
+part tests 150 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
 exit $failed
