@@ -32,6 +32,7 @@ from memcallback.phase_windows import begin_backward, begin_update, end_backward
 from memcallback.plan import Plan
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
+from memcallback.rank_exchange import RankExchange
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.rescue import AllocatorHistory
@@ -234,6 +235,7 @@ class MemoryCallback(Callback):
             planned=self._planned,
             headroom=self._headroom,
             completed=lambda report: self._completed(report, trainer.accumulate_grad_batches),
+            exchange=RankExchange.of_job(),
         )
         warn_of_devices(pl_module, device)
         if self._watches_health or (self._watches_health is None and device.type != "cpu"):

@@ -26,6 +26,7 @@ from memcallback.memory_log import rank_here, say_here
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.optimizer_copy import unwrapped
 from memcallback.predicted import StepPrediction
+from memcallback.rank_exchange import RankExchange
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.sinks import Sinks
@@ -148,6 +149,7 @@ class MemoryTrainerCallback(TrainerCallback):
             self._say,
             planned=self._planned,
             headroom=self._headroom,
+            exchange=RankExchange.of_job(),
         )
         if self._warns or (self._warns is None and args.device.type != "cpu"):
             self._journal.watch_health(recorder.models, recorder.optimizers, progress=self._progress)

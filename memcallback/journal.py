@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,17 +13,28 @@ from memcallback.devices import CATALOGUE, Device
 from memcallback.figures import batch_size_curve, module_icicle, step_by_category
 from memcallback.growth import Progress
 from memcallback.health_watch import HealthWatch
-from memcallback.meters import device_memory
+from memcallback.meters import device_memory, plannable_bytes
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.predicted import PredictedSteps, StepPrediction
 from memcallback.prediction import predicted_modules
+from memcallback.rank_exchange import RankExchange, place_of
+from memcallback.rank_figures import RankFigures, point_of
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.rescue import AllocatorHistory, tell
 from memcallback.sinks import Sinks
 from memcallback.stats import DeviceMemory, StepMemory, larger
 from memcallback.steps import TrainingStep
-from memcallback.tensorboard import CURVE_IMAGE_TAG, MODULES_IMAGE_TAG, MODULES_TAG, REPORT_TAG, STEP_IMAGE_TAG, scalars
+from memcallback.tensorboard import (
+    CURVE_IMAGE_TAG,
+    MODULES_IMAGE_TAG,
+    MODULES_TAG,
+    RANKS_TAG,
+    REPORT_TAG,
+    STEP_IMAGE_TAG,
+    rank_scalars,
+    scalars,
+)
 from memcallback.textbook_law import TextbookPrediction
 from memcallback.warn import warn_and_go_on
 
@@ -37,6 +49,7 @@ class Journal:
         planned: The device to plan for, None for the one that trains.
         headroom: The fraction of its memory that a suggested batch size leaves free.
         completed: Adds to a report what is known of one loop alone.
+        exchange: Of a job of several ranks; None for a job of one. It is ended and closed with the journal.
 
     Attributes:
         prediction: The prediction; None if there is none.
@@ -54,6 +67,7 @@ class Journal:
         planned: Device | None,
         headroom: float,
         completed: Callable[[Report], Report] | None = None,
+        exchange: RankExchange | None = None,
     ) -> None:
         self.prediction: StepPrediction | None = None
         # Of a card by name which of several was taken; its architecture is nothing here.
@@ -67,6 +81,8 @@ class Journal:
         self._capacity_bytes = planned.capacity_bytes if planned else None
         self._headroom = headroom
         self._completed = completed
+        self._exchange = exchange
+        self._ranks: RankFigures | None = None
         self._predicted_steps = PredictedSteps(None)
         self._unlogged: StepMemory | None = None
         self._health: HealthWatch | None = None
@@ -80,7 +96,7 @@ class Journal:
         self.prediction = prediction
         self._predicted_steps = PredictedSteps(prediction)
         if self._sinks is not None:
-            self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction))
+            self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction), has_ranks=self._exchange is not None)
 
     def watch_health(
         self,
@@ -116,6 +132,8 @@ class Journal:
         """
         if self._health is not None:
             self._health.on_step(record, batch)
+        if self._exchange is not None:
+            self._log_ranks(self._exchange.ready())
         self._unlogged = larger(self._unlogged, record)
         is_first_steady = self._recorder.steady is not None and self.report is None
         if not is_window_complete or not (is_due or is_first_steady):
@@ -154,6 +172,7 @@ class Journal:
         report = self._recorder.explain(error, self.prediction, where=where)
         if report is None:
             return None
+        report = replace(report, rank=rank)
         # Of a loop that goes on with a smaller batch again and again savings are tried once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
         self.out_of_memory = tell(
@@ -161,7 +180,6 @@ class Journal:
             # What is said otherwise is rank zero's; this is the matter of the rank that failed.
             say=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr)) if rank else self._say,
             folder=self._sinks.log_dir if folder and self._sinks and self._sinks.log_dir else folder,
-            rank=rank,
             sinks=self._sinks,
             prediction=self.prediction if is_first_in_step else None,
             make_step=make_step,
@@ -187,6 +205,8 @@ class Journal:
                 warn_and_go_on(text)
         device = device_memory(self._recorder.meter.device)
         self._log(device, number)
+        if self._exchange is not None:
+            self._log_ranks(self._exchange.end())
         self._write_report(device, number)
         if self._sinks is not None and self._sinks.log_dir is not None:
             self._say(f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
@@ -195,22 +215,57 @@ class Journal:
         """Write out what is buffered, and let go of the loop. Nothing is written afterwards."""
         if self._sinks is not None:
             self._sinks.close()
-        self._sinks = self._completed = None
+        if self._exchange is not None:
+            self._exchange.close()
+        self._sinks = self._completed = self._exchange = None
         self._say = lambda _: None
         if self._health is not None:
             self._health.close()
 
     def _log(self, device: DeviceMemory, number: int) -> None:
         step, self._unlogged = self._unlogged, None
-        if step is not None and self._sinks is not None:
+        if step is None:
+            return
+        if self._sinks is not None:
             self._sinks.log_scalars(scalars(step, self._predicted_steps.at(step.batch_size), device), number)
+        if self._exchange is not None:
+            self._tell_ranks(self._exchange, step, device, number)
+
+    def _tell_ranks(self, exchange: RankExchange, step: StepMemory, device: DeviceMemory, number: int) -> None:
+        meter = self._recorder.meter
+        capacity_bytes = self._capacity_bytes
+        if capacity_bytes is None:
+            capacity_bytes = plannable_bytes(meter.device, device.capacity_bytes, device.non_pytorch_bytes or 0)
+        exchange.send(
+            point_of(
+                step,
+                self._predicted_steps.at(step.batch_size),
+                rank=exchange.rank,
+                number=number,
+                capacity_bytes=capacity_bytes,
+                place=place_of(meter.device_name),
+            )
+        )
+
+    def _log_ranks(self, found: Iterable[RankFigures]) -> None:
+        for ranks in found:
+            if self._sinks is not None:
+                self._sinks.log_scalars(rank_scalars(ranks), ranks.number)
+                self._sinks.log_text(RANKS_TAG, ranks.to_markdown(), ranks.number)
+            if self._ranks is None:
+                self._say(ranks.to_text())
+            self._ranks = ranks
 
     def _write_report(self, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
-        notes = (*self.notes, *map(str, self._health.findings if self._health else ()))
+        findings = map(str, self._health.findings if self._health else ())
+        problem = self._exchange.problem if self._exchange else None
+        ranks = () if problem is None else (f"What the other ranks took is not told: {problem}.",)
+        notes = (*self.notes, *findings, *ranks)
         report = self._recorder.report(
             self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )
+        report = replace(report, ranks=self._ranks)
         self.report = report = self._completed(report) if self._completed else report
         if self._sinks is None:
             return

@@ -20,6 +20,7 @@ from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.predicted import StepPrediction
+from memcallback.rank_exchange import RankExchange
 from memcallback.recorder import MemoryRecorder
 from memcallback.report import Report
 from memcallback.sinks import Sinks
@@ -92,7 +93,7 @@ class MemoryLog:
         self._folder = None if log_dir is None else Path(log_dir)
         sinks = Sinks([], self._folder) if is_main else None
         say = say_here if is_main else _say_nothing
-        self._journal = Journal(recorder, sinks, say, planned=planned, headroom=headroom)
+        self._journal = Journal(recorder, sinks, say, planned=planned, headroom=headroom, exchange=RankExchange.of_job())
         self._warns = warnings or (warnings is None and recorder.meter.device.type != "cpu")
         recorder.listen(self)
         self._begin(step, planned, say)

@@ -151,6 +151,7 @@ class OutOfMemoryReport:
         savings: Savings of memory with their predicted effect, the best first.
         processes: Other processes on the device, one sentence each.
         notes: What else a person should know, one sentence each.
+        rank: Of a job of several ranks the one that failed; None of a job of one.
     """
 
     error: str
@@ -166,6 +167,7 @@ class OutOfMemoryReport:
     savings: tuple[PlanRow, ...] = ()
     processes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    rank: int | None = None
 
     def with_savings(self, savings: Sequence[PlanRow]) -> OutOfMemoryReport:
         """The same, with what would help.
@@ -181,7 +183,8 @@ class OutOfMemoryReport:
         place = self.place
         where = [f"in the {place.phase}" if place.phase else "", f"of step {place.step}" if place.step is not None else ""]
         batch = f" (batch size {self.batch_size})" if self.batch_size is not None else ""
-        return f"Out of memory on {self.device_name} {' '.join(filter(None, where))}".rstrip() + f"{batch}."
+        rank = "" if self.rank is None else f", on rank {self.rank}"
+        return f"Out of memory on {self.device_name} {' '.join(filter(None, where))}".rstrip() + f"{batch}{rank}."
 
     def sentences(self) -> list[str]:
         """Where it happened, what was short, what had been predicted."""
@@ -295,6 +298,7 @@ class OutOfMemoryReport:
         return {
             "error": self.error,
             "device_name": self.device_name,
+            "rank": self.rank,
             "phase": place.phase,
             "step": place.step,
             "operator": place.operator,

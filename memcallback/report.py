@@ -11,6 +11,7 @@ from memcallback.differences import differences
 from memcallback.events import HELD_CATEGORIES, Category, Phase
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
+from memcallback.rank_figures import RankFigures
 from memcallback.stats import DeviceMemory, MemoryStats, PhaseMemory, StepMemory, error_pct
 from memcallback.tables import Table
 from memcallback.units import format_bytes
@@ -36,6 +37,7 @@ class Report:
         notes: What else the person should know, one sentence each.
         without_savings: The prediction of the same update without the callback's savings: of as many samples in one batch; None if there are
             no savings.
+        ranks: Of a job of several ranks the figures of all at the last step of which they are known; None if there are none.
     """
 
     measured: StepMemory | None
@@ -45,6 +47,7 @@ class Report:
     lifetime_peak_allocated_bytes: int | None = None
     notes: tuple[str, ...] = ()
     without_savings: StepPrediction | None = None
+    ranks: RankFigures | None = None
 
     def table(self) -> Table:
         """Per phase and per category: predicted and measured with the error; then the device."""
@@ -82,11 +85,13 @@ class Report:
 
     def to_text(self) -> str:
         """For a console, 80 columns wide."""
-        return self.table().to_text() + "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in self.lines())
+        lines = "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in self.lines())
+        return self.table().to_text() + lines + (f"\n{self.ranks.to_text()}" if self.ranks else "")
 
     def to_markdown(self) -> str:
         """For TensorBoard and files."""
-        return self.table().to_markdown() + "\n\n" + "\n\n".join(self.lines())
+        parts = [self.table().to_markdown(), *self.lines()]
+        return "\n\n".join([*parts, self.ranks.to_markdown()] if self.ranks else parts)
 
     def _title(self) -> str:
         step = self.measured or (self.prediction.step if self.prediction else None)

@@ -31,7 +31,6 @@ def tell(
     *,
     say: Callable[[str], None],
     folder: Path | None,
-    rank: int | None = None,
     sinks: Sinks | None = None,
     prediction: StepPrediction | None = None,
     make_step: Callable[[], TrainingStep] | None = None,
@@ -44,8 +43,7 @@ def tell(
     Args:
         report: The report.
         say: Prints a text.
-        folder: Where the files go, `out_of_memory.md` and `.json` with the number of the step in the name; None for none.
-        rank: Of a job of several the rank whose report it is, for the names.
+        folder: Where the files go, `out_of_memory.md` and `.json` with the numbers of step and rank in the name; None for none.
         sinks: Where the text is logged; None for nowhere.
         prediction: What was predicted of the step; without a traced one no saving is tried.
         make_step: Gives the step to try savings on.
@@ -54,7 +52,8 @@ def tell(
     Returns:
         The report, with what would help.
     """
-    name = "out_of_memory" + ("" if report.place.step is None else f"_step{report.place.step}") + ("" if rank is None else f"_rank{rank}")
+    of_step = "" if report.place.step is None else f"_step{report.place.step}"
+    name = "out_of_memory" + of_step + ("" if report.rank is None else f"_rank{report.rank}")
     say(report.to_text())
     written = _write(report, folder, name)
     if history is not None and written is not None:

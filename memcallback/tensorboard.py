@@ -17,6 +17,18 @@
 | `device/temperature_celsius` | the temperature of the device's chip (NVML) |
 | `device/power_watts` | what the device draws (NVML) |
 
+In a job of several ranks these are rank zero's. Over the ranks there are at most 15 besides:
+
+| tag | what, in GiB (2**30 bytes) unless the name says otherwise |
+|---|---|
+| `memory/ranks/peak_allocated_min_gib`, `_mean_`, `_max_` | measured: the largest allocated figure of a step, over the ranks |
+| `memory/ranks/peak_reserved_min_gib`, `_mean_`, `_max_` | measured: the largest reserved figure of that step, over the ranks (accelerators) |
+| `memory/ranks/worst/rank` | which rank took the largest share of its capacity; the lowest of several |
+| `memory/ranks/worst/capacity_share_pct` | that share: its peak reserved over its capacity, percent; on a CPU its peak allocated |
+| `memory/ranks/worst/<phase>/peak_allocated_gib` | measured: that rank's phases |
+| `memory/ranks/worst/predicted/<phase>/peak_allocated_gib` | predicted for that rank |
+| `memory/ranks/num_ranks` | of how many ranks the figures came |
+
 `<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes have four digits.
 """
 
@@ -27,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcallback.events import Phase
+from memcallback.rank_figures import RankFigures
 from memcallback.stats import DeviceMemory, StepMemory, error_pct
 from memcallback.units import GiB
 
@@ -41,6 +54,7 @@ MODULES_IMAGE_TAG = "memory/modules_icicle"
 WHAT_IF_TAG = "memory/what_if"
 WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
 OUT_OF_MEMORY_TAG = "memory/out_of_memory"
+RANKS_TAG = "memory/ranks"
 #: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
 LAYOUT_RUN = "memory_layout"
 
@@ -48,6 +62,11 @@ _PEAK = "memory/{}/peak_allocated_gib"
 _PREDICTED = "memory/predicted/{}/peak_allocated_gib"
 _LOW = "memory/predicted/{}/low_gib"
 _PREDICTED_RESERVED = "memory/predicted/peak_reserved_gib"
+_OF_RANKS = "memory/ranks/peak_{}_{}_gib"
+_WORST_PEAK = "memory/ranks/worst/{}/peak_allocated_gib"
+_WORST_PREDICTED = "memory/ranks/worst/predicted/{}/peak_allocated_gib"
+_WORST_RANK = "memory/ranks/worst/rank"
+_WORST_SHARE = "memory/ranks/worst/capacity_share_pct"
 
 
 def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory) -> dict[str, float]:
@@ -87,18 +106,40 @@ def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory
     return {tag: value for tag, value in figures.items() if value is not None}
 
 
+def rank_scalars(ranks: RankFigures) -> dict[str, float]:
+    """One point for every tag over the ranks whose figure is known: at most 15.
+
+    Args:
+        ranks: The figures of the ranks at one step.
+
+    Returns:
+        Tag -> value.
+    """
+    worst = ranks.worst
+    figures: dict[str, float | None] = {_WORST_RANK: worst.rank, _WORST_SHARE: worst.capacity_share_pct}
+    for kind, spread in (("allocated", ranks.peak_allocated), ("reserved", ranks.peak_reserved)):
+        for which, size in zip(("min", "mean", "max"), spread or (), strict=False):
+            figures[_OF_RANKS.format(kind, which)] = _gib(size)
+    for phase in Phase:
+        figures[_WORST_PEAK.format(phase.value)] = _gib(worst.phases.get(phase))
+        figures[_WORST_PREDICTED.format(phase.value)] = _gib(worst.predicted.get(phase))
+    figures["memory/ranks/num_ranks"] = len(ranks.points)
+    return {tag: value for tag, value in figures.items() if value is not None}
+
+
 def _gib(num_bytes: int | None) -> float | None:
     # To four digits: TensorBoard fits the axis to what it draws, and a few bytes more or less would be all that a curve shows.
     return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
 
 
-def write_layout(log_dir: str | Path, *, has_band: bool) -> None:
+def write_layout(log_dir: str | Path, *, has_band: bool, has_ranks: bool = False) -> None:
     """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without configuration.
 
     Args:
         log_dir: The run's folder.
         has_band: Whether the prediction has a lower edge (textbook law): then each phase's measured peak is drawn inside the band, else
             beside the predicted one.
+        has_ranks: Whether there are figures over the ranks of a job.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -107,7 +148,7 @@ def write_layout(log_dir: str | Path, *, has_band: bool) -> None:
     from torch.utils.tensorboard import FileWriter
 
     # TensorBoard shows the last of the charts with a band first.
-    of_phases = [_margin(phase) for phase in reversed(Phase)] if has_band else [_pair(phase) for phase in Phase]
+    of_phases = [_in_band(phase) for phase in reversed(Phase)] if has_band else [_pair(phase) for phase in Phase]
     lines = [
         _multiline("Peak allocated by phase (GiB)", [_PEAK.format(phase.value) for phase in Phase]),
         _multiline("Allocated, reserved, capacity (GiB)", [*(_PEAK.format(phase.value) for phase in Phase), *_DEVICE_LINES]),
@@ -120,6 +161,7 @@ def write_layout(log_dir: str | Path, *, has_band: bool) -> None:
                 title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}", chart=of_phases
             ),
             layout_pb2.Category(title="Memory: over the training", chart=lines),
+            *([layout_pb2.Category(title="Memory: over the ranks", chart=_of_ranks())] if has_ranks else []),
         ]
     )
     # SummaryWriter.add_custom_scalars would do, were it not for the user's own: TensorBoard reads one layout a run.
@@ -136,13 +178,35 @@ def write_layout(log_dir: str | Path, *, has_band: bool) -> None:
 _DEVICE_LINES = ["memory/peak_reserved_gib", _PREDICTED_RESERVED, "memory/peak_resident_gib", "memory/capacity_gib"]
 
 
-def _margin(phase: Phase) -> Any:
+def _of_ranks() -> list[Any]:
+    bands = [
+        _margin(
+            f"Peak {kind}: mean between the smallest and the largest (GiB)",
+            *(_OF_RANKS.format(kind, which) for which in ("mean", "min", "max")),
+        )
+        for kind in ("reserved", "allocated")
+    ]
+    phases = [
+        _multiline(
+            f"Worst rank, {phase.label}: peak, measured and predicted (GiB)",
+            [tag.format(phase.value) for tag in (_WORST_PREDICTED, _WORST_PEAK)],
+        )
+        for phase in Phase
+    ]
+    shares = [_multiline("Worst rank: peak of its capacity (%)", [_WORST_SHARE]), _multiline("Which rank is the worst", [_WORST_RANK])]
+    return [*bands, *phases, *shares]
+
+
+def _in_band(phase: Phase) -> Any:
+    tags = (_PEAK.format(phase.value), _LOW.format(phase.value), _PREDICTED.format(phase.value))
+    return _margin(f"{phase.label}: peak in the predicted band (GiB)", *tags)
+
+
+def _margin(title: str, value: str, lower: str, upper: str) -> Any:
     from tensorboard.plugins.custom_scalar import layout_pb2
 
-    band = layout_pb2.MarginChartContent.Series(
-        value=_PEAK.format(phase.value), lower=_LOW.format(phase.value), upper=_PREDICTED.format(phase.value)
-    )
-    return layout_pb2.Chart(title=f"{phase.label}: peak in the predicted band (GiB)", margin=layout_pb2.MarginChartContent(series=[band]))
+    band = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+    return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[band]))
 
 
 def _pair(phase: Phase) -> Any:

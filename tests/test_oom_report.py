@@ -1,6 +1,7 @@
 """What an out-of-memory report says, as text, Markdown and JSON."""
 
 import json
+from dataclasses import replace
 
 from memcallback import OutOfMemoryReport
 from memcallback.code_lines import CodeLine
@@ -117,3 +118,9 @@ def test_little_is_said_where_little_is_known():
     report = OutOfMemoryReport(error="out of memory", device_name="cuda:0", place=Place(), shortage=Shortage())
     assert report.to_text() == "Out of memory on cuda:0.\nAt that moment, measured\n"
     assert json.dumps(report.to_dict())
+
+
+def test_of_a_job_of_several_ranks_the_rank_is_told():
+    report = replace(REPORT, rank=3)
+    assert report.headline() == REPORT.headline().removesuffix(".") + ", on rank 3."
+    assert (report.to_dict()["rank"], REPORT.to_dict()["rank"]) == (3, None)
