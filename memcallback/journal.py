@@ -29,7 +29,6 @@ from memcallback.tensorboard import (
     CURVE_IMAGE_TAG,
     MODULES_IMAGE_TAG,
     MODULES_TAG,
-    RANKS_TAG,
     REPORT_TAG,
     STEP_IMAGE_TAG,
     rank_scalars,
@@ -83,6 +82,7 @@ class Journal:
         self._completed = completed
         self._exchange = exchange
         self._ranks: RankFigures | None = None
+        self._steady_since: int | None = None
         self._predicted_steps = PredictedSteps(None)
         self._unlogged: StepMemory | None = None
         self._health: HealthWatch | None = None
@@ -133,7 +133,10 @@ class Journal:
         if self._health is not None:
             self._health.on_step(record, batch)
         if self._exchange is not None:
+            had_none = self._ranks is None
             self._log_ranks(self._exchange.ready())
+            if had_none and self._ranks is not None:
+                self._say(self._ranks.to_text())
         self._unlogged = larger(self._unlogged, record)
         is_first_steady = self._recorder.steady is not None and self.report is None
         if not is_window_complete or not (is_due or is_first_steady):
@@ -143,6 +146,7 @@ class Journal:
         self._log(device, number)
         if is_first_steady:
             self._write_report(device, number)
+            self._steady_since = number
         if self._health is not None:
             self._health.on_reading(device)
 
@@ -251,10 +255,8 @@ class Journal:
         for ranks in found:
             if self._sinks is not None:
                 self._sinks.log_scalars(rank_scalars(ranks), ranks.number)
-                self._sinks.log_text(RANKS_TAG, ranks.to_markdown(), ranks.number)
-            if self._ranks is None:
-                self._say(ranks.to_text())
-            self._ranks = ranks
+            if self._steady_since is not None and ranks.number >= self._steady_since:
+                self._ranks = ranks
 
     def _write_report(self, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""

@@ -2,8 +2,7 @@
 
 Not by a collective: one that is called on one rank only, or in another order than the program's own, is a deadlock, and ranks do log at different
 steps, end in errors, or train without the callback; even to make a process group for it is a collective. The ranks have a key-value store in
-common besides, through which they met (a TCPStore). To set a value there is to send it (3 µs, no answer is waited for), whoever is dead;
-rank zero reads what has come so far. What could take time is done by a thread, over a connection of its own: where the process that
+common besides, through which they met (a TCPStore). To set a value there is to send it, with no answer to wait for; rank zero reads what has come so far. What could take time is done by a thread, over a connection of its own: where the process that
 keeps the store is dead a call fails at once, but where it is stopped a read hangs, and on the program's own connection it would hold up the
 program's calls.
 """

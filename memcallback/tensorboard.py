@@ -54,7 +54,6 @@ MODULES_IMAGE_TAG = "memory/modules_icicle"
 WHAT_IF_TAG = "memory/what_if"
 WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
 OUT_OF_MEMORY_TAG = "memory/out_of_memory"
-RANKS_TAG = "memory/ranks"
 #: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
 LAYOUT_RUN = "memory_layout"
 

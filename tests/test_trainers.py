@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TESTS = Path(__file__).parent
 
@@ -52,25 +53,44 @@ DDP = """
 import sys
 sys.path.insert(0, {tests!r})
 import torch, training
-from lightning.pytorch import LightningModule
+from lightning.pytorch import seed_everything
 from memcallback import MemoryCallback
+def weights(*callbacks):
+    seed_everything(7, verbose=False)
+    loop, module = training.trainer(sys.argv[1], callbacks, strategy="ddp", devices=2), training.Automatic()
+    loop.fit(module, training.loader(8))
+    return loop.global_rank, [*module.parameters(), torch.get_rng_state()]
 if __name__ == "__main__":
     callback = MemoryCallback()
-    loop = training.trainer(sys.argv[1], [callback], strategy={strategy!r}, devices=2)
-    loop.fit(training.Automatic(), training.loader(8))
+    (rank, ours), (_, theirs) = weights(callback), weights()
+    is_same = all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
     steps = callback.recorder.steps
     assert len(steps) == 4, len(steps)
     assert steps[-1].peak_allocated_bytes > 0
-    print("RANK", loop.global_rank, [w.phase.value for w in steps[-1].windows], callback.prediction is not None)
+    print("RANK", rank, [w.phase.value for w in steps[-1].windows], callback.prediction is not None, is_same, flush=True)
 """
 
 
-def test_under_ddp_every_rank_records_and_only_rank_zero_prints(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(DDP.format(tests=str(TESTS), strategy="ddp"))
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    script = folder / "train.py"
+    script.write_text(DDP.format(tests=str(TESTS)))
+    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
-    assert ranks == [f"RANK {rank} ['forward', 'backward', 'optimizer_step'] True" for rank in (0, 1)]
-    assert done.stdout.count("Memory of one training step") == 2
-    assert len(list((tmp_path / "memcallback").iterdir())) == 1
+    return done.stdout, folder / "memcallback"
+
+
+def test_under_ddp_every_rank_records_the_same_training_as_without_us(ddp):
+    output, _ = ddp
+    ranks = sorted(line for line in output.splitlines() if line.startswith("RANK"))
+    assert ranks == [f"RANK {rank} ['forward', 'backward', 'optimizer_step'] True True" for rank in (0, 1)]
+
+
+def test_under_ddp_rank_zero_alone_prints_and_shows_both(ddp):
+    output, runs = ddp
+    assert output.count("Memory of one training step") == 2
+    assert output.count("Memory over 2 ranks, step") == 2
+    (run,) = runs.iterdir()
+    points = EventAccumulator(str(run)).Reload().Scalars("memory/ranks/num_ranks")
+    assert [(point.step, point.value) for point in points] == [(step, 2) for step in range(4)]
