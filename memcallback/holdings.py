@@ -165,8 +165,10 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with one storage each that a tensor consists of: itself, or the parts of a sparse tensor or a wrapper such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from parts_of(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            # A DTensor has its mesh among them from PyTorch 2.13 on.
+            if isinstance(part, torch.Tensor):
+                yield from parts_of(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -150,8 +150,8 @@ class RankFigures:
         rows = [("peak allocated", "", "", "", "", ""), *(row for row in (*peaks, *device) if any(row[1:]))]
         of_all = f" of {self.num_ranks}" if self.missing else ""
         title = f"Memory over {len(self.points)}{of_all} ranks, step {self.number}, measured"
-        columns = ("", "minimum", "mean", "maximum", f"rank {worst.rank}", "predicted for it")
-        return Table(title=title, columns=columns, rows=tuple(rows))
+        columns = ("", "minimum", "mean", "maximum", f"rank {worst.rank}", *(["predicted for it"] if worst.predicted else []))
+        return Table(title=title, columns=columns, rows=tuple(row[: len(columns)] for row in rows))
 
     def _share_row(self) -> tuple[str, ...]:
         shares = [point.capacity_share_pct for point in self.points if point.capacity_share_pct is not None]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memcallback as mc
@@ -26,7 +27,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
-        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
         "torch.utils.tensorboard",
         "matplotlib.pyplot",
         "memcallback.memory_log",
@@ -52,6 +53,7 @@ class Job:
         group: The ranks over which the model is replicated; others train alone.
         store: `tcp`, kept by rank zero; `file`; or `elsewhere`, kept by a process that is no rank.
         trainings: How many there are, one after the other.
+        is_sharded: Whether the model is sharded over all ranks, and not replicated.
         predicts: Whether the logs predict the step.
     """
 
@@ -65,6 +67,7 @@ class Job:
     group: tuple[int, ...] | None = None
     store: str = "tcp"
     trainings: int = 1
+    is_sharded: bool = False
     predicts: bool = False
 
 
@@ -101,7 +104,7 @@ def _train(job, rank, folder, store_id):
     torch.manual_seed(rank)
     group = None if job.group is None else dist.new_group(list(job.group))
     is_replicated = dist.is_initialized() and (job.group is None or rank in job.group)
-    model = DistributedDataParallel(own, process_group=group) if is_replicated else own
+    model = fully_shard(own) if job.is_sharded else DistributedDataParallel(own, process_group=group) if is_replicated else own
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(job.batch_sizes.get(rank, 8), 64)
     recorder = mc.MemoryRecorder(model, optimizer, sample_every_n_steps=1)
@@ -123,7 +126,7 @@ def _train(job, rank, folder, store_id):
     finally:
         recorder.close()
     return {
-        "weights": [parameter.detach().clone() for parameter in own.parameters()],
+        "weights": [(parameter.to_local() if job.is_sharded else parameter).detach().clone() for parameter in own.parameters()],
         "generator": torch.get_rng_state(),
         "steps": list(recorder.steps),
         "report": log and log.report,
@@ -158,7 +161,7 @@ def _keep_store(pipe):
     pipe.recv()
 
 
-def _free_port():
+def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -186,7 +189,7 @@ def run(job: Job, folder: Path) -> list[Outcome]:
     keeper = _CONTEXT.Process(target=_keep_store, args=(theirs,)) if job.store == "elsewhere" else None
     if keeper:
         keeper.start()
-    port = ours.recv() if keeper else _free_port()
+    port = ours.recv() if keeper else free_port()
     ranks = [_CONTEXT.Process(target=_rank, args=(job, rank, port, keeper and keeper.pid, folder)) for rank in range(job.num_ranks)]
     for rank in ranks:
         rank.start()

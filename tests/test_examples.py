@@ -99,6 +99,20 @@ def test_tensors_between_two_lines_are_told(tmp_path):
 PHASES = ("forward", "backward", "optimizer step")
 
 
+@pytest.mark.parametrize(("name", "arguments"), [("ddp.py", ["--epochs", "1"]), ("fsdp2.py", ["--steps", "4"])])
+def test_two_processes_record_each_its_own_and_rank_zero_tells_the_range(tmp_path, name, arguments):
+    output = run(tmp_path, name, *arguments)
+    assert output.count("Memory of one training step (steady") == 2
+    *_, last = output.split("Memory over 2 ranks, step ")
+    for phase in PHASES:
+        sizes = re.search(rf"^ +{phase} +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", last, flags=re.MULTILINE).groups()
+        low, mean, high = map(float, sizes)
+        assert 0 < low <= mean <= high
+    assert re.search(r"^Rank [01] \(CPU of .*\) took most of its capacity", last, flags=re.MULTILINE)
+    (run_folder,) = tmp_path.rglob("version_0")
+    assert list(run_folder.glob("events*"))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("fabric_loop.py", ["--epochs", "1"]), ("accelerate_loop.py", ["--epochs", "1"]), ("huggingface_trainer.py", ["--epochs", "1"])],

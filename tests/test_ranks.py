@@ -7,7 +7,7 @@ import torch
 from rank_jobs import Job, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from memcallback import Phase
+from memcallback import Category, Phase
 from memcallback.rank_exchange import RankExchange
 
 GiB = 2**30
@@ -159,6 +159,19 @@ def test_ranks_outside_of_the_models_process_group_are_told_too(tmp_path):
     found = ranks[0].found[0]["report"].ranks
     assert [point.rank for point in found.points] == [0, 1, 2]
     assert found.worst.rank == 1
+
+
+def test_each_rank_counts_its_part_of_a_sharded_model_and_trains_the_same_bits(tmp_path):
+    job = Job(is_sharded=True)
+    ranks, without = run(job, tmp_path / "with"), without_us(job, tmp_path / "without")
+    for ours, theirs in zip(ranks, without, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours.found[0]["weights"], theirs.found[0]["weights"], strict=True))
+        held = ours.found[0]["steps"][-1].windows[-1].end.by_category
+        part_bytes = sum(weights.nbytes for weights in ours.found[0]["weights"])
+        assert held[Category.PARAMETER] == part_bytes == (64 * 128 + 128 + 128 * 10 + 10) * 4 // 2
+        # Two moments of each, and four counters of steps.
+        assert held[Category.OPTIMIZER_STATE] == 2 * part_bytes + 4 * 4
+    assert len(ranks[0].found[0]["report"].ranks.points) == 2
 
 
 def test_trainings_one_after_the_other_keep_their_points_apart(tmp_path):

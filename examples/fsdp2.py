@@ -1,0 +1,68 @@
+"""A small transformer whose parameters, gradients and optimizer state are sharded over several devices by `fully_shard` (FSDP2).
+
+    python examples/fsdp2.py                       # starts a process for each GPU; without one two processes on the CPU
+    torchrun --nproc-per-node 2 examples/fsdp2.py
+
+Each rank holds its part; the layers come together one at a time while they run. The rows of parameters, gradients and optimizer state in the
+report are those of one rank: divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from ddp import launch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import memcallback as mc
+
+WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, NUM_WORDS = 256, 4, 4, 128, 1000
+
+
+def network() -> nn.Sequential:
+    """Embedding, encoder layers, and a score for each word."""
+    layers = [nn.TransformerEncoderLayer(WIDTH, NUM_HEADS, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(NUM_LAYERS)]
+    return nn.Sequential(nn.Embedding(NUM_WORDS, WIDTH), *layers, nn.Linear(WIDTH, NUM_WORDS))
+
+
+def loss_of(model: nn.Module, words: Tensor) -> Tensor:
+    """How well each word, of shape (batch size, length), tells the next."""
+    return nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """What every rank does: train, and record its part.
+
+    Args:
+        options: The command line.
+        device: That of this rank.
+    """
+    torch.manual_seed(0)
+    model = network().to(device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+
+    torch.manual_seed(1 + torch.distributed.get_rank())
+    words = torch.randint(NUM_WORDS, (options.batch_size, LENGTH + 1), device=device)
+    recorder = mc.MemoryRecorder(model, optimizer)
+    with mc.MemoryLog(recorder, log_every_n_steps=10), recorder.watch(per_module=False):
+        for _ in range(options.steps):
+            optimizer.zero_grad()
+            loss_of(model, words).backward()
+            optimizer.step()
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a small sharded transformer on several devices and record the memory of each.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of a rank")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    launch(run, arguments())
