@@ -74,6 +74,7 @@ class MemoryCallback(Callback):
 
     Logged to every logger of the Trainer (`memcallback.tensorboard` lists the tags); without a logger, to a TensorBoard run
     under the Trainer's root directory. A report is printed once the first steady step is known, and at the end.
+    In a job of several ranks each records itself; rank zero logs and prints for all, the range over the ranks included.
 
     Args:
         batch_size: Samples in a batch, if they are not to be inferred from it.

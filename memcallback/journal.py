@@ -173,10 +173,9 @@ class Journal:
         Returns:
             The report; None if the error is another one, or nothing can be said.
         """
-        report = self._recorder.explain(error, self.prediction, where=where)
+        report = self._recorder.explain(error, self.prediction, where=where, rank=rank)
         if report is None:
             return None
-        report = replace(report, rank=rank)
         # Of a loop that goes on with a smaller batch again and again savings are tried once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
         self.out_of_memory = tell(
@@ -211,6 +210,7 @@ class Journal:
         self._log(device, number)
         if self._exchange is not None:
             self._log_ranks(self._exchange.end())
+            self.notes = (*self.notes, *self._notes_on_ranks(self._exchange))
         self._write_report(device, number)
         if self._sinks is not None and self._sinks.log_dir is not None:
             self._say(f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
@@ -258,12 +258,15 @@ class Journal:
             if self._steady_since is not None and ranks.number >= self._steady_since:
                 self._ranks = ranks
 
+    def _notes_on_ranks(self, exchange: RankExchange) -> list[str]:
+        problem = exchange.problem
+        if problem is None and self._ranks is None and self._steady_since is not None:
+            problem = "no figures of theirs came"
+        return [f"What the other ranks took is not told: {problem}."] if problem and exchange.rank == 0 else []
+
     def _write_report(self, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
-        findings = map(str, self._health.findings if self._health else ())
-        problem = self._exchange.problem if self._exchange else None
-        ranks = () if problem is None else (f"What the other ranks took is not told: {problem}.",)
-        notes = (*self.notes, *findings, *ranks)
+        notes = (*self.notes, *map(str, self._health.findings if self._health else ()))
         report = self._recorder.report(
             self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
         )

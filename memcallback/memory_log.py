@@ -33,7 +33,8 @@ class MemoryLog:
     """Predicts the step of a loop, logs what a recorder records beside it to TensorBoard, and prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.tensorboard` lists the tags), counted in optimizer updates. The report
-    is printed once the first steady step is known, and when the log is closed. In a job of several processes only rank zero writes and prints.
+    is printed once the first steady step is known, and when the log is closed. In a job of several processes only rank zero writes and prints,
+    the range over the ranks included; make the log once the process group is there.
 
     As a context manager it closes itself. It is closed with its recorder too.
 

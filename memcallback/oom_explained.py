@@ -57,6 +57,7 @@ def explain(
     phase: str,
     step: int | None,
     prediction: StepPrediction | None,
+    rank: int | None = None,
 ) -> OutOfMemoryReport:
     """Say where memory ran out, and what stood there. Allocates nothing on the device and keeps no tensor alive.
 
@@ -71,6 +72,7 @@ def explain(
         phase: What was going on, in words; empty if that is not known.
         step: The number of the training step, from 1; None outside of one.
         prediction: What was predicted of the step, at any batch size; None if nothing was.
+        rank: Of a job of several ranks that of this process.
 
     Returns:
         The report, yet without savings.
@@ -96,6 +98,7 @@ def explain(
     return OutOfMemoryReport(
         error=text,
         device_name=device_name,
+        rank=rank,
         place=_place(error, modules, moment, names, phase, step, prediction),
         shortage=shortage,
         by_category=tuple(_by_category(found, shortage.allocated_bytes)),

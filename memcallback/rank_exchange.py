@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from memcallback.rank_figures import NUM_POINTS_IN_MESSAGE, RankFigures, RankMessage, RankPoint, RankPoints
+from memcallback.rank_figures import RankFigures, RankPoint
+from memcallback.rank_points import NUM_POINTS_IN_MESSAGE, RankMessage, RankPoints
 
 #: How long rank zero waits before it looks again for points that did not come: at first, doubled each time, and at most.
 _FIRST_PAUSE_S = 0.01

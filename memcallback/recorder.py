@@ -464,7 +464,13 @@ class MemoryRecorder(Recording):
             print(report.to_text(), file=sys.stderr)
 
     def explain(
-        self, error: BaseException, prediction: StepPrediction | None = None, *, where: str = "", batch: object = None
+        self,
+        error: BaseException,
+        prediction: StepPrediction | None = None,
+        *,
+        where: str = "",
+        batch: object = None,
+        rank: int | None = None,
     ) -> OutOfMemoryReport | None:
         """Say what stood when memory ran out, while the frames of the error still hold it; for who catches errors of a loop.
 
@@ -473,6 +479,7 @@ class MemoryRecorder(Recording):
             prediction: What was predicted of a training step, at any batch size; outside of one it says nothing.
             where: What was going on outside of steps, such as `validation`.
             batch: The batch there, if it is no step's.
+            rank: Of a job of several ranks that of this process.
 
         Returns:
             The report, which is also kept in `out_of_memory`; None if the error is another one, or, with a warning, if nothing can be said.
@@ -497,6 +504,7 @@ class MemoryRecorder(Recording):
                 phase=_WORDS[phase] if phase else where,
                 step=self._num_steps + 1 if step else None,
                 prediction=prediction if step else None,
+                rank=rank,
             )
         except Exception as other:  # of whatever state a device that is full leaves things in, the error itself goes on
             warn_and_go_on(

@@ -47,6 +47,7 @@ PLAIN = [
     "differences",
     "peak_lines",
     "rank_figures",
+    "rank_points",
     "advice",
     "advise",
     "segments",

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from memcallback.events import Phase
-from memcallback.rank_figures import MAX_MESSAGE_BYTES, PATIENCE_S, RankFigures, RankMessage, RankPoint, RankPoints, Spread
+from memcallback.rank_figures import RankFigures, RankPoint, Spread
+from memcallback.rank_points import MAX_MESSAGE_BYTES, PATIENCE_S, RankMessage, RankPoints
 from memcallback.units import GiB, MiB
 
 

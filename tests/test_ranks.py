@@ -135,6 +135,7 @@ def test_a_log_on_one_rank_alone_waits_for_nobody(tmp_path, rank):
     report = ranks[rank].found[0]["report"]
     assert report.measured is not None
     assert report.ranks is None
+    assert ("What the other ranks took is not told: no figures of theirs came." in report.notes) == (rank == 0)
 
 
 def test_ranks_that_log_at_different_steps_are_put_together(tmp_path):
