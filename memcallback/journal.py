@@ -96,7 +96,9 @@ class Journal:
         self.prediction = prediction
         self._predicted_steps = PredictedSteps(prediction)
         if self._sinks is not None:
-            self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction), has_ranks=self._exchange is not None)
+            bands = ("allocated",) if self._recorder.meter.device.type == "cpu" else ("allocated", "reserved")
+            rank_bands = () if self._exchange is None else bands
+            self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction), rank_bands=rank_bands)
 
     def watch_health(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -40,11 +40,11 @@ class Sinks:
         for logger in loggers:
             self._attempt(f"open {_name(logger)}", "Check the logger's folder.", self._open_tensorboard, logger)
 
-    def write_layout(self, *, has_band: bool, has_ranks: bool = False) -> None:
+    def write_layout(self, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
         """Give every TensorBoard run the layout of the dashboard: for a prediction with a band or without, a job of several ranks or one."""
         what, way_out = "write the layout of a TensorBoard run", "Check the run's folder."
         for log_dir in self._log_dirs:
-            self._attempt(what, way_out, write_layout, log_dir, has_band=has_band, has_ranks=has_ranks)
+            self._attempt(what, way_out, write_layout, log_dir, has_band=has_band, rank_bands=rank_bands)
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Give every logger one point for each tag."""

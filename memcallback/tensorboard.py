@@ -34,7 +34,7 @@ In a job of several ranks these are rank zero's. Over the ranks there are at mos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,14 +131,14 @@ def _gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
 
 
-def write_layout(log_dir: str | Path, *, has_band: bool, has_ranks: bool = False) -> None:
+def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
     """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without configuration.
 
     Args:
         log_dir: The run's folder.
         has_band: Whether the prediction has a lower edge (textbook law): then each phase's measured peak is drawn inside the band, else
             beside the predicted one.
-        has_ranks: Whether there are figures over the ranks of a job.
+        rank_bands: Of a job of several ranks which peaks there are over them: `allocated`, `reserved`.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -160,7 +160,7 @@ def write_layout(log_dir: str | Path, *, has_band: bool, has_ranks: bool = False
                 title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}", chart=of_phases
             ),
             layout_pb2.Category(title="Memory: over the training", chart=lines),
-            *([layout_pb2.Category(title="Memory: over the ranks", chart=_of_ranks())] if has_ranks else []),
+            *([layout_pb2.Category(title="Memory: over the ranks", chart=_of_ranks(rank_bands))] if rank_bands else []),
         ]
     )
     # SummaryWriter.add_custom_scalars would do, were it not for the user's own: TensorBoard reads one layout a run.
@@ -177,13 +177,13 @@ def write_layout(log_dir: str | Path, *, has_band: bool, has_ranks: bool = False
 _DEVICE_LINES = ["memory/peak_reserved_gib", _PREDICTED_RESERVED, "memory/peak_resident_gib", "memory/capacity_gib"]
 
 
-def _of_ranks() -> list[Any]:
+def _of_ranks(kinds: Sequence[str]) -> list[Any]:
     bands = [
         _margin(
             f"Peak {kind}: mean between the smallest and the largest (GiB)",
             *(_OF_RANKS.format(kind, which) for which in ("mean", "min", "max")),
         )
-        for kind in ("reserved", "allocated")
+        for kind in reversed(kinds)
     ]
     phases = [
         _multiline(

@@ -6,9 +6,11 @@ import pytest
 import torch
 from rank_jobs import Job, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from memcallback import Category, Phase
 from memcallback.rank_exchange import RankExchange
+from memcallback.tensorboard import LAYOUT_RUN
 
 GiB = 2**30
 PHASES = ("forward", "backward", "optimizer step")
@@ -68,6 +70,19 @@ def test_tensorboard_has_the_band_and_the_worst_ranks_phases_at_each_point(two):
         assert predicted[7] * GiB == pytest.approx(trainings[1]["prediction"].phases[phase].peak_allocated_bytes, rel=1e-3)
     assert set(scalars(folder, "memory/ranks/worst/rank").values()) == {1}
     assert set(scalars(folder, "memory/ranks/num_ranks").values()) == {2}
+
+
+def test_the_dashboard_has_a_chart_of_the_band_and_every_tag_of_its_charts_is_there(two):
+    (run_folder,) = two[2].glob("version_*")
+    tags = EventAccumulator(str(run_folder)).Reload().Tags()["scalars"]
+    event = EventAccumulator(str(run_folder / LAYOUT_RUN)).Reload().Tensors("custom_scalars__config__")[0]
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    (category,) = [category for category in layout.category if category.title == "Memory: over the ranks"]
+    (band,) = [series for chart in category.chart for series in chart.margin.series]
+    assert (band.lower, band.value, band.upper) == tuple(f"memory/ranks/peak_allocated_{which}_gib" for which in ("min", "mean", "max"))
+    lines = [tag.removesuffix("$") for chart in category.chart for tag in chart.multiline.tag]
+    assert {band.lower, band.value, band.upper, *lines} <= set(tags)
+    assert len(lines) == 8
 
 
 def test_at_most_15_tags_are_over_the_ranks(two):
