@@ -45,13 +45,12 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     samples = TensorDataset(images, digits)
     sampler: DistributedSampler[Batch] = DistributedSampler(samples)
     batches = DataLoader(samples, options.batch_size, sampler=sampler, drop_last=True)
-    own = network().to(device)
-    model = DistributedDataParallel(own, device_ids=[device] if device.type == "cuda" else None)
+    model = DistributedDataParallel(network().to(device), device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     batch = [tensor.to(device) for tensor in next(iter(batches))]
-    # Of the network alone: what DistributedDataParallel holds besides, buckets for the gradients, is the difference to what is measured.
-    step = mc.TrainingStep(own, batch, loss=loss_of, optimizer=optimizer)
+    # The buckets in which gradients are summed are predicted with the rest. On a CPU they cannot be measured, and are the difference.
+    step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer)
     recorder = mc.MemoryRecorder(model, optimizer)
     with mc.MemoryLog(recorder, step, log_every_n_steps=10), recorder.watch(per_module=False):
         for epoch in range(options.epochs):

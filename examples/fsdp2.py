@@ -14,6 +14,7 @@ import argparse
 import torch
 from ddp import launch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import memcallback as mc
@@ -32,24 +33,32 @@ def loss_of(model: nn.Module, words: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
 
 
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave a rank its part of every layer. From a CPU each goes to the device as it is sharded."""
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    """What every rank does: train, and record its part.
+    """What every rank does: predict its part, train, compare.
 
     Args:
         options: The command line.
         device: That of this rank.
     """
     torch.manual_seed(0)
-    model = network().to(device)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ranks = mc.Ranks(world_size, shard, rank=rank)
+    model = ranks.parallelize(network(), device.type)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
 
-    torch.manual_seed(1 + torch.distributed.get_rank())
+    torch.manual_seed(1 + rank)
     words = torch.randint(NUM_WORDS, (options.batch_size, LENGTH + 1), device=device)
+    # Predicted is a network that is still whole: the one above has but the shards of this rank.
+    step = mc.TrainingStep(network(), words, loss=loss_of, optimizer=torch.optim.AdamW, ranks=ranks)
     recorder = mc.MemoryRecorder(model, optimizer)
-    with mc.MemoryLog(recorder, log_every_n_steps=10), recorder.watch(per_module=False):
+    with mc.MemoryLog(recorder, step, log_every_n_steps=10), recorder.watch(per_module=False):
         for _ in range(options.steps):
             optimizer.zero_grad()
             loss_of(model, words).backward()

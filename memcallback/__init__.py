@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from memcallback.huggingface_callback import MemoryTrainerCallback
     from memcallback.memory_log import MemoryLog
     from memcallback.planning import what_if
+    from memcallback.ranks import Ranks
     from memcallback.recorder import MemoryRecorder
     from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
     from memcallback.shape_pass import layers
@@ -66,6 +67,7 @@ __all__ = [
     "PlanRow",
     "Prediction",
     "PredictionError",
+    "Ranks",
     "StepMemory",
     "TensorChange",
     "TensorDiff",
@@ -91,6 +93,7 @@ _ON_FIRST_USE = {
     "MemoryRecorder": "recorder",
     "MemoryTrainerCallback": "huggingface_callback",
     "PredictionError": "steps",
+    "Ranks": "ranks",
     "TensorDiff": "tensor_diff",
     "TrainingStep": "steps",
     "accumulate": "savings",

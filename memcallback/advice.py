@@ -163,7 +163,7 @@ class BatchSizeAdvice:
             return None
         device = self.line.prediction.device
         free_bytes = self.capacity_bytes - self.line.shift_bytes - (self.outside_bytes or 0)
-        return self.line.prediction.on(replace(device, capacity_bytes=free_bytes + device.context_bytes)).limit
+        return self.line.prediction.on(replace(device, capacity_bytes=free_bytes + device.outside_bytes)).limit
 
     @cached_property
     def curve(self) -> tuple[tuple[int, int], ...]:

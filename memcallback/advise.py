@@ -154,7 +154,7 @@ def from_trace(
         basis += (
             f", raised by the {format_bytes(shift_bytes)} that were measured more" if is_beyond else ", which the measured step bears out"
         )
-    outside = predicted.device.context_bytes if outside_bytes is None else outside_bytes
+    outside = predicted.device.outside_bytes if outside_bytes is None else outside_bytes
     budget_bytes = int(capacity_bytes * (1 - headroom)) - outside
     found = line.largest_within(budget_bytes)
     if found is None and bounds.most is not None and line.fits(bounds.most, budget_bytes):

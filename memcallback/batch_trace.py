@@ -46,6 +46,7 @@ class KernelCall:
         handles: The numbers of allocations that it makes besides, and that stay (the workspace of a library).
         operator: Its name.
         module: The module that was running.
+        stream: The CUDA stream that was current; 0 is the default one.
     """
 
     start: int
@@ -55,6 +56,7 @@ class KernelCall:
     handles: tuple[int, ...]
     operator: str
     module: str
+    stream: int = 0
 
     @cached_property
     def made(self) -> tuple[int, ...]:
@@ -389,7 +391,7 @@ def _play(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporaries:
                 events.append(alloc if step.size_bytes is None else _resized(alloc, step.size_bytes))
         elif isinstance(step, Take):
             taken.append(next(temporaries))
-            events.append(Alloc(taken[-1], step.size_bytes, 0, step.category, call.operator, call.module))
+            events.append(Alloc(taken[-1], step.size_bytes, call.stream, step.category, call.operator, call.module))
         elif isinstance(step, Give):
             events.append(Free(taken[step.index]))
         else:  # Multiply

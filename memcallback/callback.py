@@ -22,7 +22,7 @@ from memcallback.figures import what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
-from memcallback.forecast import forecast, forecast_without, notes_on, plan_for, step_of
+from memcallback.forecast import forecast, forecast_without, plan_for, step_of
 from memcallback.foretold import warn_of_batch, warn_of_devices
 from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
@@ -371,7 +371,6 @@ class MemoryCallback(Callback):
 
     def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> StepPrediction | None:
         assert self.recorder is not None
-        assert self._journal is not None
         prediction = forecast(
             trainer,
             pl_module,
@@ -382,8 +381,6 @@ class MemoryCallback(Callback):
             capacity_bytes=self._capacity_bytes,
             say=say_beside(pl_module),
         )
-        if prediction is not None:
-            self._journal.notes = (*self._journal.notes, *notes_on(trainer, pl_module))
         if isinstance(prediction, Prediction):
             device = self.recorder.meter.device
             self._without_savings = forecast_without(self._savings, trainer, pl_module, batch, self._batch_size, device=device)

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,9 @@ from memcallback.devices import DeviceSpec
 from memcallback.own_thread import in_this_thread
 from memcallback.trace_mode import CUDA, TraceMode
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 #: Where PyTorch decides between loops over tensors and foreach operators.
 _WITH_FOREACH = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
-_SIDE_STREAM = "What ran on another stream was taken to run on the current one"
 
 
 def answers(mode: TraceMode, device: DeviceSpec, cache: AutocastCache, functions: CudaFunctions) -> Iterator[tuple[Any, str, Any]]:
@@ -46,9 +46,15 @@ def answers(mode: TraceMode, device: DeviceSpec, cache: AutocastCache, functions
                 yield target, name, in_this_thread(target, name, answer)
     # A fake parameter is of another class than a real one. Only the names of a class and of a property: no other thread has such fakes.
     for module in map(sys.modules.get, _WITH_FOREACH):
-        yield module, "_foreach_supported_types", [torch.Tensor, nn.Parameter, FakeTensor]
+        yield module, "_foreach_supported_types", _kinds(module)
     yield FakeTensor, "device", property(_device_of(mode))
     yield torch, "Generator", _generators(in_this_thread(torch, "Generator", lambda device=None: _OWN_GENERATOR()))
+
+
+def _kinds(module: Any) -> list[type]:
+    """The classes of tensors that foreach operators take."""
+    known = getattr(module, "_foreach_supported_types", [])
+    return [*dict.fromkeys((torch.Tensor, nn.Parameter, FakeTensor, *known))]
 
 
 def _by_target(
@@ -71,10 +77,11 @@ def _by_target(
     yield torch.utils._device.DeviceContext, {"__torch_function__": _default_device(mode)}
     # Checkpointing keeps the states of random number generators, of which the fakes have none.
     yield torch.utils.checkpoint, {"get_device_states": lambda *args: ([], []), "set_device_states": _nothing}
-    yield torch.cuda, {**_about_devices(device), **_about_streams(mode), **_about_memory(device), **_about_random_numbers()}
+    streams = _Streams(mode)
+    yield torch.cuda, {**_about_devices(device), **_about_streams(streams), **_about_memory(device), **_about_random_numbers()}
     yield torch.cuda.memory, _about_memory(device)
     yield torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
-    yield torch.cuda.Stream, {"__new__": lambda kind, *args, **kwargs: _Stream()}
+    yield torch.cuda.Stream, {"__new__": lambda kind, *args, **kwargs: streams.new()}
     yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: _Event()}
     yield FakeTensor, {"record_stream": _nothing}
     yield torch.backends.cuda, {"is_built": lambda: True}
@@ -87,8 +94,8 @@ def _by_target(
                 "device_count": lambda: 1,
                 "current_accelerator": lambda check_available=False: torch.device("cuda"),
                 "current_device_index": lambda: 0,
-                "current_stream": lambda device=None: _STREAM,
-                "set_stream": _nothing,
+                "current_stream": lambda device=None: streams.current,
+                "set_stream": streams.set,
                 "synchronize": _nothing,
                 "set_device_index": _nothing,
                 **_about_memory(device),
@@ -134,19 +141,13 @@ def _about_devices(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _about_streams(mode: TraceMode) -> dict[str, Callable[..., Any]]:
-    @contextmanager
-    def stream(stream: Any) -> Iterator[None]:
-        if stream is not None and stream is not _STREAM:
-            mode.assumed[_SIDE_STREAM] = None
-        yield
-
+def _about_streams(streams: _Streams) -> dict[str, Callable[..., Any]]:
     return {
-        "current_stream": lambda device=None: _STREAM,
-        "default_stream": lambda device=None: _STREAM,
-        "set_stream": _nothing,
-        "stream": stream,
-        "StreamContext": stream,
+        "current_stream": lambda device=None: streams.current,
+        "default_stream": lambda device=None: streams.default,
+        "set_stream": streams.set,
+        "stream": streams.entered,
+        "StreamContext": streams.entered,
         "synchronize": _nothing,
         "is_current_stream_capturing": lambda: False,
         "ipc_collect": _nothing,
@@ -184,10 +185,41 @@ def _about_random_numbers() -> dict[str, Callable[..., Any]]:
     }
 
 
-class _Stream:
-    """In place of a stream: everything is done at once."""
+class _Streams:
+    """The streams of a trace, by number in the order in which they were made, and which of them is current."""
 
-    device, device_index, cuda_stream, stream_id, priority = CUDA, 0, 0, 0, 0
+    def __init__(self, mode: TraceMode) -> None:
+        self._mode = mode
+        self._numbers = count()
+        self.default = self.current = self.new()
+
+    def new(self, *args: Any, **kwargs: Any) -> _Stream:
+        return _Stream(self, next(self._numbers))
+
+    def set(self, stream: Any) -> None:
+        if stream is not None:
+            self.current = stream
+            self._mode.ledger.stream = stream.stream_id
+
+    @contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        before = self.current
+        self.set(stream)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+class _Stream:
+    """In place of a stream: what is asked of it is done at once."""
+
+    device, device_index, priority = CUDA, 0, 0
+
+    def __init__(self, streams: _Streams, number: int) -> None:
+        self.stream_id = self.cuda_stream = number
+        self._streams = streams
+        self._before: list[Any] = []
 
     def query(self) -> bool:
         return True
@@ -201,10 +233,12 @@ class _Stream:
     wait_event = wait_stream = synchronize = _nothing
 
     def __enter__(self) -> _Stream:
+        self._before.append(self._streams.current)
+        self._streams.set(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        self._streams.set(self._before.pop())
 
 
 class _Event:
@@ -221,7 +255,6 @@ class _Event:
     record = wait = synchronize = _nothing
 
 
-_STREAM = _Stream()
 _OWN_GENERATOR = torch.Generator
 
 
@@ -244,6 +277,8 @@ def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
     def device(tensor: FakeTensor) -> torch.device:
         if mode.tells_cuda and tensor.fake_mode is mode and mode.is_on_device(tensor):
             return CUDA
+        if mode.tells_cuda and tensor.fake_mode is mode and mode.is_on_meta(tensor):
+            return _META
         return original(tensor)
 
     return device

@@ -30,6 +30,7 @@ class CudaFunctions(TorchFunctionMode):
             torch.Tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
             torch.Tensor.get_device: lambda tensor: 0 if self._mode.is_on_device(tensor) else -1,
+            torch.Tensor.is_meta.__get__: lambda tensor: self._mode.is_on_meta(tensor),  # type: ignore[attr-defined]
             torch.Tensor.is_cuda.__get__: lambda tensor: self._mode.is_on_device(tensor),  # type: ignore[attr-defined]
             torch.Tensor.is_cpu.__get__: lambda tensor: not self._mode.is_on_device(tensor),  # type: ignore[attr-defined]
         }

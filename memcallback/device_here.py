@@ -73,7 +73,7 @@ def outside_bytes(device: object, spec: Device) -> int | None:
     if here is None:
         return None
     memory = device_memory(here)
-    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + spec.context_bytes)
+    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + spec.outside_bytes)
 
 
 def device_here(device: torch.device | None = None) -> DeviceSpec:

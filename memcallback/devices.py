@@ -28,6 +28,7 @@ class DeviceSpec:
         clock_khz: Of the multiprocessors.
         memory_clock_khz: Of the memory.
         context_bytes: What the CUDA context takes outside the allocator.
+        communication_bytes: What the communication library takes outside the allocator, 0 where there is no other rank.
         caveats: What was assumed of it, one sentence each.
     """
 
@@ -43,6 +44,7 @@ class DeviceSpec:
     clock_khz: int
     memory_clock_khz: int
     context_bytes: int
+    communication_bytes: int = 0
     caveats: tuple[str, ...] = ()
 
     @property
@@ -52,8 +54,13 @@ class DeviceSpec:
 
     @property
     def allocator_capacity_bytes(self) -> int:
-        """What is left for the caching allocator: the capacity less the context, at least 0."""
-        return max(0, self.capacity_bytes - self.context_bytes)
+        """What is left for the caching allocator: the capacity less what is outside of it, at least 0."""
+        return max(0, self.capacity_bytes - self.outside_bytes)
+
+    @property
+    def outside_bytes(self) -> int:
+        """What this process takes outside the caching allocator: the context, and the communication library."""
+        return self.context_bytes + self.communication_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +86,19 @@ class HostSpec:
         return 0
 
     @property
+    def outside_bytes(self) -> int:
+        """Nothing is outside of what is counted."""
+        return 0
+
+    @property
     def allocator_capacity_bytes(self) -> int | None:
         """All the memory there is; None if unknown."""
         return self.capacity_bytes
 
+
+#: What NCCL takes of each card for one communicator: seen were 544 and 688 MiB among two and four A100 (github.com/NVIDIA/nccl/issues/964)
+#: and 1.6 GB (issues/864). It depends on the number of channels, and so on the links between the cards.
+NCCL_BYTES = (544 * MiB, 1_600_000_000)
 
 #: What a step can be predicted for.
 Device = DeviceSpec | HostSpec

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcallback.own_thread import in_this_thread
 
@@ -43,14 +44,19 @@ def fakes_as_real(assumed: dict[str, None]) -> Iterator[None]:
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` as it is for tensors that are not fake: the data of a parameter are put in its place."""
+    """`nn.Module._apply` as it is for tensors that are not fake: the data of a parameter are put in its place; a DTensor is exchanged."""
     for child in module.children() if recurse else ():
         child._apply(fn)
     for parameter in module._parameters.values():
         for tensor in () if parameter is None else (parameter, parameter.grad):
             if tensor is not None:
                 with torch.no_grad():
-                    tensor.data = fn(tensor)
+                    applied = fn(tensor)
+                    if not is_traceable_wrapper_subclass(applied):
+                        tensor.data = applied
+                    elif applied is not tensor:
+                        kept = nn.Parameter(applied, tensor.requires_grad) if tensor is parameter else applied
+                        torch.utils.swap_tensors(tensor, kept)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)

@@ -13,14 +13,13 @@ from memcallback.cpu_meter import cpu_memory
 from memcallback.device_here import device_here
 from memcallback.devices import Device, HostSpec
 from memcallback.foretold import foretell, reason_of, traced
-from memcallback.holdings import bucket_bytes
 from memcallback.plan import Plan
 from memcallback.planning import what_if
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
+from memcallback.ranks import ranks_of
 from memcallback.savings_lightning import TrainerSavings
 from memcallback.steps import TrainingStep, infer_batch_size, is_sharded
-from memcallback.units import format_bytes
 from memcallback.warn import warn_and_go_on
 
 
@@ -151,12 +150,5 @@ def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None)
         accumulate=trainer.accumulate_grad_batches,
         clip_grad_norm=None if is_by_value else clip,
         clip_grad_value=clip if is_by_value else None,
+        ranks=ranks_of(trainer.model),
     )
-
-
-def notes_on(trainer: Any, pl_module: torch.nn.Module) -> tuple[str, ...]:
-    """What a job of several devices has beyond the step that is predicted, one sentence each."""
-    if type(trainer.model).__name__ != "DistributedDataParallel":
-        return ()
-    buckets = format_bytes(bucket_bytes(pl_module))
-    return (f"Not predicted: the buckets in which DistributedDataParallel sums gradients, about {buckets} beside the gradients.",)

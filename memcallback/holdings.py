@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -79,9 +80,15 @@ def holdings(
     return Holdings(by_category=by_category, storages=storages)
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
+    """What an optimizer keeps, with the parameter for which it does; `ZeroRedundancyOptimizer` does so in the optimizer of a rank's own part."""
+    own = getattr(optimizer, "optim", None)
+    return list((own if isinstance(own, torch.optim.Optimizer) else optimizer).state.items())
+
+
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Those of an optimizer's state, which as a rule is a dict of tensors for each parameter; its keys are no state."""
-    for state in list(optimizer.state.values()):
+    for _, state in states_of(optimizer):
         for value in list(state.values()) if type(state) is dict else (state,):
             if isinstance(value, torch.Tensor):
                 yield value

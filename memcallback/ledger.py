@@ -30,13 +30,29 @@ class Entry:
         node: The number of the autograd node that was running; -1 for none.
         is_freed: Whether it was given back.
         is_truth: Whether it stands for True when it is read.
+        is_meta: Whether it is nowhere yet: a tensor of the meta device.
         origin: The tensor that it was allocated for, and by which line; None if no tensor stands for it.
+        stream: The CUDA stream that was current; 0 is the default one.
     """
 
-    __slots__ = ("category", "id", "is_freed", "is_truth", "module", "node", "operator", "origin", "phase", "reference", "size_bytes")
+    __slots__ = (
+        "category",
+        "id",
+        "is_freed",
+        "is_meta",
+        "is_truth",
+        "module",
+        "node",
+        "operator",
+        "origin",
+        "phase",
+        "reference",
+        "size_bytes",
+        "stream",
+    )
 
     def __init__(
-        self, id_: int | None, size_bytes: int, category: Category | None, operator: str, module: str, phase: Phase | None
+        self, id_: int | None, size_bytes: int, category: Category | None, operator: str, module: str, phase: Phase | None, stream: int
     ) -> None:
         self.id = id_
         self.size_bytes = size_bytes
@@ -44,9 +60,10 @@ class Entry:
         self.operator = operator
         self.module = module
         self.phase = phase
+        self.stream = stream
         self.node = -1
         self.is_freed = False
-        self.is_truth = False
+        self.is_truth = self.is_meta = False
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self.origin: Origin | None = None
 
@@ -62,12 +79,14 @@ class Ledger:
     Attributes:
         module: The module that is running.
         phase: The phase that is going on, None between phases.
+        stream: The number of the CUDA stream that is current; 0 is the default one.
         calls: The calls of operators that have a rule.
     """
 
     def __init__(self) -> None:
         self.module = ""
         self.phase: Phase | None = None
+        self.stream = 0
         #: A list is a place for marks that are known only later.
         self._rows: list[Entry | Event | list[Event]] = []
         self._by_storage: dict[int, Entry] = {}
@@ -94,7 +113,7 @@ class Ledger:
 
     def take(self, size_bytes: int, category: Category | None, operator: str, *, is_host: bool = False) -> Entry:
         """Write down an allocation that no tensor stands for; `give` ends it."""
-        entry = Entry(None if is_host else self._num_entries, size_bytes, category, operator, self.module, self.phase)
+        entry = Entry(None if is_host else self._num_entries, size_bytes, category, operator, self.module, self.phase, self.stream)
         if not is_host:
             self._num_entries += 1
             self._rows.append(entry)
@@ -102,7 +121,7 @@ class Ledger:
 
     def take_temporary(self, size_bytes: int, category: Category, operator: str) -> Entry:
         """Write down what an operator takes for itself; `give` ends it."""
-        entry = Entry(FIRST_TEMPORARY + self._num_temporaries, size_bytes, category, operator, self.module, self.phase)
+        entry = Entry(FIRST_TEMPORARY + self._num_temporaries, size_bytes, category, operator, self.module, self.phase, self.stream)
         self._num_temporaries += 1
         self._rows.append(entry)
         return entry
@@ -122,7 +141,7 @@ class Ledger:
         """
         numbers = tuple(None if entry is None else entry.id for entry in outputs)
         stays = tuple(entry.id for entry in handles if entry.id is not None)
-        self._calls.append(KernelCall(self._call_start, len(self._rows), rule, numbers, stays, operator, self.module))
+        self._calls.append(KernelCall(self._call_start, len(self._rows), rule, numbers, stays, operator, self.module, self.stream))
 
     def give(self, entry: Entry) -> None:
         """Write down that an allocation was given back."""
@@ -135,9 +154,8 @@ class Ledger:
         entry = self._by_storage.pop(old.untyped_storage()._cdata)
         self._follow(new.untyped_storage(), entry)
 
-    def resize(self, tensor: torch.Tensor) -> None:
+    def resize(self, storage: torch.UntypedStorage) -> None:
         """Write down that a storage was resized: a new allocation, and the old one is given back."""
-        storage = tensor.untyped_storage()
         old = self._by_storage.pop(storage._cdata)
         self._follow(storage, self.take(storage.nbytes(), old.category, old.operator, is_host=old.is_host))
         self.give(old)
@@ -248,4 +266,4 @@ def _events(row: Entry | Event | list[Event]) -> list[Event]:
 
 def _event(entry: Entry) -> Alloc:
     assert entry.id is not None
-    return Alloc(entry.id, entry.size_bytes, 0, entry.category or Category.TEMPORARY, entry.operator, entry.module)
+    return Alloc(entry.id, entry.size_bytes, entry.stream, entry.category or Category.TEMPORARY, entry.operator, entry.module)

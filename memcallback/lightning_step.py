@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,29 @@ class LightningLoop:
             return module.training_step(batch, 0) if takes_batch_idx else module.training_step(batch)
         finally:
             torch.set_default_dtype(before)
+
+    @staticmethod
+    def call_through(module: Any, whole: Any) -> None:
+        """Let `training_step` be called by way of what wraps a module, as a strategy does.
+
+        Args:
+            module: The module, a copy.
+            whole: What wraps it; nothing is done if that is the module itself.
+        """
+        if whole is module:
+            return
+        training_step, forward = module.training_step, module.forward
+
+        @functools.wraps(training_step)
+        def through(*args: Any) -> Any:
+            def first(*inputs: Any) -> Any:
+                module.forward = forward
+                return training_step(*inputs)
+
+            module.forward = first
+            return whole(*args)
+
+        module.training_step = through
 
     @contextmanager
     def manual(

@@ -251,7 +251,7 @@ def there_was(prediction: StepPrediction, batch_size: int | None, shortage: Shor
     available = shortage.available_bytes
     if not isinstance(there, Prediction) or not isinstance(there.device, DeviceSpec) or available is None:
         return there
-    return replace(there, device=replace(there.device, capacity_bytes=available + there.device.context_bytes))
+    return replace(there, device=replace(there.device, capacity_bytes=available + there.device.outside_bytes))
 
 
 def _expected(prediction: StepPrediction | None, batch_size: int | None, shortage: Shortage) -> tuple[Expected | None, tuple[str, ...]]:

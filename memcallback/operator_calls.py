@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -51,13 +50,10 @@ def tensors_of(values: object) -> list[torch.Tensor]:
     return found
 
 
-@cache
-def is_wrapper(kind: type) -> bool:
-    """Whether tensors of a class take operators apart themselves, as nested ones do."""
-    return issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ not in (
-        torch.Tensor.__torch_dispatch__,
-        FakeTensor.__torch_dispatch__,
-    )
+def is_of_numbers(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether an operator makes an empty tensor of 32-bit whole numbers, or works on real ones alone."""
+    tensors = tensors_of((*args, *kwargs.values()))
+    return not any(isinstance(tensor, FakeTensor) for tensor in tensors) and (bool(tensors) or kwargs.get("dtype") is torch.int32)
 
 
 def name_of(func: Any) -> str:

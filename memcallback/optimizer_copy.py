@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,21 @@ def optimizer_from(parts: tuple[type, dict[str, Any]]) -> torch.optim.Optimizer:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         vars(optimizer)[name] = OrderedDict()
     return optimizer
+
+
+def moved_to(parts: tuple[type, dict[str, Any]], successors: Mapping[int, torch.nn.Parameter]) -> tuple[type, dict[str, Any]]:
+    """The parts of an optimizer as it would be made for the parameters that a model has after it was spread over ranks, without state.
+
+    Args:
+        parts: As for `optimizer_from`.
+        successors: The id of a parameter before -> the parameter that is in its place. What is not in it has none.
+    """
+    kind, attributes = parts
+    groups = [
+        {**group, "params": [successors[id(parameter)] for parameter in group["params"] if id(parameter) in successors]}
+        for group in attributes["param_groups"]
+    ]
+    return kind, {**attributes, "param_groups": groups, "state": defaultdict(dict)}
 
 
 def run_to_the_end(optimizers: Iterable[torch.optim.Optimizer]) -> None:

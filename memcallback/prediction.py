@@ -16,7 +16,7 @@ from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.batch_trace import SAMPLES, BatchTrace, Origin
 from memcallback.checks import whole_number
-from memcallback.devices import Device, DeviceSpec, HostSpec, find_device
+from memcallback.devices import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
 from memcallback.length_trace import LengthTrace, UnknownSequenceLength
 from memcallback.module_memory import ModuleTable, modules_of
@@ -157,12 +157,19 @@ class Prediction:
         said = (*self.trace.caveats, *self._shown.caveats, *self.device.caveats, *self._of_another_architecture())
         if isinstance(self.device, HostSpec):
             return tuple(dict.fromkeys((*said, *self._far())))
-        outside = (
+        context = (
             f"{format_bytes(self.device.context_bytes)} of the card are taken to be outside the allocator (CUDA context, driver); what other "
             "processes use is not counted."
         )
         settings = tuple(f"The allocator's setting {name} is not simulated." for name in self.settings.not_simulated)
-        return tuple(dict.fromkeys((*said, outside, *settings, *self._far())))
+        return tuple(dict.fromkeys((*said, context, *self._of_communication(), *settings, *self._far())))
+
+    def _of_communication(self) -> Iterator[str]:
+        if isinstance(self.device, DeviceSpec) and self.device.communication_bytes:
+            seen = " to ".join(map(format_bytes, NCCL_BYTES))
+            yield (
+                f"NCCL is taken to need {format_bytes(self.device.communication_bytes)} of the card outside the allocator ({seen} were seen)."
+            )
 
     def _of_another_architecture(self) -> Iterator[str]:
         device, traced_for = self.device, self.traced_for

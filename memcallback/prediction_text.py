@@ -134,6 +134,7 @@ def to_dict(prediction: Prediction) -> dict[str, Any]:
         "device_name": prediction.device_name,
         "capacity_bytes": prediction.capacity_bytes,
         "context_bytes": prediction.device.context_bytes,
+        "communication_bytes": prediction.device.outside_bytes - prediction.device.context_bytes,
         "peak_allocated_bytes": prediction.peak_allocated_bytes,
         "peak_reserved_bytes": prediction.peak_reserved_bytes,
         "fits": prediction.fits,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memcallback.checks import above_0, described, whole_number
 from memcallback.holdings import tensors_in
 from memcallback.lightning_step import LightningLoop, configured_optimizers, lightning_loss
+from memcallback.ranks import Ranks, ranks_of
 from memcallback.step_checks import check_by_hand, check_losses, check_optimizers, check_sequence_length, name_of, wrong_with_optimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -98,7 +99,7 @@ class TrainingStep:
     """One training step: forward pass and loss, backward pass, optimizer update.
 
     Args:
-        model: The model, on any device; it is never changed.
+        model: The model, on any device; it is never changed. Of a `DistributedDataParallel` the module in it is taken, with `ranks` as it says.
         batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors in it.
         loss: A function of the model and the batch that gives the loss, a scalar tensor; by default the sum of whatever
             floating-point tensors `model(batch)` returns. Several of them, with as many optimizers, for a step of several
@@ -112,6 +113,7 @@ class TrainingStep:
         accumulate: Batches whose gradients are summed before an update, at least 1.
         clip_grad_norm: The largest norm of all gradients together (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
         clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None for no clipping.
+        ranks: The job of several ranks that the step is trained in, and which of them is looked at; None for one device.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and gives the batch; None to leave them.
@@ -143,6 +145,7 @@ class TrainingStep:
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
@@ -153,12 +156,18 @@ class TrainingStep:
             raise ValueError(f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}.")
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
+        if ranks is not None and not isinstance(ranks, Ranks):
+            raise TypeError(
+                f"ranks must be memcallback.Ranks, got {described(ranks)}. Give Ranks(world_size, 'ddp'), or None for one device."
+            )
         if clip_grad_norm is not None:
             above_0("clip_grad_norm", clip_grad_norm, "Give the largest norm, such as 1.0, or None for no clipping.")
         if clip_grad_value is not None:
             above_0("clip_grad_value", clip_grad_value, "Give the largest value, such as 0.5, or None for no clipping.")
         check_losses(_sum_of_outputs if loss is None else loss)
         check_optimizers(model, optimizer)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            ranks, model = ranks or ranks_of(model), model.module
         self.model = model
         self.batch = batch
         self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss if loss is not None else _sum_of_outputs,)
@@ -174,6 +183,7 @@ class TrainingStep:
             )
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
+        self.ranks = ranks
         self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
         self.has_accumulation = False
@@ -215,8 +225,8 @@ class TrainingStep:
             )
         if is_sharded(self.model):
             raise PredictionError(
-                "The model is sharded over several devices, and what one of them holds in a step is not predicted yet. Predict the module as "
-                "it was before it was sharded: memcallback.predict(TrainingStep(...), device=...)."
+                "The model is sharded over several devices already. Give the module as it was before, and how it is sharded: "
+                "TrainingStep(module, batch, ranks=memcallback.Ranks(world_size, 'fsdp2'))."
             )
         return self.batch_size.batch_size
 
@@ -238,6 +248,7 @@ class TrainingStep:
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
+        ranks: Ranks | None = None,
     ) -> TrainingStep:
         """The step that a LightningModule's `training_step` describes.
 
@@ -251,6 +262,7 @@ class TrainingStep:
             accumulate: As for `TrainingStep`.
             clip_grad_norm: As for `TrainingStep`.
             clip_grad_value: As for `TrainingStep`.
+            ranks: As for `TrainingStep`.
 
         Raises:
             TypeError: If the module has no `training_step`; and as `TrainingStep`.
@@ -273,6 +285,7 @@ class TrainingStep:
             accumulate=accumulate,
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
+            ranks=ranks,
         )
         loop = step.lightning = LightningLoop(_DEFAULT_DTYPES.get(step.precision))
         # Not through the step: that would be a cycle, and keep the batch alive until garbage is collected.
@@ -306,6 +319,7 @@ class TrainingStep:
             "accumulate": self.accumulate,
             "clip_grad_norm": self.clip_grad_norm,
             "clip_grad_value": self.clip_grad_value,
+            "ranks": self.ranks,
         } | changes
         batch = arguments.pop("batch", self.batch)
         if self.lightning is None:

@@ -31,7 +31,7 @@ def suggest_batch_size(
     multiple_of: int = DEFAULT_MULTIPLE,
     max_batch_size: int | None = None,
     dataset_size: int | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
     measured: StepMemory | None = None,
     sequence_lengths: Iterable[object] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -47,8 +47,8 @@ def suggest_batch_size(
         multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
         max_batch_size: It is at most this.
         dataset_size: Samples in the dataset, of which each rank has its part.
-        world_size: How many ranks train; the batch size is that of one, beside buckets as large as its gradients
-            (DistributedDataParallel).
+        world_size: How many ranks train; the batch size is that of one. By default as many as the step's `ranks` say. Where the step
+            says nothing of them, it is beside buckets as large as its gradients (DistributedDataParallel).
         measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
         sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
             `by_sequence_length` of the advice has one for each length. Or a data loader, whose batches are read for their lengths; then there
@@ -64,13 +64,14 @@ def suggest_batch_size(
         ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is empty, or `measured` is no steady step that was
             measured on a device of this kind.
     """
+    world_size = _world_size(step, world_size)
     bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
     check_headroom(headroom)
     lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
     outside = outside_bytes(device, prediction.device)
 
-    beside_bytes = bucket_bytes(step.model) if world_size > 1 else 0
+    beside_bytes = bucket_bytes(step.model) if world_size > 1 and step.ranks is None else 0
     if measured is not None:
         _check_measured(measured, prediction)
 
@@ -98,6 +99,13 @@ def suggest_batch_size(
     sizes = {length: found.batch_size for length, found in by_length.items() if found is not None}
     advice = _verified(advice, step, prediction, advice_of)
     return replace(advice, by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})})
+
+
+def _world_size(step: TrainingStep, given: int | None) -> int:
+    known = step.ranks.world_size if step.ranks else None
+    if given is not None and known is not None and given != known:
+        raise ValueError(f"world_size {given} was asked for, and the step's ranks are {known}. Leave world_size out.")
+    return given or known or 1
 
 
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:

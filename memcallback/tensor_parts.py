@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import count, pairwise
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from memcallback.holdings import parts_of
+
+_NOT_OF_WRAPPERS = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
 _CPU = torch.device("cpu")
 _EXTREMES = {"max_seqlen": max, "min_seqlen": min}
 #: Above all that PyTorch has given out for real tensors.
@@ -17,12 +21,18 @@ _RAGGED = count(1 << 40)
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that own the storages of a tensor: itself, indices and values of a sparse one, values and offsets of a jagged one."""
+    """The tensors that own the storages of a tensor: itself, indices and values of a sparse one, values and offsets of a jagged one, a rank's own part of a DTensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout is torch.jagged:
         return tensor._values, tensor._offsets  # type: ignore[attr-defined, return-value]
-    return (tensor,)
+    return tuple(parts_of(tensor)) if is_wrapper(type(tensor)) else (tensor,)
+
+
+@cache
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class take operators apart themselves, as nested ones and DTensors do."""
+    return issubclass(kind, torch.Tensor) and (hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ not in _NOT_OF_WRAPPERS)
 
 
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], *, is_coalesced: bool = False) -> torch.Tensor:

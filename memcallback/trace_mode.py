@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
+from memcallback.collectives import WAIT, InFlight, is_collective, temporary_bytes, with_result
 from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
 from memcallback.cuda_composites import composite
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
@@ -22,12 +23,12 @@ from memcallback.events import Category, Phase
 from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernels import Give, Kernel, Multiply, Take, completed
 from memcallback.ledger import Entry, Ledger
-from memcallback.operator_calls import is_wrapper, laid_out, name_of, num_flops, tensors_of
+from memcallback.operator_calls import is_of_numbers, laid_out, name_of, num_flops, tensors_of
 from memcallback.output_memo import OutputMemo
 from memcallback.packed_sequences import pack_padded
 from memcallback.sparse_operators import sparse_operator
 from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_shape, stand_in_value
-from memcallback.tensor_parts import dense_parts, new_ragged_size, sparse_tensor
+from memcallback.tensor_parts import dense_parts, is_wrapper, new_ragged_size, sparse_tensor
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -64,6 +65,8 @@ class TraceMode(FakeTensorMode):
         target: Where new storages of the call that is running are: "device", "host", or None where that follows from its tensors.
         call: The arguments of the call of a torch function that is running, None where there is none.
         tells_cuda: Whether Python code that asks a tensor for its device is user code.
+        in_flight: What collectives hold on to.
+        keeps_numbers: Whether C++ code is running that reads the numbers which it writes into tensors.
     """
 
     def __init__(self, ledger: Ledger, spec: DeviceSpec | None, bounds: Bounds | None = None) -> None:
@@ -79,9 +82,12 @@ class TraceMode(FakeTensorMode):
         self.call: tuple[object, ...] | None = None
         self.tells_cuda = False
         self.modules: Callable[[int], str] | None = None
+        self.keeps_numbers = False
+        self.in_flight = InFlight()
         self._is_inside = False
         self._is_in_backward = False
         self._is_in_wrapper = False
+        self._is_passed_on = False
         self._handles: set[tuple[str, bool]] = set()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
@@ -99,7 +105,12 @@ class TraceMode(FakeTensorMode):
             return args[0].fake_device  # type: ignore[attr-defined]
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
-            return self._by_wrapper(func, types, args, kwargs)
+            if self._is_passed_on:
+                self._is_passed_on = False
+                return NotImplemented
+            return self._by_wrapper(func, args, kwargs)
+        if self.keeps_numbers and is_of_numbers(func, args, kwargs):
+            return self._with_numbers(func, args, kwargs)
         if self._is_inside or not self.is_recording:
             return self.dispatch(func, types, args, kwargs)
         told, self._is_inside, self.tells_cuda = self.tells_cuda, True, False
@@ -112,6 +123,14 @@ class TraceMode(FakeTensorMode):
         finally:
             self._is_inside, self.tells_cuda = False, told
 
+    def _with_numbers(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operator on real tensors of the host; those that are to be on the device are written down."""
+        with no_dispatch():
+            outputs = func(*args, **kwargs)
+        if self.is_recording and func is _aten.empty.memory_format and kwargs.get("device") is not None:
+            self.ledger.add(outputs, Category.TEMPORARY, name_of(func))
+        return outputs
+
     def _made_of(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[..., Any] | None:
         """What to call in the place of an operator that is made of others; None for one that is not."""
         if func is _aten._pack_padded_sequence.default:
@@ -119,15 +138,17 @@ class TraceMode(FakeTensorMode):
         is_composite = self._is_in_wrapper and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         return composite(func, self.spec) if is_composite else sparse_operator(func, args, kwargs)
 
-    def _by_wrapper(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Let a tensor that consists of others (a nested one) take the operator apart, in code that knows the device of fakes alone.
+    def _by_wrapper(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Let a tensor that consists of others (a nested one, a DTensor) take the operator apart, in code that knows the device of fakes alone.
 
         It does so below autograd, and composite operators come as a whole from there.
         """
         before, self.tells_cuda, self._is_in_wrapper = (self.tells_cuda, self._is_in_wrapper), False, True
         try:
             with self, torch._C.DisableTorchFunction():
-                return next(filter(is_wrapper, types)).__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
+                # PyTorch asks this mode again, which passes it on to the tensor.
+                self._is_passed_on = True
+                return func(*args, **kwargs)
         finally:
             self.tells_cuda, self._is_in_wrapper = before
 
@@ -181,6 +202,12 @@ class TraceMode(FakeTensorMode):
         finally:
             self.tells_cuda = told
         return entry is None or not entry.is_host
+
+    def is_on_meta(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor stands for one of the meta device."""
+        with torch._C.DisableTorchFunction():
+            entry = self.ledger.find(dense_parts(tensor)[0])
+        return entry is not None and entry.is_meta
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a real tensor that the step's code has from elsewhere: an operator in place would change the user's."""
@@ -238,7 +265,12 @@ class TraceMode(FakeTensorMode):
                 raise DataDependentOutputException(func)
             if func in SILENT:
                 raise DynamicOutputShapeException(func)
+            if self.operator == WAIT:
+                return args[0]
             outputs = self._outputs(func, types, args, kwargs)
+            if is_collective(self.operator):
+                self.in_flight.begun(args[0])
+                outputs = with_result(outputs)
             if func in _NUMBERS and self.may_turn_const(outputs):
                 with no_dispatch():
                     outputs = func(*args, **{**kwargs, "device": torch.device("cpu")})
@@ -302,16 +334,19 @@ class TraceMode(FakeTensorMode):
         for index in unknown:
             size_bytes = tensors[index].untyped_storage().nbytes() if sizes is None else sizes[index]
             if is_host or (sizes is not None and not size_bytes):
-                self.ledger.add(tensors[index], None, name, is_host=True)
+                added = self.ledger.add(tensors[index], None, name, is_host=True)
+                added.is_meta = self.target is None and any(map(self.is_on_meta, tensors_of((*args, *kwargs.values()))))
             else:
                 new[tensors[index].untyped_storage()._cdata] = size_bytes
+        if (moment_bytes := temporary_bytes(name, args)) and not is_host:
+            self.ledger.give(self.ledger.take_temporary(moment_bytes, Category.TEMPORARY, name))
         if not is_host:
             places = list(outputs) if func is _aten.convolution_backward.default else tensors
             self._run_kernel(func, args, kwargs, places, new, name, number)
         if func is _aten.resize_.default:
             entry = self.ledger.find(tensors[0])
             if entry is not None and not entry.is_host and entry.size_bytes != tensors[0].untyped_storage().nbytes():
-                self.ledger.resize(tensors[0])
+                self.ledger.resize(tensors[0].untyped_storage())
         return outputs
 
     def _run_kernel(

@@ -6,7 +6,7 @@ import bisect
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -22,13 +22,14 @@ from memcallback.events import Category, Event, Phase, PhaseEnd, PhaseStart
 from memcallback.fake_answers import fakes_as_real
 from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
-from memcallback.holdings import tensors_in
+from memcallback.holdings import states_of, tensors_in
 from memcallback.ledger import Ledger
 from memcallback.loops import Copies, run_window
 from memcallback.module_hooks import ModuleFollower, module_infos
 from memcallback.module_memory import ModuleInfo
-from memcallback.optimizer_copy import fill_history, optimizer_from, optimizer_parts, run_to_the_end
+from memcallback.optimizer_copy import fill_history, moved_to, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
+from memcallback.ranks import Ranks
 from memcallback.resizing import resize_batch
 from memcallback.stand_ins import Bounds, NoStandIn
 from memcallback.steps import PredictionError, TrainingStep
@@ -54,7 +55,7 @@ def trace(
     *,
     batch_size: int | None = None,
     sequence_length: int | None = None,
-    num_windows: int = NUM_WINDOWS,
+    num_windows: int | None = None,
     bounds: Bounds | None = None,
 ) -> TracedStep:
     """Trace the model's way to the device and the first updates of a training on it.
@@ -66,7 +67,8 @@ def trace(
         device: The card; None for a CPU.
         batch_size: Samples in the batch; None for as many as it has.
         sequence_length: How long its sequences are; None for as long as they are. Others need a step that says how long that is.
-        num_windows: How many optimizer updates; gradient accumulation has several steps for each.
+        num_windows: How many optimizer updates; gradient accumulation has several steps for each. By default two, and with ranks
+            three: in the second, `DistributedDataParallel` makes its buckets anew.
         bounds: Shared by the traces of a step, so that their sizes are on lines.
 
     Returns:
@@ -77,6 +79,7 @@ def trace(
     """
     given = step.batch_size.batch_size
     lengths = (step.sequence_length, sequence_length) if step.sequence_length and sequence_length else None
+    num_windows = num_windows or NUM_WINDOWS + (step.ranks is not None)
     bounds = bounds or Bounds()
     bounds.restart()
     mode = TraceMode(Ledger(), device, bounds)
@@ -84,12 +87,11 @@ def trace(
         mode.calibrate()
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
         model, batch, parts = fake_copy((step.model, step.batch, parts), mode)
+        places = [tensor.device.type for _, tensor in _in_order_of_moving(step.model)]
         for module in model.modules() if device else ():
             for name, value in vars(module).items():
                 if isinstance(value, torch.device):
                     vars(module)[name] = CUDA
-
-        tracer = _Tracer(mode, model)
 
         def new_batch() -> Any:
             with mode.unrecorded():
@@ -97,14 +99,36 @@ def trace(
             tracer.add_batch(fresh)
             return fresh
 
-        with cuda_semantics(mode, device) if device else _cpu_semantics(mode), torch.enable_grad():
+        tracer = _Tracer(mode, model)
+        with ExitStack() as stack:
+            stack.enter_context(cuda_semantics(mode, device) if device else _cpu_semantics(mode))
+            stack.enter_context(torch.enable_grad())
+            if step.ranks is not None:
+                # Importing it takes PyTorch's distributed tensors.
+                from memcallback.rank_answers import rank_answers
+
+                stack.enter_context(step.ranks.world())
+                stack.enter_context(rank_answers(mode))
             try:
                 if step.prepare is not None:
                     batch = step.prepare(model, batch)
                 if device:
                     flatten_rnn_weights(model)
-                tracer.add_model()
-                mode.is_recording = True
+                if step.ranks is None:
+                    tracer.add_model()
+                    mode.is_recording = True
+                else:
+                    tracer.add_as_they_are(places)
+                    mode.is_recording = True
+                    names = {name: id(parameter) for name, parameter in model.named_parameters()}
+                    whole = tracer.parallelize(step.ranks, device)
+                    successors = {names[name]: parameter for name, parameter in model.named_parameters() if name in names}
+                    if any(number != id(parameter) for number, parameter in successors.items()):
+                        parts = [moved_to(part, successors) for part in parts]
+                    if step.lightning is None:
+                        model = whole
+                    else:
+                        step.lightning.call_through(model, whole)
                 optimizers = tuple(map(optimizer_from, parts)) if parts else step.optimizers_of(model)
                 if step.change_optimizers is not None:
                     optimizers = tuple(step.change_optimizers(optimizers))
@@ -129,6 +153,7 @@ def trace(
             finally:
                 mode.is_recording = False
                 mode.ledger.close()
+                mode.in_flight.close()
                 # A gradient is a part of its tensor that Python's garbage collector does not see: left there, it would keep all this alive.
                 for parameter in model.parameters():
                     parameter.grad = None
@@ -213,6 +238,27 @@ class _Tracer:
                     if self._ledger.find(part) is None:
                         self._ledger.add(part, category, "Module.to").module = name
 
+    def add_as_they_are(self, places: Sequence[str]) -> None:
+        """Parameters and buffers are where the user's are: on the host, or on the device, which is written down."""
+        with torch._C.DisableTorchFunction():
+            for (name, tensor), place in zip(_in_order_of_moving(self._model), places, strict=True):
+                for part in dense_parts(tensor):
+                    if self._ledger.find(part) is None:
+                        category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                        is_host = self._mode.spec is not None and place in ("cpu", "meta")
+                        entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
+                        entry.module, entry.is_meta = name, is_host and place == "meta"
+
+    def parallelize(self, ranks: Ranks, device: DeviceSpec | None) -> nn.Module:
+        """Spread the model over ranks, as the training does before its first step; returns what is called in its place."""
+        device_type = "cuda" if device else "cpu"
+        whole = ranks.parallelize(self._model, device_type)
+        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in self._model.named_parameters()}
+        with torch._C.DisableTorchFunction():
+            for tensors, category in ((self._model.named_parameters(), Category.PARAMETER), (self._model.named_buffers(), Category.BUFFER)):
+                self._ledger.label(((name.rpartition(".")[0], tensor) for name, tensor in tensors), category)
+        return whole
+
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Write down the state that optimizers came with; a count of steps is on the host unless a kernel reads it."""
         with torch._C.DisableTorchFunction():
@@ -234,6 +280,7 @@ class _Tracer:
     @contextmanager
     def step(self) -> Iterator[None]:
         """One step."""
+        self._mode.in_flight.begin_step()
         self._ledger.start_step()
         yield
         self._ledger.end_step()
@@ -286,7 +333,7 @@ class _Tracer:
         """Say which tensors are the optimizers' state."""
         with torch._C.DisableTorchFunction():
             for optimizer in optimizers:
-                for owner, state in optimizer.state.items():
+                for owner, state in states_of(optimizer):
                     name = self._owners.get(id(owner), "")
                     self._ledger.label(((name, tensor) for tensor in tensors_in(state)), Category.OPTIMIZER_STATE)
 

@@ -17,7 +17,7 @@ from memcallback.checks import described, whole_number
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
 from memcallback.device_here import any_device
-from memcallback.devices import Device, DeviceSpec
+from memcallback.devices import NCCL_BYTES, Device, DeviceSpec, HostSpec
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH, LengthDependentPath, LengthTrace, lengths_to_trace
 from memcallback.prediction import Prediction
 from memcallback.resizing import has_samples
@@ -78,7 +78,7 @@ def predict(
     """
     if not isinstance(step, TrainingStep):
         raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
-    spec = any_device(device)
+    spec = _with_communication(any_device(device), step)
     given = step.check_predictable()
     wanted = given if batch_size is None else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
     length = step.sequence_length
@@ -95,6 +95,13 @@ def predict(
         )
     traces = Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
     return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
+
+
+def _with_communication(device: Device, step: TrainingStep) -> Device:
+    """The device, with what the communication library takes of it where the step has other ranks: the most that was seen."""
+    if isinstance(device, HostSpec) or step.ranks is None or step.ranks.world_size == 1:
+        return device
+    return replace(device, communication_bytes=NCCL_BYTES[1])
 
 
 def predict_once(step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings) -> Prediction:
@@ -206,6 +213,9 @@ def _caveats(step: TrainingStep, traced: TracedStep) -> Iterator[str]:
         )
     if any(type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None for module in step.model.modules()):
         yield _COMPILED
+    if step.ranks is not None:
+        rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
+        yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."
     if any("convolution" in call.operator for call in traced.calls):
         if not workspaces_are_known():
             yield _UNKNOWN_WORKSPACES

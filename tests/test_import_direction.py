@@ -80,12 +80,14 @@ ON_FAKES = [
     "operator_calls",
     "in_place",
     "sparse_operators",
+    "collectives",
     "trace_mode",
     "own_thread",
     "fake_answers",
     "cuda_functions",
     "cuda_answers",
     "cuda_semantics",
+    "rank_answers",
 ]
 TRACER = [
     "cuda_calls",
@@ -120,6 +122,9 @@ MEASURING = [
     "health_watch",
     "lightning_step",
     "step_checks",
+    "savings_layers",
+    "fake_world",
+    "ranks",
     "steps",
     "oom_explained",
     "optimizer_copy",
@@ -135,7 +140,7 @@ MEASURING = [
     "shape_pass",
     "optimizer_state",
 ]
-SAVINGS = ["savings_layers", "savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "planning"]
+SAVINGS = ["savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "planning"]
 RUNNING = ["run_state", "loaders", "gauge", "fit_settings"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS, *RUNNING]
 FITTING = ["trial", "fit_callbacks", "fit_search", "fit"]

@@ -1,0 +1,97 @@
+"""What stands in for functions of torch.distributed while one rank of a job is traced on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
+import torch.distributed.tensor._sharding_prop as sharding
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from memcallback.collectives import unwaited
+from memcallback.events import Category
+from memcallback.own_thread import in_this_thread
+from memcallback.trace_mode import TraceMode
+
+
+@contextmanager
+def rank_answers(mode: TraceMode) -> Iterator[None]:
+    """Let PyTorch's own distributed engines run on the fakes of a mode, until the end of the context."""
+    with ExitStack() as stack:
+        for target, name, answer in _answers(mode):
+            stack.enter_context(mock.patch.object(target, name, in_this_thread(target, name, answer)))
+        if mode.spec is not None:
+            # Where fakes say that they are on the card, so do meshes. Only a property: no other thread has meshes that were made meanwhile.
+            device_type = property(lambda mesh: "cuda" if mode.tells_cuda else "cpu")
+            stack.enter_context(mock.patch.object(DeviceMesh, "device_type", device_type))
+        yield
+
+
+def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    # Compares the shapes of all ranks.
+    yield nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **kwargs: None
+    yield DistributedDataParallel, "_ddp_init_helper", _with_numbers(mode, DistributedDataParallel._ddp_init_helper)
+    yield DistributedDataParallel, "_pre_forward", _with_numbers(mode, DistributedDataParallel._pre_forward)
+    yield DistributedDataParallel, "register_comm_hook", _register(mode, DistributedDataParallel.register_comm_hook)
+    yield DeviceMesh, "__init__", _mesh_of_cpus(DeviceMesh.__init__)
+    # The shapes of a DTensor's whole are followed on fakes of another mode, which is nothing that a rank does.
+    yield sharding, "detect_fake_mode", lambda *args: None
+    yield torch.UntypedStorage, "resize_", _resize(mode, torch.UntypedStorage.resize_)
+    yield fsdp2.FSDPParam, "init_all_gather_outputs", _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs)
+
+
+def _with_numbers(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's reducer puts numbers into tensors, sends them round and reads them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, mode.keeps_numbers = mode.keeps_numbers, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mode.keeps_numbers = before
+
+    return call
+
+
+def _register(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+    def register(model: Any, state: object, hook: Callable[..., Any]) -> Any:
+        return original(model, state, functools.wraps(hook)(unwaited(mode.in_flight, hook)))
+
+    return register
+
+
+def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Fakes lie on the CPU, and so do meshes of them."""
+
+    def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(mesh, "cpu", *args, **kwargs)
+
+    return init
+
+
+def _resize(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP frees gathered parameters by making their storages empty."""
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        if mode.is_recording:
+            mode.ledger.resize(storage)
+        return result
+
+    return resize
+
+
+def _gathered(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(parameter: Any, *args: Any, **kwargs: Any) -> None:
+        original(parameter, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            mode.ledger.label(((mode.ledger.module, tensor) for tensor in parameter.all_gather_outputs), Category.PARAMETER)
+
+    return init

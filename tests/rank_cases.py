@@ -1,0 +1,243 @@
+"""Jobs of several ranks: what is trained and how it is spread; and one rank, which predicts itself, trains and says what it measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn import functional as F
+
+import memcallback as mc
+
+NUM_STEPS = 6
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.attention_in(self.norm(x)).chunk(3, -1))
+        x = x + self.dropout(self.attention_out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Transformer(nn.Module):
+    #: An uneven number of rows: the last rank has fewer.
+    def __init__(self, width=256, num_blocks=3, vocabulary=5003):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _convolution(channels_in, channels_out):
+    return nn.Sequential(nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True))
+
+
+def convolutional():
+    return nn.Sequential(_convolution(3, 32), _convolution(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
+
+
+def perceptron():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)), nn.Linear(512, 1000))
+
+
+class Recurrent(nn.Module):
+    """Weights of few large matrices, one of them used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.cell = nn.Embedding(20_000, 256), nn.GRUCell(256, 256)
+
+    def forward(self, tokens):
+        state = torch.zeros_like(self.embedding(tokens[:, 0]))
+        for token in tokens.unbind(1):
+            state = self.cell(self.embedding(token), state)
+        return state @ self.embedding.weight.T
+
+
+#: Name -> how the model is made, and its batch: inputs and classes.
+MODELS = {
+    "transformer": (Transformer, lambda: (torch.zeros(4, 128, dtype=torch.int64), torch.zeros(4, 128, dtype=torch.int64))),
+    "convolutional": (convolutional, lambda: (torch.zeros(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64))),
+    "perceptron": (perceptron, lambda: (torch.zeros(64, 512), torch.zeros(64, dtype=torch.int64))),
+    "recurrent": (Recurrent, lambda: (torch.zeros(16, 12, dtype=torch.int64), torch.zeros(16, dtype=torch.int64))),
+}
+
+
+def loss_of(model, batch):
+    inputs, classes = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), classes.flatten())
+
+
+def tensor_parallel(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in model.to(mesh.device_type).blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def fsdp1(model, mesh):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.cuda.current_device(), use_orig_params=True)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters)
+
+
+def adamw_one_by_one(parameters):
+    """DTensors and other tensors cannot be in one call."""
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def sharded_adamw(parameters):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
+
+
+@dataclass
+class Case:
+    strategy: Any
+    model: str = "transformer"
+    options: dict = field(default_factory=dict)
+    optimizer: Any = adamw
+    #: Where the model is made.
+    place: str = "cpu"
+    mesh: dict | None = None
+
+
+def _policies():
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), CPUOffloadPolicy()
+
+
+def of_models(models=tuple(MODELS)):
+    """The usual ways to spread each model."""
+    bf16, _ = _policies()
+    found = {}
+    for model in models:
+        found[f"{model}, ddp"] = Case("ddp", model)
+        found[f"{model}, ddp, gradients in buckets"] = Case("ddp", model, {"gradient_as_bucket_view": True})
+        found[f"{model}, fsdp2"] = Case("fsdp2", model)
+        found[f"{model}, fsdp2, gathered once"] = Case("fsdp2", model, {"reshard_after_forward": False})
+        if model != "convolutional":  # PyTorch refuses batch norm in bfloat16 with statistics in float32
+            found[f"{model}, fsdp2 in bf16"] = Case("fsdp2", model, {"mp_policy": bf16})
+    return found
+
+
+def of_transformer():
+    """All ways to spread one model."""
+    _, offload = _policies()
+    return of_models(("transformer",)) | {
+        "ddp, buckets of 4 MiB": Case("ddp", options={"bucket_cap_mb": 4}),
+        "ddp, static graph": Case("ddp", options={"static_graph": True}),
+        "ddp, unused parameters": Case("ddp", options={"find_unused_parameters": True}),
+        "ddp, compressed": Case("ddp", options={"comm_hook": fp16_compress_hook}),
+        "ddp, sharded optimizer": Case("ddp", optimizer=sharded_adamw),
+        "fsdp2 from meta": Case("fsdp2", place="meta"),
+        "fsdp2 from the device": Case("fsdp2", place="cuda"),
+        "fsdp2, offloaded": Case("fsdp2", options={"offload_policy": offload}),
+        "fsdp1": Case(fsdp1),
+        "tensor parallel": Case(tensor_parallel, optimizer=adamw_one_by_one),
+    }
+
+
+def of_mesh():
+    """Over a mesh of two dimensions, of four ranks."""
+    return {"hsdp": Case("fsdp2", mesh={"replicate": 2, "shard": 2})}
+
+
+def cases(world_size):
+    """All of them."""
+    return of_models() | of_transformer() | (of_mesh() if world_size == 4 else {})
+
+
+def figures(step):
+    return [
+        {
+            "label": window.label,
+            "allocated": window.peak_allocated_bytes,
+            "reserved": window.peak_reserved_bytes,
+            "start": window.start.allocated_bytes,
+        }
+        for window in step.windows
+    ]
+
+
+def wait_until_seen():
+    """Until the watchdog of NCCL's process group has seen the end of all collectives, as it has in steps that take longer than 0.1 s."""
+    from torch._C import _distributed_c10d
+
+    while True:
+        status = json.loads(_distributed_c10d._dump_nccl_trace_json(includeCollectives=False))["pg_status"].values()
+        if all(group["last_completed_collective"] == group["last_enqueued_collective"] for group in status):
+            return
+
+
+def train(case, ranks, device_type):
+    """What a rank predicts for itself, and what it then measures: figures of the steady step."""
+    make_model, make_batch = MODELS[case.model]
+    torch.manual_seed(0)
+    with torch.device(case.place):
+        model = make_model()
+    on_host = make_batch()
+    step = mc.TrainingStep(model, on_host, loss=loss_of, optimizer=case.optimizer, ranks=ranks)
+    predicted = mc.predict(step)
+    model = ranks.parallelize(model, device_type)
+    optimizer = case.optimizer(model.parameters())
+    recorder = mc.MemoryRecorder(model, optimizer, device=device_type)
+    for _ in range(NUM_STEPS):
+        batch = tuple(tensor.to(device_type) for tensor in on_host)
+        with recorder.step(batch):
+            optimizer.zero_grad()
+            with recorder.phase(mc.Phase.FORWARD):
+                loss = loss_of(model, batch)
+            with recorder.phase(mc.Phase.BACKWARD):
+                loss.backward()
+            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
+                optimizer.step()
+            del loss
+        del batch
+        torch.cuda.synchronize()
+        wait_until_seen()
+    return {"predicted": figures(predicted.step), "measured": figures(recorder.steps[-1]), "caveats": predicted.caveats}
+
+
+def run(rank, world_size, folder, names):
+    """One rank: all cases of those names, one after the other."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    every, found = cases(world_size), {}
+    for name in names:
+        case = every[name]
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        ranks = mc.Ranks(world_size, case.strategy, rank=rank, mesh=case.mesh, **case.options)
+        found[name] = train(case, ranks, "cuda")
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()

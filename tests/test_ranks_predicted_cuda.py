@@ -1,0 +1,53 @@
+"""Ranks of a job on several CUDA devices, real or virtual: each predicts itself, trains, and finds what it predicted."""
+
+import json
+
+import pytest
+import rank_cases
+import torch
+
+pytestmark = pytest.mark.cuda
+#: For how many ranks there are devices here.
+NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+#: All of them for other models are in benchmarks/ranks.py.
+OF_TWO = [*rank_cases.of_transformer(), "convolutional, ddp", "convolutional, fsdp2", "recurrent, fsdp2 in bf16"]
+OF_FOUR = [*rank_cases.of_mesh(), "transformer, ddp", "transformer, fsdp2"]
+needs_2 = pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")
+needs_4 = pytest.mark.skipif(NUM_DEVICES < 4, reason="needs four CUDA devices")
+
+
+def run(folder, world_size, names):
+    """What each rank found: predicted and measured, by case."""
+    torch.multiprocessing.spawn(rank_cases.run, (world_size, str(folder), list(names)), nprocs=world_size)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("two"), 2, OF_TWO)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("four"), 4, OF_FOUR)
+
+
+def check(ranks, case):
+    for rank, found in enumerate(ranks):
+        predicted, measured = found[case]["predicted"], found[case]["measured"]
+        assert [window["label"] for window in predicted] == [window["label"] for window in measured]
+        for ours, theirs in zip(predicted, measured, strict=True):
+            assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.01), (rank, ours, theirs)
+            assert ours["reserved"] == pytest.approx(theirs["reserved"], rel=0.04), (rank, ours, theirs)
+
+
+@needs_2
+@pytest.mark.parametrize("case", OF_TWO)
+def test_each_of_two_ranks_predicts_its_own_peaks(two, case):
+    check(two, case)
+
+
+@needs_4
+@pytest.mark.parametrize("case", OF_FOUR)
+def test_each_of_four_ranks_predicts_its_own_peaks(four, case):
+    check(four, case)
