@@ -90,6 +90,7 @@ class TracedStep:
         caveats: What was assumed, one sentence each.
         num_flops: Floating-point operations from one update to the next, of the operators that PyTorch counts (matrix products,
             convolutions, attention).
+        sent_bytes: What the rank sends to others from one update to the next, by the formulas of rings.
         num_batches: How many batches those are.
         origins: The number of each allocation that a tensor stands for -> where it comes from.
         modules: The model's modules, the root first; none if they are not known.
@@ -100,6 +101,7 @@ class TracedStep:
     calls: tuple[KernelCall, ...] = ()
     caveats: tuple[str, ...] = ()
     num_flops: int = 0
+    sent_bytes: int = 0
     num_batches: int = 1
     origins: Mapping[int, Origin] = field(default_factory=dict, repr=False, compare=False)
     modules: tuple[ModuleInfo, ...] = ()

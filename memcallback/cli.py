@@ -125,6 +125,7 @@ def _add_what_if(commands: Any) -> None:
     parser.add_argument("--batch-size", metavar="N", help="samples between two updates; by default as many as the step's own batch has")
     parser.add_argument("--device", metavar="NAME", required=True, help=_DEVICE_HELP)
     _add_headroom(parser)
+    parser.add_argument("--world-size", metavar="N", help="try N ranks too: DistributedDataParallel, FSDP2, HSDP")
     parser.add_argument("--json", action="store_true", help="print JSON, with the unit in every key")
     parser.set_defaults(command=_run_what_if)
 
@@ -204,7 +205,9 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
 def _run_what_if(arguments: argparse.Namespace) -> None:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
     headroom = _parse_headroom(arguments.headroom)
-    plan = _ask(arguments, "planning", "what_if", of="savings", headroom=headroom, batch_size=batch_size)
+    world_size = _parse_number(arguments.world_size, "--world-size", "number of ranks")
+    ranks = {} if world_size is None else {"ranks": world_size}
+    plan = _ask(arguments, "planning", "what_if", of="savings", headroom=headroom, batch_size=batch_size, **ranks)
     print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan.to_text(), end="\n" if arguments.json else "")
 
 

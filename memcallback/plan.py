@@ -32,6 +32,7 @@ class PlanRow:
         largest_batch_size: The most samples in one forward pass that are sure to fit, with the headroom; 0 if not one is; None if unknown.
         extra_compute_pct: Floating-point operations per sample beyond those without the saving, in percent of them, by PyTorch's own
             formulas (torch.utils.flop_counter); None if it counts none.
+        sent_bytes: What a rank sends to others from one update to the next, by the formulas of rings; 0 on one device.
         changes: What it changes in the numbers that come out.
         line: What to write in a program to have it.
         problem: Why it could not be predicted, or does not work with this model; empty if it does.
@@ -45,6 +46,7 @@ class PlanRow:
     peak_reserved_bytes: int | None = None
     largest_batch_size: int | None = None
     extra_compute_pct: float | None = None
+    sent_bytes: int = 0
     changes: str = ""
     line: str = ""
     problem: str = ""
@@ -129,10 +131,14 @@ class Plan:
         room += "" if self.outside_bytes is None else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
-            columns=("saving", "peak allocated", "peak reserved", "saved", "largest batch", "extra compute"),
+            columns=("saving", "peak allocated", "peak reserved", "saved", "largest batch", "extra compute", *self._sent_column()),
             rows=tuple(self._cells(row) for row in (self.current, *known)),
             rules_after=frozenset({0, num_helping} if num_helping else {0}),
         )
+
+    def _sent_column(self) -> tuple[str, ...]:
+        """Where several ranks were tried."""
+        return ("sent",) if any(row.sent_bytes for row in self.tried) else ()
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
         saved, extra = self.saved_pct(row), row.extra_compute_pct
@@ -144,6 +150,7 @@ class Plan:
             "" if row is self.current else verdict,
             "?" if row.largest_batch_size is None else f"{row.largest_batch_size:,}",
             "" if row is self.current or extra is None else f"{extra + 0:.1f} %",
+            *(_bytes(row.sent_bytes or None) for _ in self._sent_column()),
         )
 
     def _notes(self) -> tuple[tuple[str, Sequence[PlanRow]], ...]:

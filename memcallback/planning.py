@@ -10,10 +10,13 @@ import torch
 
 from memcallback.advice import DEFAULT_HEADROOM
 from memcallback.advise import check_headroom, suggest
+from memcallback.checks import whole_number
 from memcallback.device_here import any_device, outside_bytes
 from memcallback.devices import Device
 from memcallback.plan import Plan, PlanRow
 from memcallback.prediction import Prediction
+from memcallback.rank_variants import over_ranks, usual
+from memcallback.ranks import Ranks
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracing import predict, predict_once
 from memcallback.variants import Saving, left_out, savings_for, together
@@ -28,6 +31,7 @@ def what_if(
     device: str | int | torch.device | Device | None = None,
     batch_size: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
+    ranks: int | Sequence[Ranks] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Predict what each saving of memory would buy and cost.
@@ -39,6 +43,8 @@ def what_if(
         device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
         batch_size: Samples between two updates; by default as many as the step has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0 and below 1.
+        ranks: How many devices there may be, for a row each with DistributedDataParallel, FSDP2 with and without resharding, and HSDP; or
+            jobs of your own. Figures are those of one rank, and batch sizes too.
         progress: Called after each saving that was tried alone, with the number of those and of all.
 
     Returns:
@@ -46,13 +52,14 @@ def what_if(
 
     Raises:
         PredictionError: If the step as it is cannot be predicted.
-        ValueError: As `predict`, or if `headroom` is out of range.
+        ValueError: As `predict`, or if `headroom` is out of range, or `ranks` below 2.
     """
     check_headroom(headroom)
+    jobs = tuple(usual(whole_number("ranks", ranks, "Leave it out for one device.", least=2))) if isinstance(ranks, int) else tuple(ranks)
     base = predict(step, device=any_device(device), batch_size=batch_size)
     trial = _Trial(step, base, headroom, outside_bytes(device, base.device))
     tried: list[tuple[Saving, PlanRow]] = []
-    savings = list(savings_for(step, base.batch_size, base.trace.at(base.batch_size).events))
+    savings = [*savings_for(step, base.batch_size, base.trace.at(base.batch_size).events), *over_ranks(jobs)]
     for number, saving in enumerate(savings):
         tried.append((saving, trial.row(saving)))
         if progress is not None:
@@ -132,7 +139,7 @@ class _Trial:
             measured=None,
             predicted=prediction,
             capacity_bytes=prediction.capacity_bytes,
-            outside_bytes=self._outside_bytes,
+            outside_bytes=self._outside(prediction),
             headroom=self._headroom,
         )
         return replace(
@@ -142,7 +149,15 @@ class _Trial:
             fits=prediction.fits,
             largest_batch_size=advice.largest if advice else None,
             extra_compute_pct=self._extra_compute_pct(prediction),
+            sent_bytes=prediction.trace.traced.sent_bytes,
         )
+
+    def _outside(self, prediction: Prediction) -> int | None:
+        """What others than the allocator use; with other ranks the communication library too."""
+        if self._outside_bytes is None:
+            return None
+        more = prediction.device.outside_bytes - self._base.device.outside_bytes
+        return self._outside_bytes + max(0, more)
 
     def _extra_compute_pct(self, prediction: Prediction) -> float | None:
         here, there = self._base.trace.traced, prediction.trace.traced

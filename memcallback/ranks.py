@@ -98,9 +98,11 @@ class Ranks:
         return getattr(self.strategy, "__name__", "a function") if callable(self.strategy) else self.strategy
 
     def __repr__(self) -> str:
-        """As it was made."""
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"Ranks({self.world_size}, {self.name!r}, rank={self.rank}, mesh={self.mesh}{options})"
+        """As it was made, without what is so by default."""
+        given: dict[str, Any] = {"rank": self.rank} if self.rank else {}
+        given |= {"mesh": self.mesh} if self.mesh != {"dp": self.world_size} else {}
+        strategy = self.name if callable(self.strategy) else repr(self.name)
+        return f"Ranks({self.world_size}, {strategy}{''.join(f', {name}={value!r}' for name, value in (given | self.options).items())})"
 
     @contextmanager
     def world(self) -> Iterator[None]:

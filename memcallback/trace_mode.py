@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
-from memcallback.collectives import WAIT, InFlight, is_collective, temporary_bytes, with_result
+from memcallback.collectives import WAIT, InFlight, is_collective, sent_bytes, temporary_bytes, with_result
 from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
 from memcallback.cuda_composites import composite
 from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
@@ -62,6 +62,7 @@ class TraceMode(FakeTensorMode):
         is_recording: Whether operators are written down.
         operator: The one that ran last.
         num_flops: Floating-point operations of what was written down, by PyTorch's own formulas (torch.utils.flop_counter).
+        sent_bytes: What the rank sent of what was written down.
         target: Where new storages of the call that is running are: "device", "host", or None where that follows from its tensors.
         call: The arguments of the call of a torch function that is running, None where there is none.
         tells_cuda: Whether Python code that asks a tensor for its device is user code.
@@ -77,7 +78,7 @@ class TraceMode(FakeTensorMode):
         self.assumed: dict[str, None] = {}
         self.is_recording = False
         self.operator = ""
-        self.num_flops = 0
+        self.num_flops = self.sent_bytes = 0
         self.target: str | None = None
         self.call: tuple[object, ...] | None = None
         self.tells_cuda = False
@@ -285,6 +286,7 @@ class TraceMode(FakeTensorMode):
             outputs = stand_in_shape(func, args, kwargs, self._bounds)
             self.assumed[f"{name_of(func)} has a shape that depends on values: the largest possible stood for it"] = None
         self.num_flops += num_flops(func, args, kwargs, outputs)
+        self.sent_bytes += sent_bytes(self.operator, args, outputs)
         if reused is not None:
             called = IN_PLACE.get(func, func)
             # Indices that were right in the forward pass are not checked again.

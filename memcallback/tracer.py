@@ -138,11 +138,12 @@ def trace(
                 device_type = "cuda" if device else "cpu"
                 infos = tracer.module_infos()
                 copies = Copies(model=model, optimizers=optimizers, new_batch=new_batch, marks=tracer, device_type=device_type)
-                num_flops = [0]
+                num_flops, sent = [0], [0]
                 with tracer.modules_named():
                     for window in range(num_windows):
                         run_window(step, copies)
                         num_flops.append(mode.num_flops)
+                        sent.append(mode.sent_bytes)
                         if window == 0 and fill_history(optimizers):
                             tracer.label_states(optimizers)
                             mode.assumed[_FULL_HISTORY] = None
@@ -165,6 +166,7 @@ def trace(
         calls=mode.ledger.calls,
         caveats=tuple(mode.assumed),
         num_flops=num_flops[-1] - num_flops[-2],
+        sent_bytes=sent[-1] - sent[-2],
         num_batches=step.accumulate,
         origins=mode.ledger.origins,
         modules=infos,

@@ -140,7 +140,7 @@ MEASURING = [
     "shape_pass",
     "optimizer_state",
 ]
-SAVINGS = ["savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "planning"]
+SAVINGS = ["savings_checkpoint", "savings_amp", "savings_accumulate", "savings", "variants", "rank_variants", "planning"]
 RUNNING = ["run_state", "loaders", "gauge", "fit_settings"]
 TORCH = [*MEASURING, *CUDA, *TRACER, "textbook", *SAVINGS, *RUNNING]
 FITTING = ["trial", "fit_callbacks", "fit_search", "fit"]
