@@ -26,6 +26,7 @@ from memcallback.forecast import forecast, forecast_without, plan_for, step_of
 from memcallback.foretold import warn_of_batch, warn_of_devices
 from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
+from memcallback.lightning_ranks import Whole, whole_before
 from memcallback.oom import out_of_memory_in
 from memcallback.oom_report import OutOfMemoryReport
 from memcallback.phase_windows import begin_backward, begin_update, end_backward, end_by_hand, end_forward, end_update
@@ -153,6 +154,7 @@ class MemoryCallback(Callback):
         self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
         self._headroom = headroom
         self._predicts = predict
+        self._whole: Whole | None = None
         self._tries_savings = what_if
         self._per_module = per_module
         self._reset_peaks = reset_peaks
@@ -194,6 +196,7 @@ class MemoryCallback(Callback):
         """Set the Trainer's accumulation and precision, before it sets itself up."""
         if stage == "fit":
             self._savings.setup(trainer, pl_module, say_beside(pl_module))
+            self._whole = whole_before(trainer, pl_module) if self._predicts else None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Checkpoint the module, which is whole now; with that find its batch size, if that is wanted. An earlier fit's errors are past."""
@@ -376,6 +379,7 @@ class MemoryCallback(Callback):
             pl_module,
             batch,
             self._batch_size,
+            self._whole,
             device=self.recorder.meter.device,
             device_name=self.recorder.meter.device_name,
             capacity_bytes=self._capacity_bytes,
@@ -383,7 +387,7 @@ class MemoryCallback(Callback):
         )
         if isinstance(prediction, Prediction):
             device = self.recorder.meter.device
-            self._without_savings = forecast_without(self._savings, trainer, pl_module, batch, self._batch_size, device=device)
+            self._without_savings = forecast_without(self._savings, trainer, pl_module, batch, self._batch_size, self._whole, device=device)
         return prediction
 
     def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
@@ -393,6 +397,7 @@ class MemoryCallback(Callback):
             pl_module,
             batch,
             self._batch_size,
+            self._whole,
             device=self.recorder.meter.device,
             capacity_bytes=self._capacity_bytes,
             headroom=self._headroom,
@@ -426,7 +431,7 @@ class MemoryCallback(Callback):
             where=stage_of(trainer),
             folder=None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback",
             rank=trainer.global_rank if trainer.world_size > 1 else None,
-            make_step=lambda: step_of(trainer, pl_module, batch, self._batch_size),
+            make_step=lambda: step_of(trainer, pl_module, batch, self._batch_size, self._whole),
             history=self._history,
         )
 

@@ -158,6 +158,7 @@ class FitSearch:
                 self._module,
                 probe.batch,
                 given,
+                None,
                 device=self._device,
                 device_name=self._gauge.device_name,
                 capacity_bytes=self._room.capacity_bytes,

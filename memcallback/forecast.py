@@ -13,11 +13,11 @@ from memcallback.cpu_meter import cpu_memory
 from memcallback.device_here import device_here
 from memcallback.devices import Device, HostSpec
 from memcallback.foretold import foretell, reason_of, traced
+from memcallback.lightning_ranks import Whole, ranks_within
 from memcallback.plan import Plan
 from memcallback.planning import what_if
 from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
-from memcallback.ranks import ranks_of
 from memcallback.savings_lightning import TrainerSavings
 from memcallback.steps import TrainingStep, infer_batch_size, is_sharded
 from memcallback.warn import warn_and_go_on
@@ -28,6 +28,7 @@ def forecast(
     pl_module: Any,
     batch: object,
     batch_size: int | None,
+    whole: Whole | None,
     *,
     device: torch.device,
     device_name: str,
@@ -43,6 +44,7 @@ def forecast(
         pl_module: Its module.
         batch: Its first batch.
         batch_size: Samples in the batch, None to infer them.
+        whole: As for `step_of`.
         device: The device that trains.
         device_name: Its name.
         capacity_bytes: The memory to plan for, if it is not the device's own.
@@ -54,7 +56,7 @@ def forecast(
     if batch_size is None and infer_batch_size(batch).batch_size is None:
         return None
     return foretell(
-        lambda: step_of(trainer, pl_module, batch, batch_size),
+        lambda: step_of(trainer, pl_module, batch, batch_size, whole),
         device=device,
         device_name=device_name,
         capacity_bytes=capacity_bytes,
@@ -64,7 +66,14 @@ def forecast(
 
 
 def forecast_without(
-    savings: TrainerSavings, trainer: Any, pl_module: Any, batch: object, batch_size: int | None, *, device: torch.device
+    savings: TrainerSavings,
+    trainer: Any,
+    pl_module: Any,
+    batch: object,
+    batch_size: int | None,
+    whole: Whole | None,
+    *,
+    device: torch.device,
 ) -> Prediction | None:
     """Predict the step of a Trainer as it would be without the savings of the callback, to say what they save.
 
@@ -74,13 +83,14 @@ def forecast_without(
         pl_module: Its module.
         batch: Its first batch.
         batch_size: Samples in the batch, None to infer them.
+        whole: As for `step_of`.
         device: The device that trains.
 
     Returns:
         The prediction; None if there are no savings, and, with a warning, if there can be none.
     """
     try:
-        with savings.taken_from(step_of(trainer, pl_module, batch, batch_size)) as step:
+        with savings.taken_from(step_of(trainer, pl_module, batch, batch_size, whole)) as step:
             return None if step is None else traced(step, device, lambda _: None)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
         warn_and_go_on(f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}")
@@ -92,6 +102,7 @@ def plan_for(
     pl_module: Any,
     batch: object,
     batch_size: int | None,
+    whole: Whole | None,
     *,
     device: torch.device,
     capacity_bytes: int | None,
@@ -105,6 +116,7 @@ def plan_for(
         pl_module: Its module.
         batch: Its first batch.
         batch_size: Samples in the batch, None to infer them.
+        whole: As for `step_of`.
         device: The device that trains.
         capacity_bytes: The memory to plan for, if it is not the device's own.
         headroom: The fraction of it that the largest batch sizes keep free.
@@ -120,13 +132,13 @@ def plan_for(
         elif capacity_bytes is not None:
             spec = replace(device_here(device), capacity_bytes=capacity_bytes)
         progress = tracing.how_far(lambda part: say(f"Trying savings before the first step: {part}."), of="savings")
-        return what_if(step_of(trainer, pl_module, batch, batch_size), device=spec, headroom=headroom, progress=progress)
+        return what_if(step_of(trainer, pl_module, batch, batch_size, whole), device=spec, headroom=headroom, progress=progress)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
         warn_and_go_on(f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out.")
         return None
 
 
-def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None) -> TrainingStep:
+def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None, whole: Whole | None = None) -> TrainingStep:
     """The step that a Trainer is about to run.
 
     Args:
@@ -134,21 +146,22 @@ def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None)
         pl_module: Its module.
         batch: Its first batch.
         batch_size: Samples in the batch, None to infer them.
+        whole: The module as it was before the strategy sharded it; None if it did not.
     """
-    if is_sharded(trainer.model):
-        # Lightning's FSDP wraps the module and leaves flat shards in it; there is no step of the whole.
+    if whole is None and is_sharded(trainer.model):
+        # Somebody else sharded it; there is no step of the whole.
         return TrainingStep(trainer.model, batch, batch_size=batch_size)
     # Lightning does not clip at 0 or below; "norm" is what it takes if no algorithm is named.
     clip = trainer.gradient_clip_val if trainer.gradient_clip_val and trainer.gradient_clip_val > 0 else None
     is_by_value = trainer.gradient_clip_algorithm == "value"
     return TrainingStep.from_lightning(
-        pl_module,
+        pl_module if whole is None else whole.module,
         batch,
-        optimizer=trainer.optimizers,
+        optimizer=trainer.optimizers if whole is None else None,
         precision=trainer.precision,
         batch_size=batch_size,
         accumulate=trainer.accumulate_grad_batches,
         clip_grad_norm=None if is_by_value else clip,
         clip_grad_value=clip if is_by_value else None,
-        ranks=ranks_of(trainer.model),
+        ranks=ranks_within(trainer) if whole is None else whole.ranks,
     )

@@ -165,7 +165,16 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
         raise TypeError("strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as parallelize_plan.")
 
 
-def _ddp(model: nn.Module, mesh: DeviceMesh, *, comm_hook: Any = None, comm_state: Any = None, **options: Any) -> nn.Module:
+def in_ddp(model: nn.Module, mesh: DeviceMesh, *, comm_hook: Any = None, comm_state: Any = None, **options: Any) -> nn.Module:
+    """A model in `DistributedDataParallel`, on the device of a mesh.
+
+    Args:
+        model: The model.
+        mesh: The device mesh.
+        comm_hook: For `register_comm_hook`, with `comm_state`; None for none.
+        comm_state: What the hook gets.
+        options: Of `DistributedDataParallel`.
+    """
     wrapped = nn.parallel.DistributedDataParallel(model.to(mesh.device_type), **options)
     if comm_hook is not None:
         wrapped.register_comm_hook(comm_state, comm_hook)
@@ -199,4 +208,4 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, plan: Any) -> nn.Mod
     return parallelize_module(model.to(mesh.device_type), mesh, plan)
 
 
-_STRATEGIES: dict[str, Parallelize] = {"ddp": _ddp, "fsdp2": _fsdp2, "tensor_parallel": _tensor_parallel}
+_STRATEGIES: dict[str, Parallelize] = {"ddp": in_ddp, "fsdp2": _fsdp2, "tensor_parallel": _tensor_parallel}

@@ -1,0 +1,71 @@
+"""One rank of a Lightning job on CUDA devices: what its callback predicts and measures; run by test_lightning_ranks_cuda.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+
+import torch
+from rank_cases import Block, Transformer, figures, loss_of, wait_until_seen
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_STEPS, BATCH_SIZE, LENGTH = 6, 4, 128
+STRATEGIES = ("ddp", "fsdp", "model_parallel")
+
+
+def run(rank, world_size, folder, name, port):
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+    import memcallback as mc
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Transformer()
+
+        def configure_model(self):
+            from torch.distributed.fsdp import fully_shard
+
+            if name == "model_parallel":
+                for part in (*self.net.blocks, self.net):
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, batch_idx):
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+        def train_dataloader(self):
+            tokens = torch.zeros(NUM_STEPS * BATCH_SIZE * world_size, LENGTH, dtype=torch.int64)
+            return DataLoader(TensorDataset(tokens, tokens), BATCH_SIZE)
+
+    class Waits(Callback):
+        def on_train_batch_end(self, *args):
+            torch.cuda.synchronize()
+            wait_until_seen()
+
+    strategy = {
+        "ddp": DDPStrategy,
+        "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}, use_orig_params=True),
+        "model_parallel": lambda: ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
+    }[name]()
+    callback = mc.MemoryCallback()
+    warnings.simplefilter("error", mc.MemoryWarning)
+    trainer = Trainer(
+        strategy=strategy, devices=world_size, accelerator="gpu", max_steps=NUM_STEPS, callbacks=[callback, Waits()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(Module())
+    found = {"predicted": figures(callback.prediction.step), "measured": figures(callback.recorder.steps[-1])}
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(found, file)
