@@ -7,6 +7,9 @@ computation in bfloat16, gradients reduced in float32) on 8 to 1,024 devices, se
 own. Activation checkpointing is `selective` (attention and every other matrix product of a block are kept, the rest is computed again) or
 `full` (all of a block is computed again), as in torchtitan.
 
+Besides, what a rank costs to predict: a Llama-like model of 7 billion parameters on one device, and one rank of 64 under FSDP2, both by
+`predict` in processes of their own. Asked is at most twice the time, and 3 GiB.
+
 Where a public report has the same job, its figure is set beside the predicted one. That is no proof: a report says little of versions and of how
 memory was read, and our model follows the published shapes, not that program. The result goes to `benchmarks/results/cpu-<date>/scale.json` and
 `scale.md`, and the latter to stdout.
@@ -38,10 +41,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memcallback import Ranks, TrainingStep, __version__, format_bytes
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.devices import DeviceSpec, find_device
-from memcallback.tracing import predict_once
+from memcallback.tracing import predict, predict_once
 from memcallback.units import GiB
 
 LENGTH, VOCABULARY = 8192, 128_256
+#: Ranks of which the cost is told, and what is asked of it.
+NUM_RANKS, MOST_TIMES, MOST_RESIDENT_BYTES = 64, 2.0, 3 * GiB
 #: Width, layers, heads, heads of keys and values, features inside: arXiv 2407.21783, table 3; vocabulary in section 3.2.
 SHAPES = {
     "8 B": (4096, 32, 32, 8, 14336),
@@ -234,13 +239,35 @@ def in_a_process(job: Job) -> Found:
     return Found(**json.loads(answer.stdout))
 
 
+def predict_seven_billion(num_ranks: int) -> dict[str, float]:
+    """What it costs to predict a model of 7 billion parameters, in this process: the processor's time of `predict`, the largest resident size."""
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        model = Llama(width=4096, depth=32, num_heads=32, num_kv_heads=32, hidden=11008, vocabulary=32000, length=2048).to(torch.bfloat16)
+        tokens = torch.empty((1, 2049), dtype=torch.int64)
+    ranks = Ranks(num_ranks, "fsdp2") if num_ranks > 1 else None
+    step = TrainingStep(model, tokens, loss=next_token, optimizer=torch.optim.AdamW, precision="bf16-true", ranks=ranks)
+    start = time.process_time()
+    predict(step, device="NVIDIA H100 80GB HBM3").peak_reserved_bytes  # noqa: B018  (it is replayed when it is asked for)
+    return {"seconds": time.process_time() - start, "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def cost() -> dict[str, dict[str, float]]:
+    """The same for one device and for one rank of many, each in a process of its own."""
+    found = {}
+    for num_ranks in (1, NUM_RANKS):
+        answer = subprocess.run([sys.executable, __file__, "--cost", str(num_ranks)], check=True, capture_output=True, text=True)
+        found[str(num_ranks)] = json.loads(answer.stdout)
+    return found
+
+
 def environment() -> dict[str, str]:
     """What the figures hold for."""
     versions = {"torch": torch.__version__, "python": platform.python_version(), "memcallback": __version__}
     return {"processor": processor(), **versions, "date": today(), "command": command()}
 
 
-def to_markdown(about: dict[str, str], rows: list[tuple[Job, Found]]) -> str:
+def to_markdown(about: dict[str, str], rows: list[tuple[Job, Found]], costs: dict[str, dict[str, float]]) -> str:
     """The page beside the JSON file."""
     lines = ["# Large models on many devices, on paper", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
@@ -257,6 +284,15 @@ def to_markdown(about: dict[str, str], rows: list[tuple[Job, Found]]) -> str:
             f"| {'yes' if found.fits else 'no'}, {job.device} | {job.published} | {off} | {job.source} | {found.seconds:.0f} "
             f"| {format_bytes(found.resident_bytes)} |"
         )
+    alone, of_many = costs["1"], costs[str(NUM_RANKS)]
+    times = of_many["seconds"] / alone["seconds"]
+    is_met = times <= MOST_TIMES and of_many["resident_bytes"] <= MOST_RESIDENT_BYTES
+    lines += [
+        "",
+        f"7 billion parameters: predicted on one device in {alone['seconds']:.1f} s of the processor, one rank of {NUM_RANKS} under FSDP2 in "
+        f"{of_many['seconds']:.1f} s, {times:.2f} times as long, within {format_bytes(int(of_many['resident_bytes']))}. Asked: at most "
+        f"{MOST_TIMES:g} times and {format_bytes(MOST_RESIDENT_BYTES)}; {'met' if is_met else '**not met**'}.",
+    ]
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
 
@@ -266,22 +302,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Predict ranks of large jobs, and set what was reported beside it.")
     parser.add_argument("--only", default="", help="jobs with this in their name")
     parser.add_argument("--job", help="predict the job of this name in this process and print the figures as JSON")
+    parser.add_argument("--cost", type=int, help="predict 7 billion parameters on so many ranks in this process and print the cost as JSON")
     parser.add_argument("--out", type=Path, help="the folder for scale.json and scale.md")
     options = parser.parse_args()
     if options.job:
         print(json.dumps(asdict(predict_job(next(job for job in JOBS if job.name == options.job)))))
+        return
+    if options.cost:
+        print(json.dumps(predict_seven_billion(options.cost)))
         return
     rows = []
     for job in JOBS:
         if options.only in job.name:
             rows.append((job, in_a_process(job)))
             print(f"{job.name}: {format_bytes(rows[-1][1].peak_reserved_bytes)} reserved", file=sys.stderr)
-    about = environment()
+    about, costs = environment(), cost()
     out = options.out or results_folder("cpu")
     out.mkdir(parents=True, exist_ok=True)
-    results = {"environment": about, "jobs": [{**asdict(job), **asdict(found)} for job, found in rows], "not_reported": NOT_REPORTED}
+    results = {
+        "environment": about,
+        "jobs": [{**asdict(job), **asdict(found)} for job, found in rows],
+        "cost": costs,
+        "not_reported": NOT_REPORTED,
+    }
     (out / "scale.json").write_text(json.dumps(results, indent=2) + "\n")
-    text = to_markdown(about, rows)
+    text = to_markdown(about, rows, costs)
     (out / "scale.md").write_text(text)
     print(text)
 

@@ -44,7 +44,23 @@ def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     # The shapes of a DTensor's whole are followed on fakes of another mode, which is nothing that a rank does.
     yield sharding, "detect_fake_mode", lambda *args: None
     yield torch.UntypedStorage, "resize_", _resize(mode, torch.UntypedStorage.resize_)
+    # Of a parameter's parts a rank takes its own and asks the first for its size; of a thousand, fakes of all take longer than the rest.
+    yield fsdp2, "_chunk_with_empty", _Parts
     yield fsdp2.FSDPParam, "init_all_gather_outputs", _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs)
+
+
+class _Parts:
+    """The parts of a tensor that FSDP makes for the ranks of a mesh (`_chunk_with_empty`), each when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._size
+        if start >= self._tensor.size(self._dim) and index:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, self._tensor.size(self._dim) - start))
 
 
 def _with_numbers(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:

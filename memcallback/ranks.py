@@ -104,6 +104,11 @@ class Ranks:
         strategy = self.name if callable(self.strategy) else repr(self.name)
         return f"Ranks({self.world_size}, {strategy}{''.join(f', {name}={value!r}' for name, value in (given | self.options).items())})"
 
+    @property
+    def num_updates_to_settle(self) -> int:
+        """After how many updates the next is as all later ones: DistributedDataParallel makes its buckets anew in the second, and a function may."""
+        return 2 if callable(self.strategy) or self.strategy == "ddp" else 1
+
     @contextmanager
     def world(self) -> Iterator[None]:
         """Be that rank, inside the context: torch.distributed has a process group of that size, in which nothing is sent."""

@@ -36,8 +36,6 @@ from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tensor_parts import dense_parts
 from memcallback.trace_mode import CUDA, TraceMode
 
-#: How many optimizer updates are traced: the first, which makes gradients and optimizer state, and a steady one.
-NUM_WINDOWS = 2
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
 _ON_FAKES = (
     "A step is traced on fake tensors, which have shapes and no values. What reads values, calls other libraries with them or changes data in "
@@ -67,8 +65,8 @@ def trace(
         device: The card; None for a CPU.
         batch_size: Samples in the batch; None for as many as it has.
         sequence_length: How long its sequences are; None for as long as they are. Others need a step that says how long that is.
-        num_windows: How many optimizer updates; gradient accumulation has several steps for each. By default two, and with ranks
-            three: in the second, `DistributedDataParallel` makes its buckets anew.
+        num_windows: How many optimizer updates; gradient accumulation has several steps for each. By default two: the first, which makes
+            gradients and optimizer state, and a steady one; three where ranks take longer to settle.
         bounds: Shared by the traces of a step, so that their sizes are on lines.
 
     Returns:
@@ -79,7 +77,7 @@ def trace(
     """
     given = step.batch_size.batch_size
     lengths = (step.sequence_length, sequence_length) if step.sequence_length and sequence_length else None
-    num_windows = num_windows or NUM_WINDOWS + (step.ranks is not None)
+    num_windows = num_windows or (step.ranks.num_updates_to_settle if step.ranks else 1) + 1
     bounds = bounds or Bounds()
     bounds.restart()
     mode = TraceMode(Ledger(), device, bounds)
