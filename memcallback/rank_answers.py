@@ -46,6 +46,7 @@ def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield torch.UntypedStorage, "resize_", _resize(mode, torch.UntypedStorage.resize_)
     # Of a parameter's parts a rank takes its own and asks the first for its size; of a thousand, fakes of all take longer than the rest.
     yield fsdp2, "_chunk_with_empty", _Parts
+    yield fsdp2.FSDPParam, "reset_sharded_param", _reset(fsdp2.FSDPParam.reset_sharded_param)
     yield fsdp2.FSDPParam, "init_all_gather_outputs", _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs)
 
 
@@ -90,6 +91,19 @@ def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
         original(mesh, "cpu", *args, **kwargs)
 
     return init
+
+
+def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP fills up a shard unless it is still the one that it has filled up, which it asks by an address. Fakes have none."""
+
+    def reset(parameter: Any) -> None:
+        info, padded = parameter._module_info, getattr(parameter, "_sharded_param_data", None)
+        current = getattr(info.module, info.param_name)
+        is_known = current is parameter.sharded_param
+        if padded is None or not is_known or padded.untyped_storage()._cdata != current._local_tensor.untyped_storage()._cdata:
+            original(parameter)
+
+    return reset
 
 
 def _resize(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:

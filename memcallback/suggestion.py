@@ -102,7 +102,8 @@ def suggest_batch_size(
 
 
 def _world_size(step: TrainingStep, given: int | None) -> int:
-    known = step.ranks.world_size if step.ranks else None
+    ranks = getattr(step, "ranks", None)  # what is no step is told by `predict`
+    known = ranks.world_size if ranks else None
     if given is not None and known is not None and given != known:
         raise ValueError(f"world_size {given} was asked for, and the step's ranks are {known}. Leave world_size out.")
     return given or known or 1

@@ -155,6 +155,7 @@ ADAPTERS = [
     "memory_log",
     "huggingface_step",
     "huggingface_callback",
+    "lightning_ranks",
     "forecast",
     *FITTING,
     "trainer_state",

@@ -79,6 +79,15 @@ def test_what_cannot_be_divided_is_filled_up_on_the_last_rank():
     assert parts == [pytest.approx(4 * (WIDTH // 3 + 1) * WIDTH * 4, abs=64)] * 3
 
 
+def test_the_last_rank_does_not_fill_up_its_part_again_in_its_first_step():
+    made = []
+    for rank in range(3):
+        prediction = mc.predict(step(mc.Ranks(3, "fsdp2", rank=rank)), device="NVIDIA H200")
+        events = prediction.trace.traced.trace.events
+        made.append([event.size_bytes for event in events if isinstance(event, Alloc) and event.operator == "aten::new_zeros"])
+    assert made[0] == made[1] == made[2]
+
+
 def test_a_model_without_data_is_sharded_before_it_comes_to_the_device():
     with torch.device("meta"):
         model = network()

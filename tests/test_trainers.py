@@ -67,7 +67,10 @@ if __name__ == "__main__":
     steps = callback.recorder.steps
     assert len(steps) == 4, len(steps)
     assert steps[-1].peak_allocated_bytes > 0
-    print("RANK", rank, [w.phase.value for w in steps[-1].windows], callback.prediction is not None, is_same, flush=True)
+    told = ("RANK", rank, [w.phase.value for w in steps[-1].windows], callback.prediction is not None, is_same)
+    # In one write, so that the ranks' lines do not mix.
+    sys.stdout.write(" ".join(map(str, told)) + chr(10))
+    sys.stdout.flush()
 """
 
 
