@@ -103,8 +103,10 @@ NCCL_BYTES = (544 * MiB, 1_600_000_000)
 #: What a step can be predicted for.
 Device = DeviceSpec | HostSpec
 
-#: What a CUDA context with PyTorch's kernels takes. Between 0.13 and 0.62 GiB were measured on different cards and drivers; it grows
-#: with the kernels that are loaded (CUDA C++ Programming Guide, "Lazy Loading"), so a figure on the upper side is taken for all.
+#: What a CUDA context with PyTorch's kernels takes: assumed. It differs between cards and drivers and grows with the kernels that are loaded
+#: (CUDA C++ Programming Guide, "Lazy Loading"). Seen were 254 MiB after one tensor and 616 MiB with all kernels (287,047,680 and 666,632,192
+#: bytes less the tensor's segment of 20 MiB, PyTorch 1.13: github.com/pytorch/pytorch/pull/86509) and 426 MiB before any (PyTorch 2.10, RTX
+#: 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053). benchmarks/device_facts.py measures it.
 CONTEXT_BYTES = 512 * MiB
 
 #: Compute capability -> bytes of shared memory per block with opting in, threads and blocks per multiprocessor. Source: CUDA C++
