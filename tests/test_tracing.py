@@ -45,6 +45,29 @@ def test_who_waits_is_told_after_each_trace_but_the_last():
     assert told == [(1, 3), (2, 3)]
 
 
+@pytest.mark.parametrize(("accumulate", "num_calls"), [(1, 6), (2, 12)])
+def test_training_step_is_called_for_two_updates_at_three_batch_sizes(accumulate, num_calls, capsys):
+    from lightning.pytorch import LightningModule
+
+    class Talking(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(50, 10)
+
+        def training_step(self, batch, batch_idx):
+            print(len(batch))
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    step = TrainingStep.from_lightning(Talking(), torch.ones(16, 50), accumulate=accumulate)
+    mc.predict(step, device="24GiB")
+    sizes = capsys.readouterr().out.split()
+    assert len(sizes) == num_calls
+    assert len(set(sizes)) == 3
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_device_here_one_has_to_be_named():
     with pytest.raises(ValueError, match=r"device is missing.*device='NVIDIA A100-SXM4-80GB'.*device='24GiB', or device='cpu'"):
