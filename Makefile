@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check docs test-cuda images clean
+.PHONY: demo test check docs test-oldest test-cuda images clean
 
 # Lightning 2.6 with PyTorch 2.13 warns about itself.
 demo: $(VENV)/.installed
@@ -22,6 +22,17 @@ check: $(VENV)/.installed
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# The tests with the oldest PyTorch and Lightning that pyproject.toml allows, in an environment of their own; PYTHON=python3.10 takes the oldest Python too.
+OLDEST := torch==2.6.0 lightning==2.4.0 pytorch-lightning==2.4.0
+test-oldest: $(VENV)-oldest/.installed
+	$(VENV)-oldest/bin/python -m pytest -q -n auto --dist loadfile
+
+$(VENV)-oldest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --upgrade pip
+	$(VENV)-oldest/bin/pip install --quiet $(OLDEST) --editable '.[examples,dev]'
+	touch $@
+
 # On a machine with a CUDA device; CUDA_PYTHON is the python of an environment with PyTorch's CUDA build and this package.
 CUDA_PYTHON ?= python3
 test-cuda:
@@ -39,4 +50,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) lightning_logs build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-oldest lightning_logs build dist site .mypy_cache .ruff_cache .pytest_cache
