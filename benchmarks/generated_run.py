@@ -9,8 +9,8 @@ Checks:
 - *card*: a prediction for a card holds together, and a larger batch needs no less.
 
 In all of them an exception that escapes is a failure. The result goes to `benchmarks/results/cpu-<date>/generated.json` and `.md`, or the folder that is
-named, after every seed: what has passed there with as many programs is not run again, so the run can be stopped and continued, and a failure be
-tried again once it is mended. The exit code is 1 if any failed.
+named, after every seed: what has passed there with as many programs is not run again, so the run can be stopped and continued, several can share the
+folder, and a failure is tried again once it is mended. The exit code is 1 if any failed.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class Run:
     num_passed: int
     seconds: float
     failure: str | None
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What is to be run once."""
+        return self.check, self.seed, self.num_programs
 
 
 def run(check: str, seed: int, num_programs: int) -> Run:
@@ -141,6 +146,13 @@ def to_markdown(about: dict[str, str], runs: Sequence[Run]) -> str:
     return "\n".join((*lines, *not_reported(NOT_REPORTED))) + "\n"
 
 
+def read(out: Path) -> tuple[list[Run], list[str]]:
+    """What was run, and the commands that it was run by."""
+    path = out / "generated.json"
+    found = json.loads(path.read_text()) if path.exists() else {"runs": [], "commands": []}
+    return [Run(**one) for one in found["runs"]], found["commands"]
+
+
 def write(out: Path, runs: Sequence[Run], commands: Sequence[str]) -> None:
     """The JSON file and the page."""
     about = {
@@ -168,18 +180,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the folder for the result")
     options = parser.parse_args()
     out = options.out or results_folder("cpu")
-    before = json.loads((out / "generated.json").read_text()) if (out / "generated.json").exists() else {"runs": [], "commands": []}
-    runs = {(one["check"], one["seed"], one["num_programs"]): Run(**one) for one in before["runs"]}
-    commands = list(dict.fromkeys((*before["commands"], command())))
     for seed in options.seeds:
         for check in options.checks:
             key = (check, seed, options.programs)
-            if key in runs and runs[key].failure is None:
+            if any(one.key == key and one.failure is None for one in read(out)[0]):
                 continue
-            runs[key] = run(*key)
-            write(out, list(runs.values()), commands)
-            print(f"{check}, seed {seed}: {runs[key].failure or 'passed'}, {runs[key].seconds:.0f} s", file=sys.stderr)
-    return 1 if any(one.failure is not None for one in runs.values()) else 0
+            new = run(*key)
+            runs, commands = read(out)  # anew: another call may have written meanwhile
+            write(out, [*(one for one in runs if one.key != key), new], list(dict.fromkeys((*commands, command()))))
+            print(f"{check}, seed {seed}: {new.failure or 'passed'}, {new.seconds:.0f} s", file=sys.stderr)
+    return 1 if any(one.failure is not None for one in read(out)[0]) else 0
 
 
 if __name__ == "__main__":
