@@ -19,11 +19,13 @@ def whole_number(name: str, value: object, way_out: str, *, least: int = 1) -> i
         TypeError: If it is no whole number; True and False are none.
         ValueError: If it is below `least`.
     """
+    # NumPy and PyTorch have a True of their own, which some of their versions let pass for 1.
+    is_true_or_false = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = None if is_true_or_false else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None:
         raise TypeError(f"{name} must be a whole number, got {value!r}. {way_out}")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}. {way_out}")

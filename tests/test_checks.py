@@ -42,7 +42,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("given", ["8", 2.5, True, np.float64(8), np.True_])
+@pytest.mark.parametrize("given", ["8", 2.5, True, np.float64(8), np.True_, torch.tensor(True)])
 @pytest.mark.parametrize("where", WHOLE)
 def test_what_is_no_whole_number_is_refused_wherever_one_is_given(where, given):
     take, name, _ = WHOLE[where]
