@@ -142,6 +142,9 @@ def _plain(text):
     return [t.partition("@")[0] for t in text.split()]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="recorded with PyTorch 2.11, which has operators that this one has not"
+)
 @pytest.mark.parametrize("device", ["h200", "a100", "t4"])
 def test_every_kernel_asks_for_what_was_recorded(device):
     head = load(device)
