@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+#: An optimizer's class and attributes.
+OptimizerParts = tuple[type, dict[str, Any]]
 #: What ties an optimizer to its run: hooks, and the `step` that a scheduler or a profiler puts in place of the class's own.
 _TIES = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks")
 
@@ -20,7 +22,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def optimizer_parts(optimizer: Any) -> tuple[type, dict[str, Any]]:
+def optimizer_parts(optimizer: Any) -> OptimizerParts:
     """An optimizer's class and attributes, to be copied together with its model.
 
     Args:
@@ -34,7 +36,7 @@ def optimizer_parts(optimizer: Any) -> tuple[type, dict[str, Any]]:
     }
 
 
-def optimizer_from(parts: tuple[type, dict[str, Any]]) -> torch.optim.Optimizer:
+def optimizer_from(parts: OptimizerParts) -> torch.optim.Optimizer:
     """An optimizer made of the copied parts of another one.
 
     Args:
@@ -49,7 +51,7 @@ def optimizer_from(parts: tuple[type, dict[str, Any]]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def moved_to(parts: tuple[type, dict[str, Any]], successors: Mapping[int, torch.nn.Parameter]) -> tuple[type, dict[str, Any]]:
+def moved_to(parts: OptimizerParts, successors: Mapping[int, torch.nn.Parameter]) -> OptimizerParts:
     """The parts of an optimizer as it would be made for the parameters that a model has after it was spread over ranks, without state.
 
     Args:

@@ -24,10 +24,11 @@ from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
 from memcallback.holdings import states_of, tensors_in
 from memcallback.ledger import Ledger
+from memcallback.lightning_step import LightningLoop
 from memcallback.loops import Copies, run_window
 from memcallback.module_hooks import ModuleFollower, module_infos
 from memcallback.module_memory import ModuleInfo
-from memcallback.optimizer_copy import fill_history, moved_to, optimizer_from, optimizer_parts, run_to_the_end
+from memcallback.optimizer_copy import OptimizerParts, fill_history, moved_to, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
 from memcallback.ranks import Ranks
 from memcallback.resizing import resize_batch
@@ -116,17 +117,7 @@ def trace(
                     tracer.add_model()
                     mode.is_recording = True
                 else:
-                    tracer.add_as_they_are(places)
-                    mode.is_recording = True
-                    names = {name: id(parameter) for name, parameter in model.named_parameters()}
-                    whole = tracer.parallelize(step.ranks, device)
-                    successors = {names[name]: parameter for name, parameter in model.named_parameters() if name in names}
-                    if any(number != id(parameter) for number, parameter in successors.items()):
-                        parts = [moved_to(part, successors) for part in parts]
-                    if step.lightning is None:
-                        model = whole
-                    else:
-                        step.lightning.call_through(model, whole)
+                    model, parts = tracer.parallelize(step.ranks, step.lightning, parts, places)
                 optimizers = tuple(map(optimizer_from, parts)) if parts else step.optimizers_of(model)
                 if step.change_optimizers is not None:
                     optimizers = tuple(step.change_optimizers(optimizers))
@@ -238,7 +229,38 @@ class _Tracer:
                     if self._ledger.find(part) is None:
                         self._ledger.add(part, category, "Module.to").module = name
 
-    def add_as_they_are(self, places: Sequence[str]) -> None:
+    def parallelize(
+        self, ranks: Ranks, lightning: LightningLoop | None, parts: Sequence[OptimizerParts], places: Sequence[str]
+    ) -> tuple[nn.Module, list[OptimizerParts]]:
+        """Spread the model over ranks, as the training does before its first step, and write down what it takes from here on.
+
+        Args:
+            ranks: The job.
+            lightning: How a LightningModule is run, which calls what took its place itself; None for a plain loop.
+            parts: Those of the optimizers.
+            places: The types of the devices on which the user's parameters and buffers are, in the order in which they would be moved.
+
+        Returns:
+            What is called in place of the model, and the optimizers' parts, with what took the place of their parameters.
+        """
+        self._add_as_they_are(places)
+        self._mode.is_recording = True
+        before = {name: id(parameter) for name, parameter in self._model.named_parameters()}
+        whole = ranks.parallelize(self._model, "cuda" if self._mode.spec else "cpu")
+        parameters = dict(self._model.named_parameters())
+        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in parameters.items()}
+        with torch._C.DisableTorchFunction():
+            for tensors, category in ((parameters, Category.PARAMETER), (dict(self._model.named_buffers()), Category.BUFFER)):
+                self._ledger.label(((name.rpartition(".")[0], tensor) for name, tensor in tensors.items()), category)
+        successors = {before[name]: parameter for name, parameter in parameters.items() if name in before}
+        if any(number != id(parameter) for number, parameter in successors.items()):
+            parts = [moved_to(part, successors) for part in parts]
+        if lightning is None:
+            return whole, [*parts]
+        lightning.call_through(self._model, whole)
+        return self._model, [*parts]
+
+    def _add_as_they_are(self, places: Sequence[str]) -> None:
         """Parameters and buffers are where the user's are: on the host, or on the device, which is written down."""
         with torch._C.DisableTorchFunction():
             for (name, tensor), place in zip(_in_order_of_moving(self._model), places, strict=True):
@@ -248,16 +270,6 @@ class _Tracer:
                         is_host = self._mode.spec is not None and place in ("cpu", "meta")
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
                         entry.module, entry.is_meta = name, is_host and place == "meta"
-
-    def parallelize(self, ranks: Ranks, device: DeviceSpec | None) -> nn.Module:
-        """Spread the model over ranks, as the training does before its first step; returns what is called in its place."""
-        device_type = "cuda" if device else "cpu"
-        whole = ranks.parallelize(self._model, device_type)
-        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in self._model.named_parameters()}
-        with torch._C.DisableTorchFunction():
-            for tensors, category in ((self._model.named_parameters(), Category.PARAMETER), (self._model.named_buffers(), Category.BUFFER)):
-                self._ledger.label(((name.rpartition(".")[0], tensor) for name, tensor in tensors), category)
-        return whole
 
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Write down the state that optimizers came with; a count of steps is on the host unless a kernel reads it."""
