@@ -152,6 +152,7 @@ class TraceMode(FakeTensorMode):
                 return func(*args, **kwargs)
         finally:
             self.tells_cuda, self._is_in_wrapper = before
+            self._is_passed_on = False
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
         """PyTorch asks whether values are kept: those of a number, and here of whole numbers that Python code writes down (lengths)."""

@@ -9,13 +9,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES
 from memcallback.devices import find_device
 from memcallback.events import Alloc, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.ledger import Ledger
 from memcallback.recorder import MemoryRecorder
 from memcallback.steps import PredictionError, TrainingStep
+from memcallback.trace_mode import TraceMode
 from memcallback.tracer import trace
 
 CARD = find_device("NVIDIA A100-SXM4-80GB")
@@ -403,3 +406,12 @@ def test_under_lightning_a_weight_that_is_used_twice_has_as_many_copies_as_light
     module = Twice()
     plain = TrainingStep(module, batch, loss=lambda model, batch: model.layer(model.layer(batch)).sum(), precision="bf16-mixed")
     assert num_copies(plain) == 1
+
+
+def test_an_operator_on_tensors_of_other_tensors_that_could_not_be_called_leaves_the_next_as_it_is():
+    mode, add = TraceMode(Ledger(), None), torch.ops.aten.add.Tensor
+    with mode:
+        pair = TwoTensor(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(RuntimeError, match="missing value for argument 'other'"):
+        mode.__torch_dispatch__(add, (TwoTensor,), (pair,))
+    assert type(mode.__torch_dispatch__(add, (TwoTensor,), (pair, pair))) is TwoTensor
