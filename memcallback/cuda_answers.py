@@ -27,6 +27,7 @@ from memcallback.own_thread import in_this_thread
 from memcallback.trace_mode import CUDA, TraceMode
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_HELD_BACK = "Tensor.record_stream holds memory back until another stream is done with it: it was taken to be free at once"
 #: Where PyTorch decides between loops over tensors and foreach operators.
 _WITH_FOREACH = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
 
@@ -83,7 +84,7 @@ def _by_target(
     yield torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
     yield torch.cuda.Stream, {"__new__": lambda kind, *args, **kwargs: streams.new()}
     yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: _Event()}
-    yield FakeTensor, {"record_stream": _nothing}
+    yield FakeTensor, {"record_stream": _record_stream(mode)}
     yield torch.backends.cuda, {"is_built": lambda: True}
     yield torch.nested._internal.sdpa, jagged_choices(device)
     if hasattr(torch, "accelerator"):
@@ -101,6 +102,18 @@ def _by_target(
                 **_about_memory(device),
             },
         )
+
+
+def _record_stream(mode: TraceMode) -> Callable[..., None]:
+    """When a stream is done is a matter of time, of which a trace knows nothing; that the tensor's own is not done is no matter."""
+
+    def record(tensor: torch.Tensor, s: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            entry = mode.ledger.find(tensor)
+        if entry is not None and not entry.is_host and entry.stream != s.stream_id:
+            mode.assumed[_HELD_BACK] = None
+
+    return record
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -270,6 +270,22 @@ def test_a_value_that_is_read_has_a_stand_in_and_is_listed():
     assert any("aten::nonzero has a shape that depends on values: the largest possible stood for it" in caveat for caveat in traced.caveats)
 
 
+@pytest.mark.parametrize(
+    ("stream_of_tensor", "stream_of_use"), [("own", "own"), ("own", "current"), ("current", "own"), ("current", "current")]
+)
+def test_memory_that_is_held_back_for_another_stream_than_its_own_is_listed(stream_of_tensor, stream_of_use):
+    def loss(model, batch):
+        streams = {"own": torch.cuda.Stream(), "current": torch.cuda.current_stream()}
+        with torch.cuda.stream(streams[stream_of_tensor]):
+            x = batch[0] * 2
+        x.record_stream(streams[stream_of_use])
+        return cross_entropy(model, (x, batch[1]))
+
+    caveats = trace(TrainingStep(mlp(), vectors(), loss=loss), CARD).caveats
+    is_held_back = any("Tensor.record_stream holds memory back" in caveat for caveat in caveats)
+    assert is_held_back is (stream_of_tensor != stream_of_use)
+
+
 class CallsAnotherLibrary(nn.Module):
     def __init__(self):
         super().__init__()
