@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memcallback.cuda_attention_choice import jagged_choices
 from memcallback.cuda_autocast import AutocastCache
 from memcallback.cuda_functions import CudaFunctions
+from memcallback.cuda_streams import Event, Streams, about_streams
 from memcallback.devices import DeviceSpec
 from memcallback.own_thread import in_this_thread
 from memcallback.trace_mode import CUDA, TraceMode
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_HELD_BACK = "Tensor.record_stream holds memory back until another stream is done with it: it was taken to be free at once"
 #: Where PyTorch decides between loops over tensors and foreach operators.
 _WITH_FOREACH = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
 
@@ -78,13 +76,13 @@ def _by_target(
     yield torch.utils._device.DeviceContext, {"__torch_function__": _default_device(mode)}
     # Checkpointing keeps the states of random number generators, of which the fakes have none.
     yield torch.utils.checkpoint, {"get_device_states": lambda *args: ([], []), "set_device_states": _nothing}
-    streams = _Streams(mode)
-    yield torch.cuda, {**_about_devices(device), **_about_streams(streams), **_about_memory(device), **_about_random_numbers()}
+    streams = Streams(mode)
+    yield torch.cuda, {**_about_devices(device), **about_streams(streams), **_about_memory(device), **_about_random_numbers()}
     yield torch.cuda.memory, _about_memory(device)
     yield torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
     yield torch.cuda.Stream, {"__new__": lambda kind, *args, **kwargs: streams.new()}
-    yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: _Event()}
-    yield FakeTensor, {"record_stream": _record_stream(mode)}
+    yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: Event()}
+    yield FakeTensor, {"record_stream": streams.hold_back}
     yield torch.backends.cuda, {"is_built": lambda: True}
     yield torch.nested._internal.sdpa, jagged_choices(device)
     if hasattr(torch, "accelerator"):
@@ -102,18 +100,6 @@ def _by_target(
                 **_about_memory(device),
             },
         )
-
-
-def _record_stream(mode: TraceMode) -> Callable[..., None]:
-    """When a stream is done is a matter of time, of which a trace knows nothing; that the tensor's own is not done is no matter."""
-
-    def record(tensor: torch.Tensor, s: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            entry = mode.ledger.find(tensor)
-        if entry is not None and not entry.is_host and entry.stream != s.stream_id:
-            mode.assumed[_HELD_BACK] = None
-
-    return record
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -151,18 +137,6 @@ def _about_devices(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         "can_device_access_peer": lambda device, peer_device: False,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
         "is_tf32_supported": lambda: major >= 8,
-    }
-
-
-def _about_streams(streams: _Streams) -> dict[str, Callable[..., Any]]:
-    return {
-        "current_stream": lambda device=None: streams.current,
-        "default_stream": lambda device=None: streams.default,
-        "set_stream": streams.set,
-        "stream": streams.entered,
-        "StreamContext": streams.entered,
-        "synchronize": _nothing,
-        "is_current_stream_capturing": lambda: False,
         "ipc_collect": _nothing,
         "_sleep": _nothing,
     }
@@ -196,76 +170,6 @@ def _about_random_numbers() -> dict[str, Callable[..., Any]]:
         "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.empty(16, dtype=torch.uint8)],
     }
-
-
-class _Streams:
-    """The streams of a trace, by number in the order in which they were made, and which of them is current."""
-
-    def __init__(self, mode: TraceMode) -> None:
-        self._mode = mode
-        self._numbers = count()
-        self.default = self.current = self.new()
-
-    def new(self, *args: Any, **kwargs: Any) -> _Stream:
-        return _Stream(self, next(self._numbers))
-
-    def set(self, stream: Any) -> None:
-        if stream is not None:
-            self.current = stream
-            self._mode.ledger.stream = stream.stream_id
-
-    @contextmanager
-    def entered(self, stream: Any) -> Iterator[None]:
-        before = self.current
-        self.set(stream)
-        try:
-            yield
-        finally:
-            self.set(before)
-
-
-class _Stream:
-    """In place of a stream: what is asked of it is done at once."""
-
-    device, device_index, priority = CUDA, 0, 0
-
-    def __init__(self, streams: _Streams, number: int) -> None:
-        self.stream_id = self.cuda_stream = number
-        self._streams = streams
-        self._before: list[Any] = []
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    wait_event = wait_stream = synchronize = _nothing
-
-    def __enter__(self) -> _Stream:
-        self._before.append(self._streams.current)
-        self._streams.set(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._streams.set(self._before.pop())
-
-
-class _Event:
-    """In place of an event: it has happened, and no time went by."""
-
-    device, cuda_event = CUDA, 0
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: Any) -> float:
-        return 0.0
-
-    record = wait = synchronize = _nothing
 
 
 _OWN_GENERATOR = torch.Generator

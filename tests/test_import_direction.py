@@ -85,6 +85,7 @@ ON_FAKES = [
     "own_thread",
     "fake_answers",
     "cuda_functions",
+    "cuda_streams",
     "cuda_answers",
     "cuda_semantics",
     "rank_answers",
