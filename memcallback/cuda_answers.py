@@ -70,13 +70,13 @@ def _by_target(
                 "_device_has_foreach_support": lambda device: True,
             },
         )
+    streams = Streams(mode)
     yield torch, {"clear_autocast_cache": cache.clear}
-    yield torch.autograd, {"_engine_run_backward": _backward(mode, functions)}
+    yield torch.autograd, {"_engine_run_backward": _backward(mode, functions, streams)}
     yield torch.autograd.graph.saved_tensors_hooks, {"__init__": _hooks_of_saved_tensors(functions)}
     yield torch.utils._device.DeviceContext, {"__torch_function__": _default_device(mode)}
     # Checkpointing keeps the states of random number generators, of which the fakes have none.
     yield torch.utils.checkpoint, {"get_device_states": lambda *args: ([], []), "set_device_states": _nothing}
-    streams = Streams(mode)
     yield torch.cuda, {**_about_devices(device), **about_streams(streams), **_about_memory(device), **_about_random_numbers()}
     yield torch.cuda.memory, _about_memory(device)
     yield torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
@@ -201,12 +201,12 @@ def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
     return device
 
 
-def _backward(mode: TraceMode, functions: CudaFunctions) -> Callable[..., Any]:
+def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Callable[..., Any]:
     """User code runs inside a backward pass: hooks, backward passes of its own, forward passes again where they were checkpointed."""
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with functions.user_code(), mode.in_backward():
+        with functions.user_code(), mode.in_backward(), streams.unchanged():
             return original(*args, **kwargs)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -11,6 +12,8 @@ import torch
 
 from memcallback.trace_mode import CUDA, TraceMode
 
+#: What autograd says of nodes that are not in its sequence.
+_NO_NUMBER = 2**64 - 1
 _HELD_BACK = "Tensor.record_stream holds memory back until another stream is done with it: it was taken to be free at once"
 
 
@@ -21,9 +24,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class Streams:
     """The streams of a trace, by number in the order in which they were made, and which of them is current.
 
+    A node of autograd runs in the stream in which it was made, whatever is current where the backward pass is begun (`evaluate_function`
+    in torch/csrc/autograd/engine.cpp).
+
     Attributes:
         default: The default stream, of number 0.
-        current: The stream that is current.
 
     Args:
         mode: The mode of the fakes.
@@ -32,17 +37,60 @@ class Streams:
     def __init__(self, mode: TraceMode) -> None:
         self._mode = mode
         self._numbers = count()
-        self.default = self.current = self.new()
+        self.default = self._current = self.new()
+        # Where in the sequence of autograd nodes another stream became current, and which.
+        self._changed_at: list[int] = [0]
+        self._changed_to: list[Stream] = [self.default]
+        # The number of the autograd node whose stream was made current.
+        self._node: int | None = None
 
     def new(self) -> Stream:
         """Another stream."""
         return Stream(self, next(self._numbers))
 
+    @property
+    def current(self) -> Stream:
+        """The stream that is current."""
+        self._follow()
+        return self._current
+
     def set(self, stream: Stream | None) -> None:
         """Make a stream the current one; None leaves it as it is."""
-        if stream is not None:
-            self.current = stream
-            self._mode.ledger.stream = stream.stream_id
+        if stream is None:
+            return
+        self._follow()
+        self._set(stream)
+        self._mode.follow_streams = self._follow
+
+    def _set(self, stream: Stream) -> None:
+        self._current = stream
+        self._mode.ledger.stream = stream.stream_id
+        number = torch._C._autograd._get_sequence_nr()
+        if number == self._changed_at[-1]:
+            self._changed_to[-1] = stream
+        else:
+            self._changed_at.append(number)
+            self._changed_to.append(stream)
+
+    def _follow(self) -> None:
+        """See whether another autograd node runs."""
+        node = torch._C._current_autograd_node()
+        number = None if node is None else node._sequence_nr()
+        # What accumulates gradients has no number: it follows the node that made them.
+        if number is None or number >= _NO_NUMBER or number == self._node:
+            return
+        self._node = number
+        self._set(self._changed_to[bisect.bisect_right(self._changed_at, number) - 1])
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A backward pass runs inside, after which the stream that is current here is so again."""
+        before, node = self.current, self._node
+        try:
+            yield
+        finally:
+            self._node = node
+            self._set(before)
 
     @contextmanager
     def entered(self, stream: Stream | None) -> Iterator[None]:

@@ -67,6 +67,8 @@ class TraceMode(FakeTensorMode):
         call: The arguments of the call of a torch function that is running, None where there is none.
         tells_cuda: Whether Python code that asks a tensor for its device is user code.
         in_flight: What collectives hold on to.
+        modules: The module in whose forward pass an autograd node of that number was made; None where nobody asks.
+        follow_streams: Makes the stream current in which the autograd node that runs was made; None where there was one stream.
         keeps_numbers: Whether C++ code is running that reads the numbers which it writes into tensors.
     """
 
@@ -83,13 +85,14 @@ class TraceMode(FakeTensorMode):
         self.call: tuple[object, ...] | None = None
         self.tells_cuda = False
         self.modules: Callable[[int], str] | None = None
+        self.follow_streams: Callable[[], None] | None = None
         self.keeps_numbers = False
         self.in_flight = InFlight()
         self._is_inside = False
         self._is_in_backward = False
         self._is_in_wrapper = False
         self._is_passed_on = False
-        self._handles: set[tuple[str, bool]] = set()
+        self._handles: set[tuple[str, bool, int]] = set()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
@@ -261,6 +264,8 @@ class TraceMode(FakeTensorMode):
             number = node._sequence_nr()
             if self.modules is not None:
                 self.ledger.module = self.modules(number)
+            if self.follow_streams is not None:
+                self.follow_streams()
         reused = self._reused(func, args, node)
         try:
             if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
@@ -399,13 +404,16 @@ class TraceMode(FakeTensorMode):
             ledger.end_call(rule, made, handles, name)
 
     def _open_handles(self, spec: DeviceSpec, func: Any, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> list[Entry]:
-        """The first matrix product of a thread opens handles, whose workspaces stay; backward runs in a thread of its own."""
+        """The first matrix product of a thread in a stream opens handles, whose workspaces stay; backward runs in a thread of its own.
+
+        There is one for each handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
+        """
         needed = [("cuBLAS", spec.cublas_workspace_bytes)]
         if uses_cublaslt(func, args, kwargs):
             needed.append(("cuBLASLt", CUBLASLT_WORKSPACE_BYTES))
         opened = []
         for library, workspace_bytes in needed:
-            handle = (library, self._is_in_backward)
+            handle = (library, self._is_in_backward, self.ledger.stream)
             if handle not in self._handles:
                 self._handles.add(handle)
                 opened.append(self.ledger.take(workspace_bytes, Category.WORKSPACE, name))

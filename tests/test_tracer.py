@@ -286,6 +286,20 @@ def test_memory_that_is_held_back_for_another_stream_than_its_own_is_listed(stre
     assert is_held_back is (stream_of_tensor != stream_of_use)
 
 
+def test_the_backward_pass_runs_in_the_streams_of_the_forward_pass_and_each_has_workspaces_of_its_own():
+    def loss(model, batch):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            hidden = model[0](batch[0])
+        return F.cross_entropy(model[1](hidden), batch[1])
+
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 10, bias=False))
+    events = trace(TrainingStep(model, vectors(), loss=loss), CARD, num_windows=1).trace.events
+    workspaces = [event.stream for event in events if isinstance(event, Alloc) and event.category is Category.WORKSPACE]
+    assert workspaces == [1, 0, 0, 1]
+    gradients = [event.stream for event in events if isinstance(event, Alloc) and event.category is Category.GRADIENT]
+    assert gradients == [0, 1]
+
+
 class CallsAnotherLibrary(nn.Module):
     def __init__(self):
         super().__init__()
