@@ -22,8 +22,8 @@ class InFlight:
     """What collectives hold on to that nobody waits for but through a future, as DistributedDataParallel does with communication hooks.
 
     A process group of NCCL lets go of it when its watchdog thread has seen the end and the next collective begins (`WorkNCCL`,
-    `shelvesToUnstash_` in ProcessGroupNCCL.cpp, PyTorch 2.8 to 2.13): that is in the next step, as long as a step takes longer than
-    the tenth of a second after which the watchdog looks again.
+    `shelvesToUnstash_` in ProcessGroupNCCL.cpp): that is in the next step, as long as a step takes longer than the tenth of a second
+    after which the watchdog looks again. It was seen to do so with PyTorch 2.11 on virtual devices; no other version was tried.
 
     Attributes:
         is_unwaited: Whether what begins now is waited for through a future alone.
@@ -70,7 +70,8 @@ def with_result(outputs: Any) -> Any:
 def temporary_bytes(operator: str, args: Sequence[Any]) -> int:
     """What NCCL's process group takes for a moment: collectives over lists of tensors go through one flat buffer.
 
-    `allgather` and `reduce_scatter` in ProcessGroupNCCL.cpp (`newLikeFlat`), PyTorch 2.6 to 2.13, for tensors of one size.
+    `allgather` and `reduce_scatter` in ProcessGroupNCCL.cpp (`newLikeFlat`), for tensors of one size. Measured with PyTorch 2.11 on
+    virtual devices; no other version was tried.
 
     Args:
         operator: The name.

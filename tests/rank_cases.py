@@ -86,6 +86,22 @@ def loss_of(model, batch):
     return F.cross_entropy(model(inputs).flatten(0, -2), classes.flatten())
 
 
+def loss_of_gathered(model, batch):
+    """As in contrastive learning, every rank's features are compared: 4 MiB of each, through a list."""
+    features = model(batch[0])[:, :1].expand(-1, 16_384).contiguous()
+    gathered = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, features.detach())
+    return features.mean() + gathered[0].mean()
+
+
+def loss_of_scattered(model, batch):
+    """A rank's own part, 4 MiB, of a sum over the ranks, from a list."""
+    features = model(batch[0])[:, :1].expand(-1, 16_384).contiguous()
+    own = torch.empty_like(features)
+    dist.reduce_scatter(own, [features.detach() for _ in range(dist.get_world_size())])
+    return features.mean() + own.mean()
+
+
 def tensor_parallel(model, mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -120,6 +136,7 @@ def sharded_adamw(parameters):
 class Case:
     strategy: Any
     model: str = "transformer"
+    loss: Any = loss_of
     options: dict = field(default_factory=dict)
     optimizer: Any = adamw
     #: Where the model is made.
@@ -139,11 +156,11 @@ def of_models(models=tuple(MODELS)):
     found = {}
     for model in models:
         found[f"{model}, ddp"] = Case("ddp", model)
-        found[f"{model}, ddp, gradients in buckets"] = Case("ddp", model, {"gradient_as_bucket_view": True})
+        found[f"{model}, ddp, gradients in buckets"] = Case("ddp", model, options={"gradient_as_bucket_view": True})
         found[f"{model}, fsdp2"] = Case("fsdp2", model)
-        found[f"{model}, fsdp2, gathered once"] = Case("fsdp2", model, {"reshard_after_forward": False})
+        found[f"{model}, fsdp2, gathered once"] = Case("fsdp2", model, options={"reshard_after_forward": False})
         if model != "convolutional":  # PyTorch refuses batch norm in bfloat16 with statistics in float32
-            found[f"{model}, fsdp2 in bf16"] = Case("fsdp2", model, {"mp_policy": bf16})
+            found[f"{model}, fsdp2 in bf16"] = Case("fsdp2", model, options={"mp_policy": bf16})
     return found
 
 
@@ -164,13 +181,21 @@ def of_transformer():
     }
 
 
+def of_lists():
+    """Collectives over lists of tensors, which go through one flat buffer."""
+    return {
+        "ddp, features gathered": Case("ddp", "perceptron", loss_of_gathered),
+        "ddp, features scattered": Case("ddp", "perceptron", loss_of_scattered),
+    }
+
+
 def of_mesh():
     """Over a mesh of two dimensions, of four ranks."""
     return {"hsdp": Case("fsdp2", mesh={"replicate": 2, "shard": 2})}
 
 
 def cases(world_size):
-    """All of them."""
+    """All ways to spread a model."""
     return of_models() | of_transformer() | (of_mesh() if world_size == 4 else {})
 
 
@@ -203,7 +228,7 @@ def train(case, ranks, device_type):
     with torch.device(case.place):
         model = make_model()
     on_host = make_batch()
-    step = mc.TrainingStep(model, on_host, loss=loss_of, optimizer=case.optimizer, ranks=ranks)
+    step = mc.TrainingStep(model, on_host, loss=case.loss, optimizer=case.optimizer, ranks=ranks)
     predicted = mc.predict(step)
     model = ranks.parallelize(model, device_type)
     optimizer = case.optimizer(model.parameters())
@@ -213,7 +238,7 @@ def train(case, ranks, device_type):
         with recorder.step(batch):
             optimizer.zero_grad()
             with recorder.phase(mc.Phase.FORWARD):
-                loss = loss_of(model, batch)
+                loss = case.loss(model, batch)
             with recorder.phase(mc.Phase.BACKWARD):
                 loss.backward()
             with recorder.phase(mc.Phase.OPTIMIZER_STEP):
@@ -229,7 +254,7 @@ def run(rank, world_size, folder, names):
     """One rank: all cases of those names, one after the other."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    every, found = cases(world_size), {}
+    every, found = cases(world_size) | of_lists(), {}
     for name in names:
         case = every[name]
         gc.collect()
