@@ -10,11 +10,11 @@ from itertools import accumulate, groupby
 
 import torch
 
-from memcallback.batch_trace import FIRST_TEMPORARY, KernelCall, Origin
 from memcallback.code_lines import line_here
 from memcallback.events import Alloc, AllocationTrace, Category, Event, Free, ModuleMark, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import KernelRule
 from memcallback.tensor_parts import dense_parts
+from memcallback.traced_step import FIRST_TEMPORARY, KernelCall, Origin
 
 
 class Entry:

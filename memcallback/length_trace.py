@@ -14,8 +14,9 @@ from functools import cached_property
 from itertools import zip_longest
 from math import gcd, lcm, prod
 
-from memcallback.batch_trace import BatchTrace, KernelCall, TracedStep, event_text, is_same, item_of, item_text
+from memcallback.batch_trace import BatchTrace
 from memcallback.checks import whole_number
+from memcallback.traced_step import KernelCall, TracedStep, event_text, is_same, item_of, item_text
 
 #: The shortest sequence length of which others can be told: four are traced.
 MIN_SEQUENCE_LENGTH = 4

@@ -14,7 +14,7 @@ from memcallback import search
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import SAMPLES, BatchTrace, Origin
+from memcallback.batch_trace import BatchTrace
 from memcallback.checks import whole_number
 from memcallback.devices import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
 from memcallback.events import Alloc, Category, Event, Phase, StepEnd
@@ -23,6 +23,7 @@ from memcallback.module_memory import ModuleTable, modules_of
 from memcallback.module_spans import StepSpans, last_step
 from memcallback.replay import Replay, ReplayedStep, Standing, replay, standing_at
 from memcallback.stats import Kind, PhaseMemory, StepMemory, largest
+from memcallback.traced_step import SAMPLES, Origin
 from memcallback.units import format_bytes
 
 SOURCE = "traced step"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from memcallback.batch_trace import SAMPLES
 from memcallback.checks import whole_number
 from memcallback.events import Category, Phase
 from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.traced_step import SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)

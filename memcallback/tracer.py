@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memcallback.batch_trace import TracedStep
 from memcallback.cuda_composites import registered
 from memcallback.cuda_rnn import flatten_rnn_weights
 from memcallback.cuda_semantics import cuda_semantics
@@ -36,6 +35,7 @@ from memcallback.stand_ins import Bounds, NoStandIn
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tensor_parts import dense_parts
 from memcallback.trace_mode import CUDA, TraceMode
+from memcallback.traced_step import TracedStep
 
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
 _ON_FAKES = (

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import BatchDependentPath, BatchTrace, TracedStep
+from memcallback.batch_trace import BatchDependentPath, BatchTrace
 from memcallback.checks import described, whole_number
 from memcallback.cuda_convolution import workspaces_are_known
 from memcallback.cudnn_library import is_driver_installed
@@ -23,6 +23,7 @@ from memcallback.prediction import Prediction
 from memcallback.resizing import has_samples
 from memcallback.stand_ins import Bounds
 from memcallback.steps import PredictionError, TrainingStep
+from memcallback.traced_step import TracedStep
 from memcallback.tracer import trace
 
 _UNKNOWN_WORKSPACES = (

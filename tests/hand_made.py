@@ -1,9 +1,10 @@
 """Traces made by hand: a linear model with Adam, as an allocator sees it, small enough to add up."""
 
-from memcallback.batch_trace import BatchTrace, TracedStep
+from memcallback.batch_trace import BatchTrace
 from memcallback.devices import find_device
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.prediction import Prediction
+from memcallback.traced_step import TracedStep
 from memcallback.units import MiB
 
 WEIGHT_BYTES = 4 * MiB

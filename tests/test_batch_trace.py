@@ -6,9 +6,10 @@ from hand_made import batch_trace, traced_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.batch_trace import FIRST_TEMPORARY, BatchDependentPath, BatchTrace, KernelCall, TracedStep, UnknownBatchSize
+from memcallback.batch_trace import BatchDependentPath, BatchTrace, UnknownBatchSize
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.kernels import Give, KernelRule, Make, Multiply, Take, completed
+from memcallback.traced_step import FIRST_TEMPORARY, KernelCall, TracedStep
 
 
 def step(batch_size, *sizes, operators=None):

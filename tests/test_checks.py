@@ -10,9 +10,9 @@ from test_advise import prediction as law
 
 import memcallback as mc
 from memcallback import MemoryCallback, MemoryRecorder, TrainingStep
-from memcallback.batch_trace import TracedStep
 from memcallback.checks import share, whole_number
 from memcallback.events import AllocationTrace
+from memcallback.traced_step import TracedStep
 
 STEP = TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 16, 8), sequence_length=16)
 

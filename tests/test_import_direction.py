@@ -34,6 +34,7 @@ DATA = [
 ]
 PLAIN = [
     *DATA,
+    "traced_step",
     "batch_trace",
     "length_trace",
     "repetition",

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from memcallback.advise import suggest
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import BatchTrace, TracedStep, UnknownBatchSize
+from memcallback.batch_trace import BatchTrace, UnknownBatchSize
 from memcallback.devices import HostSpec, find_device
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase
 from memcallback.peak_lines import TracedPeak
 from memcallback.prediction import Prediction
 from memcallback.prediction_text import verdict
 from memcallback.stats import Kind
+from memcallback.traced_step import TracedStep
 from memcallback.units import GiB, MiB, round_up
 
 SMALL_BYTES = 512 * MiB + 64 * MiB

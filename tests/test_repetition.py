@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_settings import AllocatorSettings
-from memcallback.batch_trace import BatchTrace, TracedStep
+from memcallback.batch_trace import BatchTrace
 from memcallback.devices import find_device
 from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.prediction import Prediction
 from memcallback.repetition import MAX_WINDOWS, last_window, pairs_of
 from memcallback.replay import replay
+from memcallback.traced_step import TracedStep
 from memcallback.units import KiB, MiB
 
 #: One allocation of a window: its size, where it begins and ends of 100 moments, and whether it ends in the next window.
