@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -22,8 +22,8 @@ from memcallback.figures import what_if_bars
 from memcallback.fit import fit_in_place
 from memcallback.fit_settings import FitSettings
 from memcallback.fitted import FittedBatchSize
-from memcallback.forecast import forecast, forecast_without, plan_for, step_of
-from memcallback.foretold import warn_of_batch, warn_of_devices
+from memcallback.forecast import LEAVES_OUT_PREDICTION, forecast_without, plan_for, step_of
+from memcallback.foretold import foretell, warn_of_batch, warn_of_devices
 from memcallback.guarded import never_stops_training
 from memcallback.journal import Journal
 from memcallback.lightning_ranks import Whole, whole_before
@@ -41,7 +41,7 @@ from memcallback.savings_checkpoint import CheckpointOption
 from memcallback.savings_lightning import TrainerSavings
 from memcallback.sinks import Sinks
 from memcallback.stats import StepMemory
-from memcallback.steps import INFERRED
+from memcallback.steps import INFERRED, TrainingStep, infer_batch_size
 from memcallback.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
 from memcallback.trainer_state import is_logging_step, progress_of, say_beside, stage_of, step_number
 from memcallback.warn import warn_and_go_on
@@ -374,30 +374,28 @@ class MemoryCallback(Callback):
 
     def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> StepPrediction | None:
         assert self.recorder is not None
-        prediction = forecast(
-            trainer,
-            pl_module,
-            batch,
-            self._batch_size,
-            self._whole,
-            device=self.recorder.meter.device,
-            device_name=self.recorder.meter.device_name,
+        if self._batch_size is None and infer_batch_size(batch).batch_size is None:
+            return None
+        make_step, meter = self._maker_of_step(trainer, pl_module, batch), self.recorder.meter
+        prediction = foretell(
+            make_step,
+            device=meter.device,
+            device_name=meter.device_name,
             capacity_bytes=self._capacity_bytes,
             say=say_beside(pl_module),
+            without=LEAVES_OUT_PREDICTION,
         )
         if isinstance(prediction, Prediction):
-            device = self.recorder.meter.device
-            self._without_savings = forecast_without(self._savings, trainer, pl_module, batch, self._batch_size, self._whole, device=device)
+            self._without_savings = forecast_without(self._savings, make_step, meter.device)
         return prediction
+
+    def _maker_of_step(self, trainer: Any, pl_module: Any, batch: Any) -> Callable[[], TrainingStep]:
+        return lambda: step_of(trainer, pl_module, batch, self._batch_size, self._whole)
 
     def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.recorder is not None
         self.plan = plan_for(
-            trainer,
-            pl_module,
-            batch,
-            self._batch_size,
-            self._whole,
+            self._maker_of_step(trainer, pl_module, batch),
             device=self.recorder.meter.device,
             capacity_bytes=self._capacity_bytes,
             headroom=self._headroom,
@@ -431,7 +429,7 @@ class MemoryCallback(Callback):
             where=stage_of(trainer),
             folder=None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback",
             rank=trainer.global_rank if trainer.world_size > 1 else None,
-            make_step=lambda: step_of(trainer, pl_module, batch, self._batch_size, self._whole),
+            make_step=self._maker_of_step(trainer, pl_module, batch),
             history=self._history,
         )
 

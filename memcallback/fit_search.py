@@ -15,7 +15,8 @@ from memcallback.advise import suggest
 from memcallback.fit_callbacks import accumulating, largest_accumulation, notes_on_callbacks, notes_on_updates
 from memcallback.fit_settings import GIVE_LIMIT, FitSettings, check_supported, room_on
 from memcallback.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
-from memcallback.forecast import forecast
+from memcallback.forecast import LEAVES_OUT_PREDICTION, step_of
+from memcallback.foretold import foretell
 from memcallback.gauge import Gauge
 from memcallback.loaders import NAME, places, resized
 from memcallback.meters import device_memory
@@ -153,16 +154,13 @@ class FitSearch:
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
         self._is_inferred = infer_batch_size(probe.batch).batch_size == given
         with accumulating(self._trainer, self._accumulate):
-            self._prediction = forecast(
-                self._trainer,
-                self._module,
-                probe.batch,
-                given,
-                None,
+            self._prediction = foretell(
+                lambda: step_of(self._trainer, self._module, probe.batch, given),
                 device=self._device,
                 device_name=self._gauge.device_name,
                 capacity_bytes=self._room.capacity_bytes,
                 say=self._say,
+                without=LEAVES_OUT_PREDICTION,
             )
         return probe.batch_size, num_samples
 

@@ -1,4 +1,4 @@
-"""What can be said of a Trainer's step before it first runs: the prediction, and what stands in its way. Nothing here raises."""
+"""The step that a Trainer is about to run, and what is said of it beside its prediction: without the savings, and with others."""
 
 from __future__ import annotations
 
@@ -12,85 +12,32 @@ from memcallback import tracing
 from memcallback.cpu_meter import cpu_memory
 from memcallback.device_here import device_here
 from memcallback.devices import Device, HostSpec
-from memcallback.foretold import foretell, reason_of, traced
+from memcallback.foretold import reason_of, traced
 from memcallback.lightning_ranks import Whole, ranks_within
 from memcallback.plan import Plan
 from memcallback.planning import what_if
-from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.savings_lightning import TrainerSavings
-from memcallback.steps import TrainingStep, infer_batch_size, is_sharded
+from memcallback.steps import TrainingStep, is_sharded
 from memcallback.warn import warn_and_go_on
 
-
-def forecast(
-    trainer: Any,
-    pl_module: Any,
-    batch: object,
-    batch_size: int | None,
-    whole: Whole | None,
-    *,
-    device: torch.device,
-    device_name: str,
-    capacity_bytes: int | None,
-    say: Callable[[str], None],
-) -> StepPrediction | None:
-    """Predict the step of a Trainer from its own module, optimizers, precision, accumulation and first batch.
-
-    The step is traced; if it cannot be, the textbook law stands in, with a warning that says why.
-
-    Args:
-        trainer: The Trainer, about to run its first step.
-        pl_module: Its module.
-        batch: Its first batch.
-        batch_size: Samples in the batch, None to infer them.
-        whole: As for `step_of`.
-        device: The device that trains.
-        device_name: Its name.
-        capacity_bytes: The memory to plan for, if it is not the device's own.
-        say: Prints a line.
-
-    Returns:
-        The prediction; None, with a warning, if there can be none.
-    """
-    if batch_size is None and infer_batch_size(batch).batch_size is None:
-        return None
-    return foretell(
-        lambda: step_of(trainer, pl_module, batch, batch_size, whole),
-        device=device,
-        device_name=device_name,
-        capacity_bytes=capacity_bytes,
-        say=say,
-        without="MemoryCallback(predict=False)",
-    )
+#: How a person leaves the prediction of a Trainer's step out.
+LEAVES_OUT_PREDICTION = "MemoryCallback(predict=False)"
 
 
-def forecast_without(
-    savings: TrainerSavings,
-    trainer: Any,
-    pl_module: Any,
-    batch: object,
-    batch_size: int | None,
-    whole: Whole | None,
-    *,
-    device: torch.device,
-) -> Prediction | None:
+def forecast_without(savings: TrainerSavings, make_step: Callable[[], TrainingStep], device: torch.device) -> Prediction | None:
     """Predict the step of a Trainer as it would be without the savings of the callback, to say what they save.
 
     Args:
         savings: The savings, which are applied.
-        trainer: The Trainer, about to run its first step.
-        pl_module: Its module.
-        batch: Its first batch.
-        batch_size: Samples in the batch, None to infer them.
-        whole: As for `step_of`.
+        make_step: Makes the step, as `step_of` does.
         device: The device that trains.
 
     Returns:
         The prediction; None if there are no savings, and, with a warning, if there can be none.
     """
     try:
-        with savings.taken_from(step_of(trainer, pl_module, batch, batch_size, whole)) as step:
+        with savings.taken_from(make_step()) as step:
             return None if step is None else traced(step, device, lambda _: None)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
         warn_and_go_on(f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}")
@@ -98,11 +45,7 @@ def forecast_without(
 
 
 def plan_for(
-    trainer: Any,
-    pl_module: Any,
-    batch: object,
-    batch_size: int | None,
-    whole: Whole | None,
+    make_step: Callable[[], TrainingStep],
     *,
     device: torch.device,
     capacity_bytes: int | None,
@@ -112,11 +55,7 @@ def plan_for(
     """What savings would buy in the step of a Trainer.
 
     Args:
-        trainer: The Trainer, about to run its first step.
-        pl_module: Its module.
-        batch: Its first batch.
-        batch_size: Samples in the batch, None to infer them.
-        whole: As for `step_of`.
+        make_step: Makes the step, as `step_of` does.
         device: The device that trains.
         capacity_bytes: The memory to plan for, if it is not the device's own.
         headroom: The fraction of it that the largest batch sizes keep free.
@@ -132,7 +71,7 @@ def plan_for(
         elif capacity_bytes is not None:
             spec = replace(device_here(device), capacity_bytes=capacity_bytes)
         progress = tracing.how_far(lambda part: say(f"Trying savings before the first step: {part}."), of="savings")
-        return what_if(step_of(trainer, pl_module, batch, batch_size, whole), device=spec, headroom=headroom, progress=progress)
+        return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
         warn_and_go_on(f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out.")
         return None

@@ -248,7 +248,7 @@ def test_a_step_that_cannot_be_traced_is_estimated_and_the_estimate_corrected(tm
 
 
 def test_without_any_prediction_the_search_starts_from_the_size_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("memcallback.fit_search.forecast", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcallback.fit_search.foretell", lambda *args, **kwargs: None)
     found, _ = fit(tmp_path)
     assert found.predicted_batch_size is None
     assert found.trials[0].batch_size == 8
