@@ -207,16 +207,10 @@ class Pool:
         before, after, is_mapped = block.previous, block.next, block.is_mapped
         if after is not None and not after.is_active and after.is_mapped == is_mapped:
             self.remove(after)
-            block.size_bytes += after.size_bytes
-            block.next = after = after.next
-            if after is not None:
-                after.previous = block
+            _join(block, after)
         if before is not None and not before.is_active and before.is_mapped == is_mapped:
             self.remove(before)
-            before.size_bytes += block.size_bytes
-            before.next = after = block.next
-            if after is not None:
-                after.previous = before
+            _join(before, block)
             block = before
         self.add(block)
         return block
@@ -307,3 +301,11 @@ def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) 
 def _room_bytes(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)
+
+
+def _join(block: Block, after: Block) -> None:
+    """Make one block of two neighbours: the first grows, the other is no more."""
+    block.size_bytes += after.size_bytes
+    block.next = following = after.next
+    if following is not None:
+        following.previous = block
