@@ -13,16 +13,16 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from memcallback.collectives import WAIT, InFlight, is_collective, sent_bytes, temporary_bytes, with_result
-from memcallback.cuda_calls import CONVOLUTIONS, kernel_rule
+from memcallback.cuda_calls import CONVOLUTIONS
 from memcallback.cuda_composites import composite
-from memcallback.cuda_convolution import convolution_kernel, convolution_outputs
-from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES, corrected_outputs, kernel, uses_cublas, uses_cublaslt
+from memcallback.cuda_convolution import convolution_outputs
+from memcallback.cuda_kernels import corrected_outputs
 from memcallback.cuda_outputs import output_bytes
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
 from memcallback.in_place import IN_PLACE, InPlace
-from memcallback.kernels import Give, Kernel, Multiply, Take, completed
-from memcallback.ledger import Entry, Ledger
+from memcallback.kernel_entries import KernelEntries
+from memcallback.ledger import Ledger
 from memcallback.operator_calls import is_of_numbers, laid_out, name_of, num_flops, tensors_of
 from memcallback.output_memo import OutputMemo
 from memcallback.packed_sequences import pack_padded
@@ -92,7 +92,7 @@ class TraceMode(FakeTensorMode):
         self._is_in_backward = False
         self._is_in_wrapper = False
         self._is_passed_on = False
-        self._handles: set[tuple[str, bool, int]] = set()
+        self._kernels = None if spec is None else KernelEntries(spec)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
@@ -297,15 +297,16 @@ class TraceMode(FakeTensorMode):
             called = IN_PLACE.get(func, func)
             # Indices that were right in the forward pass are not checked again.
             arguments = (*args, True) if called is _aten._index_put_impl_.default else args
-            self._run_kernel(called, arguments, kwargs, [reused], {}, name_of(func), number)
+            if self._kernels is not None:
+                self._kernels.write(self.ledger, called, arguments, kwargs, [reused], {}, name_of(func), number, self._is_in_backward)
             self.ledger.move(reused, outputs)
             return outputs
-        if self.spec is None:
+        if self._kernels is None:
             for tensor in tensors_of(outputs):
                 if self.ledger.find(tensor) is None:
                     self.ledger.add(tensor, None, name_of(func)).node = number
         else:
-            outputs = self._on_cuda(self.spec, func, args, kwargs, outputs, number)
+            outputs = self._on_cuda(self._kernels, func, args, kwargs, outputs, number)
         if (holds := is_known_to_hold(func, args, self.ledger.find)) is not None:
             for tensor in tensors_of(outputs):
                 if (entry := self.ledger.find(tensor)) is not None:
@@ -324,12 +325,12 @@ class TraceMode(FakeTensorMode):
         return outputs
 
     def _on_cuda(
-        self, spec: DeviceSpec, func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: Any, number: int
+        self, kernels: KernelEntries, func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: Any, number: int
     ) -> object:
         """Write down what a CUDA operator does, and give its outputs the layout that they have there."""
         sizes: list[int] | None = None
         if func in CONVOLUTIONS:
-            outputs = laid_out(outputs, convolution_outputs(func, args, kwargs, spec))
+            outputs = laid_out(outputs, convolution_outputs(func, args, kwargs, kernels.spec))
         elif (corrected := corrected_outputs(func, args, kwargs, outputs)) is not None:
             outputs = corrected
         else:
@@ -350,74 +351,12 @@ class TraceMode(FakeTensorMode):
             self.ledger.give(self.ledger.take_temporary(moment_bytes, Category.TEMPORARY, name))
         if not is_host:
             places = list(outputs) if func is _aten.convolution_backward.default else tensors
-            self._run_kernel(func, args, kwargs, places, new, name, number)
+            kernels.write(self.ledger, func, args, kwargs, places, new, name, number, self._is_in_backward)
         if func is _aten.resize_.default:
             entry = self.ledger.find(tensors[0])
             if entry is not None and not entry.is_host and entry.size_bytes != tensors[0].untyped_storage().nbytes():
                 self.ledger.resize(tensors[0].untyped_storage())
         return outputs
-
-    def _run_kernel(
-        self,
-        func: Any,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        places: Sequence[torch.Tensor | None],
-        new: dict[int, int],
-        name: str,
-        node: int,
-    ) -> None:
-        """Write down what a CUDA operator does: its outputs, its temporaries and its handles' workspaces.
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            places: What it returns, in order.
-            new: The storages that it makes and their sizes.
-            name: Its name.
-            node: The autograd node that runs.
-        """
-        ledger, spec = self.ledger, self.spec
-        if spec is None:
-            return
-        rule = kernel_rule(func, args, kwargs, places, spec)
-        taken_by: Callable[..., Kernel | None] = convolution_kernel if func in CONVOLUTIONS else kernel
-        steps = (taken_by(func, args, kwargs, places, spec) if rule else None) or ()
-        multiplies = Multiply() in steps or uses_cublas(func, args)
-        taken, made = list[Entry](), list[Entry | None]([None] * len(places))
-        ledger.begin_call()
-        for step in completed(steps, len(places)):
-            if isinstance(step, Multiply):
-                handles = self._open_handles(spec, func, args, kwargs, name) if multiplies else []
-            elif isinstance(step, Take):
-                taken.append(ledger.take_temporary(step.size_bytes, step.category, name))
-            elif isinstance(step, Give):
-                ledger.give(taken[step.index])
-            else:
-                tensor = places[step.index]
-                size_bytes = None if tensor is None else new.pop(tensor.untyped_storage()._cdata, None)
-                if tensor is not None and size_bytes is not None:
-                    entry = made[step.index] = ledger.add(tensor, None, name, size_bytes=size_bytes)
-                    entry.node = node
-        if rule is not None:
-            ledger.end_call(rule, made, handles, name)
-
-    def _open_handles(self, spec: DeviceSpec, func: Any, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> list[Entry]:
-        """The first matrix product of a thread in a stream opens handles, whose workspaces stay; backward runs in a thread of its own.
-
-        There is one for each handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
-        """
-        needed = [("cuBLAS", spec.cublas_workspace_bytes)]
-        if uses_cublaslt(func, args, kwargs):
-            needed.append(("cuBLASLt", CUBLASLT_WORKSPACE_BYTES))
-        opened = []
-        for library, workspace_bytes in needed:
-            handle = (library, self._is_in_backward, self.ledger.stream)
-            if handle not in self._handles:
-                self._handles.add(handle)
-                opened.append(self.ledger.take(workspace_bytes, Category.WORKSPACE, name))
-        return opened
 
     def _is_host(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Whether what an operator makes is memory of the host."""

@@ -82,6 +82,7 @@ ON_FAKES = [
     "in_place",
     "sparse_operators",
     "collectives",
+    "kernel_entries",
     "trace_mode",
     "own_thread",
     "fake_answers",
