@@ -29,7 +29,7 @@ rank_cases: Any = import_module("rank_cases")
 from memcallback import __version__  # noqa: E402
 
 MOST_PCT = {"allocated": 1.0, "reserved": 4.0}
-NOT_REPORTED = ("Pipelines.", "What NCCL takes outside the allocator.", "On virtual devices: communication that takes time.")
+NOT_REPORTED = ("What NCCL takes outside the allocator.", "On virtual devices: communication that takes time.")
 
 
 def off_pct(ranks: Sequence[dict[str, Any]], case: str, figure: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,9 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memcallback.backward_calls import listen
 from memcallback.events import Phase
 from memcallback.lightning_step import LightningLoop
 from memcallback.phase_windows import PhaseWindow, PhaseWindows, begin_backward, begin_update, end_backward, end_by_hand, end_update
+from memcallback.pipelines import Pipeline
 from memcallback.step_checks import wrong_with_loss
 from memcallback.steps import PredictionError, TrainingStep
 
@@ -71,6 +74,8 @@ def run_window(step: TrainingStep, copies: Copies) -> None:
         copies.scaler = torch.amp.GradScaler("cpu")
     if step.lightning is not None and not copies.model.automatic_optimization:
         _step_by_hand(step, copies, step.lightning)
+    elif isinstance(copies.model, Pipeline):
+        _pipelined_step(step, copies, copies.model)
     elif len(copies.optimizers) == 1 and isinstance(copies.optimizers[0], torch.optim.LBFGS):
         if step.accumulate > 1:
             raise PredictionError(
@@ -137,6 +142,81 @@ def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None
     with update:
         optimizer.step(closure)
         copies.marks.label_states((optimizer,))
+
+
+def _pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> None:
+    """The forward and backward passes of all microbatches, in the order of the pipeline's schedule, and an update."""
+    if step.accumulate > 1 or len(step.losses) > 1 or copies.scaler is not None:
+        raise PredictionError(
+            f"A pipeline with accumulate={step.accumulate}, {len(step.losses)} losses and precision {step.precision!r} is not known. Its microbatches "
+            "are what is accumulated: leave accumulate out, give one loss, and take 'bf16-mixed' for '16-mixed', whose scaler knows one rank."
+        )
+    marks, phases = copies.marks, PhaseWindows(copies.marks.boundary)
+    with marks.step():
+        batch = copies.new_batch()
+        _zero_grad(copies)
+        with _Microbatches(marks, phases).marked(pipeline), _autocast(step, copies):
+            _run_microbatches(step, pipeline, batch)
+        if copies.optimizers:
+            begin_update(phases, by_hand=True)
+            marks.runs(Phase.OPTIMIZER_STEP)
+            _update_all(step, copies, copies.optimizers)
+        phases.end_step()
+        marks.runs(None)
+        marks.add_windows(phases.windows)
+        del batch
+
+
+def _run_microbatches(step: TrainingStep, pipeline: Pipeline, batch: Any) -> None:
+    try:
+        pipeline.step(step.loss, batch)
+    except RuntimeError as error:
+        # PyTorch hides what failed in a stage behind an error of its own.
+        raise error.__cause__ or error  # noqa: B904
+
+
+class _Microbatches:
+    """Marks the passes of a pipeline's microbatches as a `Watch` does: a forward pass goes on until a backward pass begins."""
+
+    def __init__(self, marks: Marks, phases: PhaseWindows) -> None:
+        self._marks, self._phases, self._thread = marks, phases, threading.get_ident()
+        # A mode of torch functions passes the call on to itself.
+        self._depth = 0
+
+    @contextmanager
+    def marked(self, pipeline: Pipeline) -> Iterator[None]:
+        """The passes inside are marked."""
+        end = listen(self)
+        hooks = [module.register_forward_pre_hook(self.forward_begins, prepend=True) for module in pipeline.stages]
+        try:
+            yield
+        finally:
+            end()
+            for hook in hooks:
+                hook.remove()
+
+    def forward_begins(self, *_: object) -> None:
+        """A stage is called; without gradients for the shapes that it gives, and by checkpointing inside a backward pass."""
+        if torch.is_grad_enabled() and self._phases.current_phase is None:
+            self._phases.open_phase(Phase.FORWARD)
+            self._marks.runs(Phase.FORWARD)
+
+    def backward_begins(self) -> bool:
+        """As `BackwardListener`."""
+        if threading.get_ident() != self._thread:
+            return False
+        self._depth += 1
+        if self._depth == 1:
+            begin_backward(self._phases)
+            self._marks.runs(Phase.BACKWARD)
+        return True
+
+    def backward_ends(self, *, is_interrupted: bool) -> None:
+        """As `BackwardListener`."""
+        self._depth -= 1
+        if not self._depth:
+            end_backward(self._phases, by_hand=False)
+            self._marks.runs(None)
 
 
 class _Interrupted:
@@ -270,22 +350,26 @@ def _backward(step: TrainingStep, copies: Copies, loss: torch.Tensor) -> None:
 
 def _update(step: TrainingStep, copies: Copies, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     with copies.marks.phase(Phase.OPTIMIZER_STEP):
-        scaler = copies.scaler
-        for optimizer in optimizers:
-            if scaler and (step.clip_grad_norm is not None or step.clip_grad_value is not None or step.lightning is not None):
-                scaler.unscale_(optimizer)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if step.clip_grad_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, step.clip_grad_norm)
-            if step.clip_grad_value is not None:
-                nn.utils.clip_grad_value_(parameters, step.clip_grad_value)
-            if scaler:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
+        _update_all(step, copies, optimizers)
+
+
+def _update_all(step: TrainingStep, copies: Copies, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    scaler = copies.scaler
+    for optimizer in optimizers:
+        if scaler and (step.clip_grad_norm is not None or step.clip_grad_value is not None or step.lightning is not None):
+            scaler.unscale_(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if step.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, step.clip_grad_norm)
+        if step.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(parameters, step.clip_grad_value)
         if scaler:
-            scaler.update()
-        copies.marks.label_states(optimizers)
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+    if scaler:
+        scaler.update()
+    copies.marks.label_states(optimizers)
 
 
 def _zero_grad(copies: Copies) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
 import torch.distributed.tensor._sharding_prop as sharding
 from torch import nn
@@ -18,14 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 from memcallback.collectives import unwaited
 from memcallback.events import Category
 from memcallback.own_thread import in_this_thread
+from memcallback.rank_messages import Messages
 from memcallback.trace_mode import TraceMode
 
 
 @contextmanager
-def rank_answers(mode: TraceMode) -> Iterator[None]:
-    """Let PyTorch's own distributed engines run on the fakes of a mode, until the end of the context."""
+def rank_answers(mode: TraceMode, messages: Messages) -> Iterator[None]:
+    """Let PyTorch's own distributed engines run on the fakes of a mode, until the end of the context.
+
+    Args:
+        mode: The mode.
+        messages: What this rank has from others, and tells them.
+    """
     with ExitStack() as stack:
-        for target, name, answer in _answers(mode):
+        for target, name, answer in (*_answers(mode), *_letters(messages)):
             stack.enter_context(mock.patch.object(target, name, in_this_thread(target, name, answer)))
         if mode.spec is not None:
             # Where fakes say that they are on the card, so do meshes. Only a property: no other thread has meshes that were made meanwhile.
@@ -48,6 +55,11 @@ def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield fsdp2, "_chunk_with_empty", _Parts
     yield fsdp2.FSDPParam, "reset_sharded_param", _reset(fsdp2.FSDPParam.reset_sharded_param)
     yield fsdp2.FSDPParam, "init_all_gather_outputs", _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs)
+
+
+def _letters(messages: Messages) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    yield dist, "send_object_list", lambda objects, dst, *args, **kwargs: messages.send(objects, dst)
+    yield dist, "recv_object_list", lambda objects, src, *args, **kwargs: messages.receive(objects, src)
 
 
 class _Parts:

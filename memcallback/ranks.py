@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memcallback.checks import described, whole_number
+from memcallback.pipelines import Pipeline, check_schedule, in_pipeline
 from memcallback.savings_layers import found
 from memcallback.units import MiB
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 #: Of `DistributedDataParallel`, which gives its first bucket 1 MiB where this was not changed.
 _DEFAULT_BUCKET_BYTES = 25 * MiB
 #: Spreads a model over the devices of a mesh: changes it, or gives what takes its place.
-Parallelize = Callable[..., "nn.Module | None"]
+Parallelize = Callable[..., Any]
 
 
 class Ranks:
@@ -33,8 +35,11 @@ class Ranks:
     - `fsdp2`: `torch.distributed.fsdp.fully_shard` of each layer of the model's outermost containers (`nn.ModuleList`, `nn.Sequential`)
       and of the whole. Over a mesh of two dimensions it is HSDP: copies over the first, shards over the second.
     - `tensor_parallel`: `torch.distributed.tensor.parallel.parallelize_module` with a `plan`.
+    - `pipeline`: a schedule of `torch.distributed.pipelining` over `n_microbatches`. The step's batch is one microbatch of it, as with
+      accumulation, its loss that of the whole model, and every rank has the whole batch on its device.
     - A function `(model, mesh, **options)` that does what the training does, and gives the model back if it is another object. It has to
-      leave the model on the device.
+      leave the model on the device. It may give a schedule of `torch.distributed.pipelining`; then the step's loss is called with that and
+      with all microbatches, and calls `schedule.step` as this rank does.
 
     Where the step's model is on a CPU it is moved to the device as the engine does that; one on the meta device comes there after it was
     sharded (`to_empty`).
@@ -45,7 +50,10 @@ class Ranks:
         rank: Which rank, from 0.
         mesh: Names and sizes of the dimensions of the device mesh; by default `{"dp": world_size}`.
         options: What the strategy takes, by its names: arguments of `DistributedDataParallel` with `comm_hook` and `comm_state`
-            (`register_comm_hook`), of `fully_shard`, or `plan`.
+            (`register_comm_hook`), of `fully_shard`, or `plan`; of a pipeline `n_microbatches`, `schedule` (a name of `get_schedule_class`, by
+            default `1F1B`), `split` (a function of the model, a stage's number from 0 and how many there are, which gives the stage's module;
+            by default as many children of an `nn.Sequential` each), `stages_per_rank` (by default 1, or 2 in schedules of several),
+            `return_outputs` and `scale_grads` (as PyTorch's schedules).
 
     Attributes:
         world_size: As given.
@@ -87,6 +95,11 @@ class Ranks:
             raise ValueError(
                 f"strategy must be {', '.join(map(repr, _STRATEGIES))} or a function of the model and the device mesh, got {described(strategy)}."
             )
+        if strategy == "pipeline" and len(self.mesh) > 1:
+            raise ValueError(
+                f"mesh {self.mesh} has {len(self.mesh)} dimensions, and strategy 'pipeline' is along one. Give a function of the model and the mesh "
+                "that returns the schedule, and spreads each stage over the other dimensions."
+            )
         self.strategy = strategy
         self.options = options
         if not callable(strategy):
@@ -109,6 +122,12 @@ class Ranks:
         """After how many updates the next is as all later ones: DistributedDataParallel makes its buckets anew in the second, and a function may."""
         return 2 if callable(self.strategy) or self.strategy == "ddp" else 1
 
+    def as_rank(self, rank: int) -> Ranks:
+        """The same job, seen from another rank."""
+        other = copy.copy(self)
+        other.rank = rank
+        return other
+
     @contextmanager
     def world(self) -> Iterator[None]:
         """Be that rank, inside the context: torch.distributed has a process group of that size, in which nothing is sent."""
@@ -125,14 +144,17 @@ class Ranks:
             device_type: `cuda` or `cpu`.
 
         Returns:
-            What takes its place; its parameters are on the device.
+            What takes its place; its parameters are on the device. A `Pipeline` has no forward pass but `step(loss, batch)`, which runs the
+            forward and backward passes of all microbatches.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(device_type, tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh))
         strategy = self.strategy if callable(self.strategy) else _STRATEGIES[self.strategy]
-        changed = strategy(model, mesh, **self.options)
-        return model if changed is None else changed
+        changed: Any = strategy(model, mesh, **self.options)
+        if changed is None:
+            return model
+        return changed if isinstance(changed, nn.Module) else Pipeline(changed)
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
@@ -162,12 +184,18 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
         | {"comm_hook", "comm_state"},
         "fsdp2": {*inspect.signature(fully_shard).parameters} - {"module", "mesh"},
         "tensor_parallel": {"plan"},
+        "pipeline": {*inspect.signature(in_pipeline).parameters} - {"model", "mesh"},
     }[strategy]
     for name in options:
         if name not in known:
             raise TypeError(f"strategy {strategy!r} takes no {name!r}. It takes {', '.join(sorted(known))}.")
     if strategy == "tensor_parallel" and "plan" not in options:
         raise TypeError("strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as parallelize_plan.")
+    if strategy == "pipeline":
+        if "n_microbatches" not in options:
+            raise TypeError("strategy 'pipeline' needs n_microbatches=..., into how many parts a batch is cut.")
+        whole_number("n_microbatches", options["n_microbatches"], "It is into how many parts a batch is cut.")
+        check_schedule(options.get("schedule", "1F1B"), options.get("stages_per_rank"))
 
 
 def in_ddp(model: nn.Module, mesh: DeviceMesh, *, comm_hook: Any = None, comm_state: Any = None, **options: Any) -> nn.Module:
@@ -213,4 +241,4 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, plan: Any) -> nn.Mod
     return parallelize_module(model.to(mesh.device_type), mesh, plan)
 
 
-_STRATEGIES: dict[str, Parallelize] = {"ddp": in_ddp, "fsdp2": _fsdp2, "tensor_parallel": _tensor_parallel}
+_STRATEGIES: dict[str, Parallelize] = {"ddp": in_ddp, "fsdp2": _fsdp2, "tensor_parallel": _tensor_parallel, "pipeline": in_pipeline}

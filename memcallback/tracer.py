@@ -29,6 +29,8 @@ from memcallback.module_hooks import ModuleFollower, module_infos
 from memcallback.module_memory import ModuleInfo
 from memcallback.optimizer_copy import OptimizerParts, fill_history, moved_to, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
+from memcallback.pipelines import Pipeline
+from memcallback.rank_messages import Messages, with_messages
 from memcallback.ranks import Ranks
 from memcallback.resizing import resize_batch
 from memcallback.stand_ins import Bounds, NoStandIn
@@ -76,11 +78,35 @@ def trace(
     Raises:
         PredictionError: If the step fails on fake tensors; the text names the phase, the operator, the module and the way out.
     """
+    own_bounds = bounds or Bounds()
+    ranks = step.ranks
+
+    def trace_as(rank: Ranks | None, messages: Messages | None, bounds: Bounds) -> TracedStep:
+        bounds.restart()
+        return _trace_as(rank, messages, step, device, bounds, batch_size, sequence_length, num_windows)
+
+    if ranks is None:
+        return trace_as(None, None, own_bounds)
+    return with_messages(
+        lambda rank, messages: trace_as(ranks.as_rank(rank), messages, own_bounds if rank == ranks.rank else Bounds()), ranks.rank
+    )
+
+
+def _trace_as(
+    ranks: Ranks | None,
+    messages: Messages | None,
+    step: TrainingStep,
+    device: DeviceSpec | None,
+    bounds: Bounds,
+    batch_size: int | None,
+    sequence_length: int | None,
+    num_windows: int | None,
+) -> TracedStep:
+    """As `trace`, where the step is one of a rank, which has messages from others."""
     given = step.batch_size.batch_size
     lengths = (step.sequence_length, sequence_length) if step.sequence_length and sequence_length else None
-    num_windows = num_windows or (step.ranks.num_updates_to_settle if step.ranks else 1) + 1
-    bounds = bounds or Bounds()
-    bounds.restart()
+    num_windows = num_windows or (ranks.num_updates_to_settle if ranks else 1) + 1
+    num_parts = 1
     mode = TraceMode(Ledger(), device, bounds)
     with _ONE_AT_A_TIME, untouched_globals(), untouched_variables(step.model, step.losses), fakes_as_real(mode.assumed):
         mode.calibrate()
@@ -94,7 +120,7 @@ def trace(
 
         def new_batch() -> Any:
             with mode.unrecorded():
-                fresh = resize_batch(batch, given or 0, batch_size or given or 0, lengths=lengths)
+                fresh = resize_batch(batch, given or 0, num_parts * (batch_size or given or 0), lengths=lengths)
             tracer.add_batch(fresh)
             return fresh
 
@@ -102,22 +128,23 @@ def trace(
         with ExitStack() as stack:
             stack.enter_context(cuda_semantics(mode, device) if device else _cpu_semantics(mode))
             stack.enter_context(torch.enable_grad())
-            if step.ranks is not None:
+            if ranks is not None and messages is not None:
                 # Importing it takes PyTorch's distributed tensors.
                 from memcallback.rank_answers import rank_answers
 
-                stack.enter_context(step.ranks.world())
-                stack.enter_context(rank_answers(mode))
+                stack.enter_context(ranks.world())
+                stack.enter_context(rank_answers(mode, messages))
             try:
                 if step.prepare is not None:
                     batch = step.prepare(model, batch)
                 if device:
                     flatten_rnn_weights(model)
-                if step.ranks is None:
+                if ranks is None:
                     tracer.add_model()
                     mode.is_recording = True
                 else:
-                    model, parts = tracer.parallelize(step.ranks, step.lightning, parts, places)
+                    model, parts = tracer.parallelize(ranks, step.lightning, parts, places)
+                    num_parts = model.num_microbatches if isinstance(model, Pipeline) else 1
                 optimizers = tuple(map(optimizer_from, parts)) if parts else step.optimizers_of(model)
                 if step.change_optimizers is not None:
                     optimizers = tuple(step.change_optimizers(optimizers))
@@ -156,7 +183,7 @@ def trace(
         caveats=tuple(mode.assumed),
         num_flops=num_flops[-1] - num_flops[-2],
         sent_bytes=sent[-1] - sent[-2],
-        num_batches=step.accumulate,
+        num_batches=step.accumulate * num_parts,
         origins=mode.ledger.origins,
         modules=infos,
     )
@@ -245,15 +272,20 @@ class _Tracer:
         """
         self._add_as_they_are(places)
         self._mode.is_recording = True
-        before = {name: id(parameter) for name, parameter in self._model.named_parameters()}
+        before = dict(self._model.named_parameters())
         whole = ranks.parallelize(self._model, "cuda" if self._mode.spec else "cpu")
+        if isinstance(whole, Pipeline):
+            self._model = whole.named
+            self._follower = ModuleFollower([self._model], self._mark, self._fail)
         parameters = dict(self._model.named_parameters())
         self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in parameters.items()}
         with torch._C.DisableTorchFunction():
             for tensors, category in ((parameters, Category.PARAMETER), (dict(self._model.named_buffers()), Category.BUFFER)):
                 self._ledger.label(((name.rpartition(".")[0], tensor) for name, tensor in tensors.items()), category)
-        successors = {before[name]: parameter for name, parameter in parameters.items() if name in before}
-        if any(number != id(parameter) for number, parameter in successors.items()):
+        # A stage may have other names for the same parameters; what has taken their place elsewhere has the same names.
+        own = {id(parameter) for parameter in before.values()}
+        successors = {id(parameter if id(parameter) in own else before.get(name)): parameter for name, parameter in parameters.items()}
+        if successors.keys() != own or any(number != id(parameter) for number, parameter in successors.items()):
             parts = [moved_to(part, successors) for part in parts]
         if lightning is None:
             return whole, [*parts]
@@ -312,7 +344,8 @@ class _Tracer:
     def _label_gradients(self) -> None:
         self._ledger.module = ""
         with torch._C.DisableTorchFunction():
-            owned = ((self._owners[id(p)], p.grad) for p in self._model.parameters() if p.grad is not None)
+            gradients = ((name, parameter.grad) for name, parameter in self._model.named_parameters())
+            owned = ((name.rpartition(".")[0], gradient) for name, gradient in gradients if gradient is not None)
             self._ledger.label(owned, Category.GRADIENT)
 
     def runs(self, phase: Phase | None) -> Phase | None:

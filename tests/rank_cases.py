@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional as F
 
 import memcallback as mc
+from memcallback.pipelines import Pipeline
 
 NUM_STEPS = 6
 
@@ -117,6 +119,45 @@ def fsdp1(model, mesh):
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.cuda.current_device(), use_orig_params=True)
 
 
+class Stage(nn.Module):
+    """A part of a transformer: all have blocks, the first the embedding, the last the head."""
+
+    def __init__(self, whole, number, num_stages):
+        super().__init__()
+        first, end = (len(whole.blocks) * one // num_stages for one in (number, number + 1))
+        self.embedding = whole.embedding if number == 0 else None
+        self.blocks = nn.ModuleList(whole.blocks[first:end])
+        self.head = whole.head if number == num_stages - 1 else None
+
+    def forward(self, x):
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def pipeline_of_shards(model, mesh):
+    """Each stage is spread over as many ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stages, shards = mesh["stages"], mesh["shards"]
+    module = Stage(model, stages.get_local_rank(), stages.size())
+    for block in module.blocks:
+        fully_shard(block, mesh=shards)
+    fully_shard(module, mesh=shards)
+    device = torch.device(mesh.device_type)
+    stage = PipelineStage(module, stages.get_local_rank(), stages.size(), device, group=stages.get_group())
+    return ScheduleGPipe(stage, 4, loss_fn=lambda output, classes: F.cross_entropy(output.flatten(0, -2), classes.flatten()))
+
+
+def scheduled(schedule, batch):
+    """What a rank calls of a pipeline's schedule."""
+    inputs, classes = batch
+    schedule.step(*([inputs] if schedule._stage.is_first else []), target=classes if schedule._stage.is_last else None)
+
+
 def adamw(parameters):
     return torch.optim.AdamW(parameters)
 
@@ -189,14 +230,32 @@ def of_lists():
     }
 
 
+def of_pipelines():
+    """Models in stages, one or two of them on each rank."""
+
+    def case(model, **options):
+        return Case("pipeline", model, options={"n_microbatches": 4, **({"split": Stage} if model == "transformer" else {}), **options})
+
+    found = {}
+    for model in ("transformer", "convolutional", "perceptron"):
+        found[f"{model}, pipeline 1F1B"] = case(model)
+        found[f"{model}, pipeline GPipe"] = case(model, schedule="GPipe")
+    for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        found[f"perceptron, pipeline {schedule}"] = case("perceptron", schedule=schedule)
+    return found | {"transformer, pipeline, outputs apart": case("transformer", n_microbatches=8, return_outputs=False)}
+
+
 def of_mesh():
     """Over a mesh of two dimensions, of four ranks."""
-    return {"hsdp": Case("fsdp2", mesh={"replicate": 2, "shard": 2})}
+    return {
+        "hsdp": Case("fsdp2", mesh={"replicate": 2, "shard": 2}),
+        "pipeline of shards": Case(pipeline_of_shards, mesh={"stages": 2, "shards": 2}, loss=scheduled),
+    }
 
 
 def cases(world_size):
     """All ways to spread a model."""
-    return of_models() | of_transformer() | (of_mesh() if world_size == 4 else {})
+    return of_models() | of_transformer() | of_pipelines() | (of_mesh() if world_size == 4 else {})
 
 
 def figures(step):
@@ -232,21 +291,29 @@ def train(case, ranks, device_type):
     predicted = mc.predict(step)
     model = ranks.parallelize(model, device_type)
     optimizer = case.optimizer(model.parameters())
-    recorder = mc.MemoryRecorder(model, optimizer, device=device_type)
-    for _ in range(NUM_STEPS):
-        batch = tuple(tensor.to(device_type) for tensor in on_host)
-        with recorder.step(batch):
-            optimizer.zero_grad()
-            with recorder.phase(mc.Phase.FORWARD):
-                loss = case.loss(model, batch)
-            with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
-            del loss
-        del batch
-        torch.cuda.synchronize()
-        wait_until_seen()
+    is_pipeline = isinstance(model, Pipeline)
+    recorder = mc.MemoryRecorder([*model.stages] if is_pipeline else model, optimizer, device=device_type)
+    num_parts = model.num_microbatches if is_pipeline else 1
+    with recorder.watch() if is_pipeline else nullcontext():
+        for _ in range(NUM_STEPS):
+            batch = tuple(torch.cat([tensor] * num_parts).to(device_type) for tensor in on_host)
+            with recorder.step(batch):
+                optimizer.zero_grad()
+                if is_pipeline:
+                    model.step(case.loss, batch)
+                else:
+                    with recorder.phase(mc.Phase.FORWARD):
+                        loss = case.loss(model, batch)
+                    with recorder.phase(mc.Phase.BACKWARD):
+                        loss.backward()
+                    del loss
+                with nullcontext() if is_pipeline else recorder.phase(mc.Phase.OPTIMIZER_STEP):
+                    optimizer.step()
+            del batch
+            torch.cuda.synchronize()
+            # Of a pipeline's sends and receives, which are all waited for, it does not tell.
+            if not is_pipeline:
+                wait_until_seen()
     return {"predicted": figures(predicted.step), "measured": figures(recorder.steps[-1]), "caveats": predicted.caveats}
 
 

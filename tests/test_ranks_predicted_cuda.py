@@ -10,8 +10,17 @@ pytestmark = pytest.mark.cuda
 #: For how many ranks there are devices here.
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 #: All of them for other models are in benchmarks/ranks.py.
-OF_TWO = [*rank_cases.of_transformer(), *rank_cases.of_lists(), "convolutional, ddp", "convolutional, fsdp2", "recurrent, fsdp2 in bf16"]
-OF_FOUR = [*rank_cases.of_mesh(), "transformer, ddp", "transformer, fsdp2"]
+OF_TWO = [
+    *rank_cases.of_transformer(),
+    *rank_cases.of_lists(),
+    "convolutional, ddp",
+    "convolutional, fsdp2",
+    "recurrent, fsdp2 in bf16",
+    "transformer, pipeline 1F1B",
+    "convolutional, pipeline GPipe",
+    "perceptron, pipeline Interleaved1F1B",
+]
+OF_FOUR = [*rank_cases.of_mesh(), "transformer, ddp", "transformer, fsdp2", "perceptron, pipeline 1F1B"]
 needs_2 = pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")
 needs_4 = pytest.mark.skipif(NUM_DEVICES < 4, reason="needs four CUDA devices")
 

@@ -1,0 +1,206 @@
+"""A model in stages, each on a rank of its own, run by PyTorch's schedules (`torch.distributed.pipelining`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memcallback.checks import described
+from memcallback.fakes import copy_with
+from memcallback.holdings import tensors_in
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: Gives a stage's module, of the model, the stage's number from 0 and how many there are.
+Split = Callable[[nn.Module, int, int], nn.Module]
+Loss = Callable[[Any, Any], torch.Tensor]
+#: Schedules in which the stages of a rank go down the ranks and up again.
+_THERE_AND_BACK = ("ZBVZeroBubble", "DualPipeV")
+
+
+class Pipeline(nn.Module):
+    """The stages of a model that one rank has, with the schedule that runs them.
+
+    Args:
+        schedule: A schedule of `torch.distributed.pipelining`.
+        return_outputs: As for its `step`.
+
+    Attributes:
+        schedule: As given.
+        stages: The modules of this rank's stages.
+    """
+
+    def __init__(self, schedule: Any, *, return_outputs: bool = True) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.stages = nn.ModuleList(stage.submod for stage in self.pipeline_stages)
+        self._return_outputs = return_outputs
+
+    @property
+    def pipeline_stages(self) -> list[Any]:
+        """This rank's stages, as PyTorch has them."""
+        return self.schedule._stages if hasattr(self.schedule, "_stages") else [self.schedule._stage]
+
+    @property
+    def named(self) -> nn.Module:
+        """The module in which this rank's parameters have the names of their stage; of several stages those of this one."""
+        return self.stages[0] if len(self.stages) == 1 else self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many parts the schedule cuts a batch."""
+        return int(self.schedule._n_microbatches)
+
+    def step(self, loss: Loss, batch: Any) -> None:
+        """The forward and backward passes of all microbatches.
+
+        Args:
+            loss: A function of the whole model and a batch that gives the loss; it calls the model once. Of a schedule with a loss function of
+                its own a function of that schedule and the batch, which calls `schedule.step` as this rank does.
+            batch: All microbatches, one after the other in the first dimension of its tensors.
+        """
+        of_stage = self.schedule._loss_fn
+        if not isinstance(of_stage, _LossOfStage):
+            loss(self.schedule, batch)
+            return
+        args, kwargs = _asked_for(loss, batch) if any(stage.is_first for stage in self.pipeline_stages) else ((), {})
+        target = None
+        if any(stage.is_last for stage in self.pipeline_stages):
+            target = of_stage.begin(loss, batch, self.num_microbatches)
+        try:
+            self.schedule.step(*args, target=target, return_outputs=self._return_outputs, **kwargs)
+        finally:
+            of_stage.end()
+
+
+def in_pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    n_microbatches: int,
+    schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    split: Split | None = None,
+    return_outputs: bool = True,
+    scale_grads: bool = True,
+) -> nn.Module:
+    """A rank's stages of a model, on the device of a mesh.
+
+    Args:
+        model: The model.
+        mesh: The device mesh, of one dimension.
+        n_microbatches: Into how many parts a batch is cut.
+        schedule: The name of PyTorch's schedule (`get_schedule_class`).
+        stages_per_rank: How many stages each rank has; by default 1, or 2 in a schedule of several.
+        split: Gives a stage's module; by default as many children of an `nn.Sequential` in each.
+        return_outputs: Whether the last stage puts its outputs together, as PyTorch does by default.
+        scale_grads: Whether gradients are divided by the number of microbatches.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    kind, is_single = _kind_of(schedule)
+    device, group = torch.device(mesh.device_type), mesh.get_group()
+    num_ranks, rank = mesh.size(), mesh.get_local_rank()
+    per_rank = stages_per_rank or (1 if is_single else 2)
+    numbers = [rank + round_ * num_ranks for round_ in range(per_rank)]
+    if kind.__name__.removeprefix("Schedule") in _THERE_AND_BACK:
+        numbers = [rank, 2 * num_ranks - 1 - rank]
+    num_stages = num_ranks * per_rank
+
+    def stage(number: int) -> Any:
+        module = (split or _as_many_children)(model, number, num_stages)
+        is_on_meta = any(parameter.is_meta for parameter in module.parameters())
+        return PipelineStage(module.to_empty(device=device) if is_on_meta else module.to(device), number, num_stages, device, group=group)
+
+    stages = [stage(number) for number in numbers]
+    run = kind(stages[0] if is_single else stages, n_microbatches, loss_fn=_LossOfStage(), scale_grads=scale_grads)
+    return Pipeline(run, return_outputs=return_outputs)
+
+
+def check_schedule(schedule: str, stages_per_rank: int | None) -> None:
+    """See that PyTorch has a schedule of a name, for as many stages on each rank.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    _, is_single = _kind_of(schedule)
+    if is_single and stages_per_rank not in (None, 1):
+        raise ValueError(
+            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which has one stage on each rank. Leave it out, or take "
+            "schedule='Interleaved1F1B'."
+        )
+
+
+def _kind_of(schedule: str) -> tuple[Any, bool]:
+    """PyTorch's class of that name, and whether it is for one stage on each rank."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    kind = get_schedule_class(schedule)
+    return kind, issubclass(kind, PipelineScheduleSingle)
+
+
+def _as_many_children(model: nn.Module, number: int, num_stages: int) -> nn.Module:
+    children = list(model.named_children())
+    if not isinstance(model, nn.Sequential) or len(children) < num_stages:
+        what = f"nn.Sequential of {len(children)}" if isinstance(model, nn.Sequential) else described(model)
+        raise ValueError(
+            f"An {what} cannot be cut into {num_stages} stages without being told how. Give split=..., a function of the model, the "
+            "number of a stage from 0 and how many there are, that gives the stage's module"
+        )
+    first, end = (len(children) * one // num_stages for one in (number, number + 1))
+    # With the names that they have in the model.
+    return nn.Sequential(OrderedDict(children[first:end]))
+
+
+class _IsAsked(Exception):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_asked, self.kwargs_asked = args, kwargs
+
+
+def _asked_for(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With which arguments a loss calls the model."""
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        raise _IsAsked(args, kwargs)
+
+    try:
+        loss(model, batch)
+    except _IsAsked as asked:
+        return asked.args_asked, asked.kwargs_asked
+    raise ValueError("The loss of a pipeline has to call the model, and did not")
+
+
+class _LossOfStage:
+    """The loss of a whole model, as a function of what the last stage gave and of what PyTorch has cut of a tensor of the batch."""
+
+    def __init__(self) -> None:
+        self._of_step: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+
+    def begin(self, loss: Loss, batch: Any, num_parts: int) -> torch.Tensor:
+        """A step begins; returns the tensor for PyTorch to cut."""
+        whole = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
+        if whole is None:
+            raise ValueError("The batch of a pipeline has to have a tensor with samples in its first dimension")
+
+        def of_microbatch(output: Any, target: torch.Tensor) -> torch.Tensor:
+            first_row = (target.storage_offset() - whole.storage_offset()) // max(1, whole.stride(0))
+            number = first_row // max(1, len(target))
+            part = copy_with(batch, lambda one: one.chunk(num_parts)[number] if one.dim() and len(one) == len(whole) else one)
+            return loss(lambda *args, **kwargs: output, part)
+
+        self._of_step = of_microbatch
+        return whole
+
+    def end(self) -> None:
+        """The step is over."""
+        self._of_step = None
+
+    def __call__(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        assert self._of_step is not None, "PyTorch asks for losses inside of a step"
+        return self._of_step(output, target)
