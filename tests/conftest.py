@@ -5,6 +5,11 @@ from __future__ import annotations
 import gc
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes on a busy machine says nothing of what it shows.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(config, items):

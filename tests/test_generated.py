@@ -55,7 +55,6 @@ def drawn(check, number, request):
         max_examples=long or number,
         derandomize=not long,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )

@@ -158,7 +158,7 @@ def test_a_batch_size_below_one_is_refused():
         prediction().at(0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch_size=st.integers(1, 300))
 def test_a_prediction_is_the_replay_of_its_trace(batch_size):
     predicted = prediction(batch_size)

@@ -86,7 +86,7 @@ def settled(steps, num_steps=1):
     return next((windows[n] for n in range(2, len(windows)) if windows[n] == windows[n - 1]), windows[-1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(slots=PROGRAMS, num_steps=st.sampled_from([1, 2]), capacity=st.none() | st.integers(50, 300))
 def test_a_repeated_window_is_that_of_a_longer_trace(slots, num_steps, capacity):
     short, long = unrolled(slots, 2, num_steps=num_steps), unrolled(slots, MAX_WINDOWS, num_steps=num_steps)
@@ -101,14 +101,14 @@ def test_a_repeated_window_is_that_of_a_longer_trace(slots, num_steps, capacity)
         assert ours.out_of_memory == theirs.out_of_memory
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(slots=PROGRAMS)
 def test_what_stands_at_the_peak_adds_up_to_that_of_the_settled_step(slots):
     predicted = Prediction.of(BatchTrace.single(TracedStep(unrolled(slots, 2), 1)), find_device("B200"), settings=AllocatorSettings())
     assert sum(standing.block_bytes for standing in predicted.at_peak) == predicted.peak_allocated_bytes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(slots=PROGRAMS, growth_bytes=st.integers(1, 3 * MiB))
 def test_memory_that_grows_is_not_repeated_and_said(slots, growth_bytes):
     growing = replayed(unrolled(slots, 2, growth_bytes=growth_bytes))
