@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,9 @@ from memcallback.events import Category
 from memcallback.own_thread import in_this_thread
 from memcallback.rank_messages import Messages
 from memcallback.trace_mode import TraceMode
+
+#: Numbers that no thread has.
+_THREADS = count(-1, -1)
 
 
 @contextmanager
@@ -97,10 +101,16 @@ def _register(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fakes lie on the CPU, and so do meshes of them."""
+    """Fakes lie on the CPU, and so do meshes of them.
+
+    DTensor remembers how tensors are spread by meshes that are equal, and with them whose process groups they are. By its thread a mesh of
+    a trace is unlike any other, of the user's training and of the next trace.
+    """
+    number = next(_THREADS)
 
     def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         original(mesh, "cpu", *args, **kwargs)
+        mesh._thread_id, mesh._hash = number, None
 
     return init
 

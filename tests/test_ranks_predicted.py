@@ -106,6 +106,33 @@ def test_tensor_parallel_layers_have_a_part_of_each_matrix():
     assert held(mc.Ranks(4, "tensor_parallel", plan=plan), model=model) == pytest.approx(2 * MATRIX_BYTES // 4, abs=64)
 
 
+def test_dtensors_of_one_trace_say_nothing_of_those_of_the_next():
+    """DTensor remembers how equal meshes spread tensors, and with that their process groups."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
+    prediction = mc.predict(step(mc.Ranks(4, "tensor_parallel", plan=plan), model=network(2)), device="cpu")
+    assert prediction.trace.is_any_batch_size_known, prediction.caveats
+
+
+def train_in_parts(rank, world_size, folder):
+    """A rank that predicts itself, and trains in a mesh that equals that of its prediction."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    ranks = mc.Ranks(world_size, "tensor_parallel", rank=rank, plan={"0.0": ColwiseParallel(), "1.0": RowwiseParallel()})
+    mc.predict(step(ranks, model=network(2)), device="cpu")
+    torch.manual_seed(0)
+    model, batch = network(2), torch.randn(8, WIDTH)
+    wanted = model(batch)
+    assert torch.allclose(ranks.parallelize(model, "cpu")(batch), wanted, atol=1e-6)
+    dist.destroy_process_group()
+
+
+def test_dtensors_of_a_trace_say_nothing_of_those_that_are_trained(tmp_path):
+    torch.multiprocessing.spawn(train_in_parts, (2, str(tmp_path)), nprocs=2)
+
+
 def test_a_function_does_what_a_strategy_has_no_name_for():
     def spread(model, mesh, *, wrap):
         assert mesh.mesh_dim_names == ("replicate", "shard")
@@ -248,7 +275,7 @@ def test_the_parts_of_a_dtensor_are_counted_once():
         ((0,), {}, ValueError, "world_size must be at least 1, got 0"),
         ((2,), {"rank": 2}, ValueError, r"rank must be below world_size, got rank 2 of 2. Ranks are counted from 0 to 1"),
         ((8,), {"mesh": {"dp": 2, "tp": 2}}, ValueError, "has 4 places for 8 ranks"),
-        ((2, "zero3"), {}, ValueError, "strategy must be 'ddp', 'fsdp2', 'tensor_parallel' or a function"),
+        ((2, "zero3"), {}, ValueError, "strategy must be 'ddp', 'fsdp2', 'tensor_parallel', 'pipeline' or a function"),
         (
             (2, "ddp"),
             {"reshard_after_forward": True},
