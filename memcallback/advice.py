@@ -29,7 +29,7 @@ class BatchSizeBounds:
         multiple_of: It is to be a multiple of this, if at least so many samples fit; at least 1.
         max_batch_size: It is at most this, at least 1; None for no such bound.
         dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if unknown.
-        world_size: How many ranks train, at least 1.
+        world_size: How many ranks train with a batch of their own, at least 1.
 
     Raises:
         TypeError: If one of them is no whole number.
@@ -94,6 +94,21 @@ class AccumulationPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankBatchSize:
+    """What some ranks of a job that are alike could have alone.
+
+    Attributes:
+        ranks: Which ones.
+        device_name: The device of each.
+        batch_size: The suggestion for them; 0 if not even one sample is sure to fit.
+    """
+
+    ranks: tuple[int, ...]
+    device_name: str
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchSizeAdvice:
     """The largest batch size that stays within a device.
 
@@ -109,6 +124,7 @@ class BatchSizeAdvice:
         leaves_out: What it does not know, as parts of a sentence.
         by_sequence_length: The batch size for sequences of each of these lengths, where they were asked for; the advice itself is for the
             longest.
+        by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices are unlike: the advice itself is the smallest.
     """
 
     largest: int
@@ -121,6 +137,7 @@ class BatchSizeAdvice:
     leaves_out: tuple[str, ...]
     bounds: BatchSizeBounds = DEFAULT_BOUNDS
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
+    by_rank: tuple[RankBatchSize, ...] = ()
 
     @cached_property
     def batch_size(self) -> int:
@@ -248,6 +265,7 @@ class BatchSizeAdvice:
         if self.bounds.world_size > 1:
             lines.append(f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all.")
         lines += [f"Sequences of {length}: {batch_size:,}" for length, batch_size in self.by_sequence_length.items()]
+        lines += [f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank]
         lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
         return "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines) + self.to_table().to_text()
 
@@ -273,7 +291,12 @@ class BatchSizeAdvice:
             "by_sequence_length": [
                 {"sequence_length": length, "batch_size": batch_size} for length, batch_size in self.by_sequence_length.items()
             ],
+            "by_rank": [{"ranks": list(one.ranks), "device_name": one.device_name, "batch_size": one.batch_size} for one in self.by_rank],
         }
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from rank {ranks[0]} on"
 
 
 def _times(multiple: float) -> str:

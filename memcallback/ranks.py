@@ -122,6 +122,16 @@ class Ranks:
         """After how many updates the next is as all later ones: DistributedDataParallel makes its buckets anew in the second, and a function may."""
         return 2 if callable(self.strategy) or self.strategy == "ddp" else 1
 
+    @property
+    def num_with_own_batch(self) -> int:
+        """How many ranks have a batch of their own: all, but with tensor parallel layers and in a pipeline, where they are at one together."""
+        return 1 if self.strategy in ("tensor_parallel", "pipeline") else self.world_size
+
+    @property
+    def unlike(self) -> tuple[int, ...]:
+        """The ranks that hold unlike things: in a pipeline all of them; else this one stands for the others."""
+        return tuple(range(self.world_size)) if self.strategy == "pipeline" else (self.rank,)
+
     def as_rank(self, rank: int) -> Ranks:
         """The same job, seen from another rank."""
         other = copy.copy(self)

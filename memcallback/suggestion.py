@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds
+from memcallback.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds, RankBatchSize
 from memcallback.advise import check_headroom, from_trace
 from memcallback.batch_lengths import buckets, sequence_lengths_of
 from memcallback.batch_trace import BatchDependentPath
-from memcallback.device_here import outside_bytes
+from memcallback.device_here import any_device, outside_bytes
 from memcallback.devices import Device
 from memcallback.holdings import bucket_bytes
 from memcallback.prediction import Prediction
+from memcallback.ranks import Ranks
 from memcallback.stats import Kind, StepMemory
 from memcallback.steps import PredictionError, TrainingStep
 from memcallback.tracing import ONLY, Traces, predict
 
+#: As for `predict`.
+AnyDevice = str | int | torch.device | Device | None
 #: How often a suggestion is made anew from a trace at the one before.
 _NUM_SUGGESTIONS = 3
 
@@ -26,7 +29,7 @@ _NUM_SUGGESTIONS = 3
 def suggest_batch_size(
     step: TrainingStep,
     *,
-    device: str | int | torch.device | Device | None = None,
+    device: AnyDevice | Sequence[AnyDevice] = None,
     headroom: float = DEFAULT_HEADROOM,
     multiple_of: int = DEFAULT_MULTIPLE,
     max_batch_size: int | None = None,
@@ -40,15 +43,19 @@ def suggest_batch_size(
 
     It is verified by a trace at that size; where the step does something else there, it is predicted anew from there.
 
+    The ranks of a job have one batch size, the smallest of what each could have alone: the stages of a pipeline are looked at one by one (and
+    its batch size is that of a microbatch), ranks of unlike devices too. Of other jobs the step's own rank stands for all.
+
     Args:
         step: The step.
-        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
+        device: As for `predict`; or the device of each rank, in a list. Of this machine's own device, what others use of it at this moment is
+            left to them.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
         multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
         max_batch_size: It is at most this.
         dataset_size: Samples in the dataset, of which each rank has its part.
-        world_size: How many ranks train; the batch size is that of one. By default as many as the step's `ranks` say. Where the step
-            says nothing of them, it is beside buckets as large as its gradients (DistributedDataParallel).
+        world_size: How many ranks train with a batch of their own; the batch size is that of one. By default as the step's `ranks` say, or as many
+            as there are devices. Where the step says nothing of them, it is beside buckets as large as its gradients (DistributedDataParallel).
         measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
         sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
             `by_sequence_length` of the advice has one for each length. Or a data loader, whose batches are read for their lengths; then there
@@ -61,17 +68,76 @@ def suggest_batch_size(
     Raises:
         PredictionError: As `predict`; also if the step was traced at its own batch size alone, or there is no end of memory.
         TypeError: If one of the numbers is none.
-        ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is empty, or `measured` is no steady step that was
-            measured on a device of this kind.
+        ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is empty, `measured` is no steady step that was
+            measured on a device of this kind, or is given for ranks that are unlike, or there are more or fewer devices than ranks.
     """
-    world_size = _world_size(step, world_size)
+    places = _places(step, device)
+    world_size = _world_size(step, world_size, sum(len(place.ranks) for place in places))
     bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
     check_headroom(headroom)
     lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
+    if len(places) > 1 and measured is not None:
+        raise ValueError(
+            f"measured is a step of one rank, and {len(places)} kinds of ranks are planned for. Leave it out, or ask for one rank and one device."
+        )
+    advices = [_for_one(place, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read) for place in places]
+    smallest = min(advices, key=lambda advice: advice.batch_size)
+    if len(places) == 1:
+        return smallest
+    kinds = (
+        RankBatchSize(ranks=tuple(place.ranks), device_name=any_device(place.device).name, batch_size=advice.batch_size)
+        for place, advice in zip(places, advices, strict=True)
+    )
+    return replace(smallest, by_rank=tuple(kinds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Ranks that are alike: the step of one of them, its device, and which ranks they are."""
+
+    step: TrainingStep
+    device: AnyDevice
+    ranks: list[int]
+
+
+def _places(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> list[_Place]:
+    ranks: Ranks | None = getattr(step, "ranks", None)  # what is no step is told by `predict`
+    if isinstance(device, str) or not isinstance(device, Sequence):
+        if ranks is None:
+            return [_Place(step=step, device=device, ranks=[0])]
+        devices = dict.fromkeys(ranks.unlike, device)
+    else:
+        if not device or (ranks is not None and len(device) != ranks.world_size):
+            expected = "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
+            raise ValueError(f"device is a list of {len(device)} devices, and must have {expected}. Give one device if all are alike.")
+        devices = dict(enumerate(device))
+    found: list[_Place] = []
+    for rank, on in devices.items():
+        of_rank = step if ranks is None or rank == ranks.rank or rank not in ranks.unlike else step.varied(ranks=ranks.as_rank(rank))
+        alike = next((place for place in found if place.step is of_rank and place.device == on), None)
+        if alike is None:
+            found.append(_Place(step=of_rank, device=on, ranks=[rank]))
+        else:
+            alike.ranks.append(rank)
+    return found
+
+
+def _for_one(
+    place: _Place,
+    headroom: float,
+    bounds: BatchSizeBounds,
+    measured: StepMemory | None,
+    lengths: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+    *,
+    are_lengths_read: bool,
+) -> BatchSizeAdvice:
+    """The suggestion for a rank on its device."""
+    step, device = place.step, place.device
     prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
     outside = outside_bytes(device, prediction.device)
 
-    beside_bytes = bucket_bytes(step.model) if world_size > 1 and step.ranks is None else 0
+    beside_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
     if measured is not None:
         _check_measured(measured, prediction)
 
@@ -91,7 +157,7 @@ def suggest_batch_size(
     advice = advice_of(prediction)
     if advice is None:
         raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
-    if are_read:
+    if are_lengths_read:
         # A trace of one length alone says nothing of others.
         step_of_lengths = prediction.lengths.step if prediction.lengths else 0
         lengths = buckets(lengths, step_of_lengths or lengths[-1])
@@ -101,12 +167,13 @@ def suggest_batch_size(
     return replace(advice, by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})})
 
 
-def _world_size(step: TrainingStep, given: int | None) -> int:
-    ranks = getattr(step, "ranks", None)  # what is no step is told by `predict`
-    known = ranks.world_size if ranks else None
-    if given is not None and known is not None and given != known:
-        raise ValueError(f"world_size {given} was asked for, and the step's ranks are {known}. Leave world_size out.")
-    return given or known or 1
+def _world_size(step: TrainingStep, given: int | None, num_devices: int) -> int:
+    ranks: Ranks | None = getattr(step, "ranks", None)
+    if ranks is None:
+        return given or num_devices
+    if given is not None and given != ranks.num_with_own_batch:
+        raise ValueError(f"world_size {given} was asked for, and the step's ranks are {ranks.num_with_own_batch}. Leave world_size out.")
+    return ranks.num_with_own_batch
 
 
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:

@@ -1,0 +1,77 @@
+"""One batch size for all ranks of a job: ranks with unlike devices, and the stages of a pipeline."""
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+
+WIDTH = 1024
+
+
+def network(num_layers=2):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(num_layers)))
+
+
+def step(ranks=None, model=None):
+    return mc.TrainingStep(model or network(), torch.zeros(16, WIDTH), optimizer=torch.optim.SGD, ranks=ranks)
+
+
+def suggested(device, ranks=None, **options):
+    return mc.suggest_batch_size(step(ranks), device=device, multiple_of=1, **options)
+
+
+def test_ranks_with_unlike_devices_have_the_batch_size_of_the_smallest():
+    ddp = mc.Ranks(3)
+    alone = {device: suggested(device, ddp).batch_size for device in ("4GiB", "6GiB")}
+    assert alone["4GiB"] < alone["6GiB"]
+    advice = suggested(["6GiB", "4GiB", "6GiB"], ddp)
+    assert advice.batch_size == alone["4GiB"]
+    assert advice.global_batch_size == 3 * alone["4GiB"]
+    assert [(one.ranks, one.batch_size) for one in advice.by_rank] == [((0, 2), alone["6GiB"]), ((1,), alone["4GiB"])]
+    assert "2 ranks from rank 0 on" in advice.to_text()
+    assert [row["ranks"] for row in advice.to_dict()["by_rank"]] == [[0, 2], [1]]
+
+
+def test_devices_that_are_alike_are_one_kind():
+    assert suggested(["4GiB"] * 2, mc.Ranks(2)).by_rank == ()
+    without_ranks = suggested(["4GiB", "8GiB"])
+    assert without_ranks.bounds.world_size == 2
+    assert without_ranks.batch_size == suggested("4GiB", world_size=2).batch_size
+
+
+def uneven(model, number, num_stages):
+    """Three quarters of the layers on the first rank."""
+    return model[:3] if number == 0 else model[3:]
+
+
+def test_a_microbatch_is_as_large_as_fits_on_every_stage():
+    def job(rank=0):
+        return mc.Ranks(2, "pipeline", rank=rank, n_microbatches=4, split=uneven)
+
+    advice = mc.suggest_batch_size(step(job(), network(4)), device="4GiB", multiple_of=1)
+    by_rank = {one.ranks: one.batch_size for one in advice.by_rank}
+    assert set(by_rank) == {(0,), (1,)}
+    assert advice.batch_size == min(by_rank.values()) < max(by_rank.values())
+    # It is that of a microbatch, at which all ranks are together.
+    assert advice.global_batch_size == advice.batch_size
+    from_the_other = mc.suggest_batch_size(step(job(rank=1), network(4)), device="4GiB", multiple_of=1)
+    assert from_the_other.batch_size == advice.batch_size
+
+
+def test_ranks_with_tensor_parallel_layers_share_a_batch():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
+    advice = suggested("4GiB", mc.Ranks(4, "tensor_parallel", plan=plan))
+    assert advice.global_batch_size == advice.batch_size
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ValueError, match=r"list of 2 devices, and must have one for each of the 3 ranks"):
+        suggested(["4GiB", "8GiB"], mc.Ranks(3))
+    with pytest.raises(ValueError, match=r"list of 0 devices, and must have at least one"):
+        suggested([])
+    measured = mc.predict(step(), device="4GiB").step
+    with pytest.raises(ValueError, match=r"measured is a step of one rank, and 2 kinds of ranks"):
+        suggested(["4GiB", "8GiB"], measured=measured)
