@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +25,9 @@ from memcallback.tensor_parts import dense_parts, fake_with_values, jagged_like,
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+#: How many copies are being made, in any thread.
+_num_copying = 0
+_copying = threading.Lock()
 # What ties a LightningModule to the run it is in: lightning/pytorch/core/module.py, LightningModule.__init__.
 _RUN_ATTRIBUTES = ("_trainer", "_fabric")
 
@@ -45,7 +49,7 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a LightningModule says `cpu`.
     - A module compiled by `torch.compile` is replaced by the module that it wraps.
     - A dataset or data loader that is an attribute of a module is shared with the original, since it can be as large as the data.
-    - What cannot be deep-copied (a lock, an open file, a generator) is shared with the original; what holds it is copied.
+    - What cannot be deep-copied (a lock, an open file, a generator of Python's) is shared with the original; what holds it is copied.
 
     - A function that holds a part of a copied module (a hook that knows its module by a closure) is copied, and holds the copied part.
     - Hooks of parameters are copied with them.
@@ -183,7 +187,7 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         memo.update(dict.fromkeys(map(id, _run_references(obj))))
         functions.begin(memo)
         try:
-            with _CopyMode(make), torch.no_grad():
+            with _CopyMode(make), torch.no_grad(), _copied_generators():
                 for compiled in _compiled_modules(obj):
                     memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
                 result = copy.deepcopy(obj, memo)
@@ -204,6 +208,25 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         else:
             _settle(memo)
             return result
+
+
+@contextlib.contextmanager
+def _copied_generators() -> Iterator[None]:
+    """Let `copy.deepcopy` copy random generators without a tensor: given a fake for its state, one is not copied, and PyTorch 2.6 dies of it.
+
+    Whoever else copies one meanwhile, in another thread, gets what he would have got.
+    """
+    global _num_copying
+    with _copying:
+        _num_copying += 1
+        copy._deepcopy_dispatch[torch.Generator] = lambda generator, memo: generator.clone_state()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with _copying:
+            _num_copying -= 1
+            if not _num_copying:
+                del copy._deepcopy_dispatch[torch.Generator]  # type: ignore[attr-defined]
 
 
 def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:

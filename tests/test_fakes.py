@@ -25,6 +25,11 @@ from memcallback.resizing import resize_batch
 PETABYTE = 10**15
 
 
+@dataclass
+class Helper:
+    generator: torch.Generator
+
+
 @pytest.fixture
 def mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -251,6 +256,20 @@ def test_what_cannot_be_copied_is_shared_and_what_holds_it_is_copied(mode, tmp_p
         for name in ("lock", "file", "generator"):
             assert copy.helper[name] is model.helper[name]
         assert isinstance(copy.helper["tensor"], FakeTensor)
+
+
+def test_a_random_generator_is_copied_with_its_state_and_goes_its_own_way(mode):
+    model = nn.Linear(3, 3)
+    model.generator = torch.Generator().manual_seed(3)
+    model.helper = Helper(torch.Generator().manual_seed(4))
+    own = (model.generator, model.helper.generator)
+    copy = fake_copy(model, mode)
+    copies = (copy.generator, copy.helper.generator)
+    states = [generator.get_state() for generator in own]
+    for generator, copied, state in zip(own, copies, states, strict=True):
+        assert torch.equal(copied.get_state(), state)
+        copied.manual_seed(5)
+        assert torch.equal(generator.get_state(), state)
 
 
 def test_a_dataset_and_a_data_loader_of_a_module_are_shared(mode):
