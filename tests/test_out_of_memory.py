@@ -51,7 +51,8 @@ def test_in_a_training_step(tmp_path, capsys):
     callback, error = run(Hungry(where="training"), tmp_path)
     report = callback.out_of_memory
     assert (report.place.phase, report.place.step, report.place.module) == ("forward pass", 3, "layer")
-    assert report.place.operator == "torch.empty"
+    if sys.version_info >= (3, 11):  # before, Python does not say which part of a line failed
+        assert report.place.operator == "torch.empty"
     assert report.place.line.text.startswith("return torch.empty(2**60")
     assert report.shortage.requested_bytes == 2**60
     assert report.shortage.resident_bytes > 0
