@@ -43,8 +43,9 @@ def what_if(
         device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
         batch_size: Samples between two updates; by default as many as the step has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0 and below 1.
-        ranks: How many devices there may be, for a row each with DistributedDataParallel, FSDP2 with and without resharding, and HSDP; or
-            jobs of your own. Figures are those of one rank, and batch sizes too.
+        ranks: How many devices there may be, for a row each with DistributedDataParallel, FSDP2 with and without resharding, and HSDP, tensor
+            parallel where the model has a plan for it (`tp_plan` of transformers), and a pipeline where it is an `nn.Sequential`; or jobs of
+            your own. Figures are those of one rank, of a pipeline those of the stage that takes most, and batch sizes too.
         progress: Called after each saving that was tried alone, with the number of those and of all.
 
     Returns:
@@ -55,8 +56,10 @@ def what_if(
         ValueError: As `predict`, or if `headroom` is out of range, or `ranks` below 2.
     """
     check_headroom(headroom)
-    jobs = tuple(usual(whole_number("ranks", ranks, "Leave it out for one device.", least=2))) if isinstance(ranks, int) else tuple(ranks)
+    if isinstance(ranks, int):
+        whole_number("ranks", ranks, "Leave it out for one device.", least=2)
     base = predict(step, device=any_device(device), batch_size=batch_size)
+    jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, outside_bytes(device, base.device))
     tried: list[tuple[Saving, PlanRow]] = []
     savings = [*savings_for(step, base.batch_size, base.trace.at(base.batch_size).events), *over_ranks(jobs)]
@@ -102,7 +105,7 @@ class _Trial:
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
         """All that was tried."""
         return Plan(
-            current=self._row_of(self._base, PlanRow(saving="as it is", batch_size=self._base.batch_size)),
+            current=self._row_of([self._base], PlanRow(saving="as it is", batch_size=self._base.batch_size)),
             tried=tuple(rows),
             device_name=self._base.device_name,
             capacity_bytes=self._base.capacity_bytes,
@@ -113,14 +116,21 @@ class _Trial:
 
     def row(self, saving: Saving, predict: Callable[..., Prediction] = predict) -> PlanRow:
         """The step with a saving."""
-        batch_size = self._base.batch_size // saving.num_parts
+        batch_size, rest = divmod(self._base.batch_size, saving.num_parts)
         row = PlanRow(saving=saving.name, kind=saving.kind, batch_size=batch_size, changes=saving.changes, line=saving.line)
         settings = replace(self._base.settings, expandable_segments=True) if saving.expandable_segments else self._base.settings
+        if rest:
+            return replace(row, problem=f"a batch of {self._base.batch_size} cannot be cut into {saving.num_parts} parts of one size")
         try:
             if saving.kind == "allocator":
-                return self._row_of(replace(self._base, settings=settings), row)
+                return self._row_of([replace(self._base, settings=settings)], row)
             varied = saving.apply(self._step)
-            return self._row_of(predict(varied, device=self._base.device, batch_size=batch_size, settings=settings), row)
+            predictions = [
+                predict(one, device=self._base.device, batch_size=batch_size, settings=settings)
+                for one in varied.of_unlike_ranks().values()
+            ]
+            num_together = varied.ranks.num_at_one_batch if varied.ranks else 1
+            return self._row_of(predictions, row, num_together)
         except (PredictionError, ValueError) as error:
             cause = error.__cause__ or error
             return replace(row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0])
@@ -134,22 +144,34 @@ class _Trial:
             fewer = (self.row(together(*(one for one in best if one is not least))) for least in reversed(best)) if row.problem else ()
             yield next((one for one in fewer if not one.problem), row)
 
-    def _row_of(self, prediction: Prediction, row: PlanRow) -> PlanRow:
-        advice = suggest(
-            measured=None,
-            predicted=prediction,
-            capacity_bytes=prediction.capacity_bytes,
-            outside_bytes=self._outside(prediction),
-            headroom=self._headroom,
-        )
+    def _row_of(self, predictions: Sequence[Prediction], row: PlanRow, num_together: int = 1) -> PlanRow:
+        """A row with the figures of the rank that takes most.
+
+        Args:
+            predictions: Those of ranks that are unlike.
+            row: The row without figures.
+            num_together: How many ranks are at one batch together.
+        """
+        worst = max(predictions, key=lambda one: one.peak_reserved_bytes or one.peak_allocated_bytes or 0)
+        advices = [
+            suggest(
+                measured=None,
+                predicted=one,
+                capacity_bytes=one.capacity_bytes,
+                outside_bytes=self._outside(one),
+                headroom=self._headroom,
+            )
+            for one in predictions
+        ]
+        largest = [advice.largest if advice else None for advice in advices]
         return replace(
             row,
-            peak_allocated_bytes=prediction.peak_allocated_bytes,
-            peak_reserved_bytes=prediction.peak_reserved_bytes,
-            fits=prediction.fits,
-            largest_batch_size=advice.largest if advice else None,
-            extra_compute_pct=self._extra_compute_pct(prediction),
-            sent_bytes=prediction.trace.traced.sent_bytes,
+            peak_allocated_bytes=worst.peak_allocated_bytes,
+            peak_reserved_bytes=worst.peak_reserved_bytes,
+            fits=worst.fits,
+            largest_batch_size=min((one for one in largest if one is not None), default=None),
+            extra_compute_pct=self._extra_compute_pct(predictions, num_together),
+            sent_bytes=max(one.trace.traced.sent_bytes for one in predictions),
         )
 
     def _outside(self, prediction: Prediction) -> int | None:
@@ -159,13 +181,17 @@ class _Trial:
         more = prediction.device.outside_bytes - self._base.device.outside_bytes
         return self._outside_bytes + max(0, more)
 
-    def _extra_compute_pct(self, prediction: Prediction) -> float | None:
-        here, there = self._base.trace.traced, prediction.trace.traced
-        if not here.num_flops:
+    def _extra_compute_pct(self, predictions: Sequence[Prediction], num_together: int) -> float | None:
+        of_here = _flops_of_sample(self._base)
+        if not of_here:
             return None
-        of_here = here.num_flops / (here.batch_size * here.num_batches)
-        of_there = there.num_flops / (there.batch_size * there.num_batches)
+        of_there = sum(map(_flops_of_sample, predictions)) * num_together / len(predictions)
         return 100 * (of_there / of_here - 1)
+
+
+def _flops_of_sample(prediction: Prediction) -> float:
+    traced = prediction.trace.traced
+    return traced.num_flops / (traced.batch_size * traced.num_batches)
 
 
 def _best_of_each_kind(helping: Iterable[Saving]) -> list[Saving]:

@@ -123,9 +123,9 @@ class Ranks:
         return 2 if callable(self.strategy) or self.strategy == "ddp" else 1
 
     @property
-    def num_with_own_batch(self) -> int:
-        """How many ranks have a batch of their own: all, but with tensor parallel layers and in a pipeline, where they are at one together."""
-        return 1 if self.strategy in ("tensor_parallel", "pipeline") else self.world_size
+    def num_at_one_batch(self) -> int:
+        """How many ranks are at one batch together: all with tensor parallel layers and in a pipeline; else each has its own."""
+        return self.world_size if self.strategy in ("tensor_parallel", "pipeline") else 1
 
     @property
     def unlike(self) -> tuple[int, ...]:

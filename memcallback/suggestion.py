@@ -102,18 +102,17 @@ class _Place:
 
 def _places(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> list[_Place]:
     ranks: Ranks | None = getattr(step, "ranks", None)  # what is no step is told by `predict`
+    steps = {0: step} if ranks is None else step.of_unlike_ranks()
     if isinstance(device, str) or not isinstance(device, Sequence):
-        if ranks is None:
-            return [_Place(step=step, device=device, ranks=[0])]
-        devices = dict.fromkeys(ranks.unlike, device)
+        devices = dict.fromkeys(steps, device)
+    elif not device or (ranks is not None and len(device) != ranks.world_size):
+        expected = "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
+        raise ValueError(f"device is a list of {len(device)} devices, and must have {expected}. Give one device if all are alike.")
     else:
-        if not device or (ranks is not None and len(device) != ranks.world_size):
-            expected = "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
-            raise ValueError(f"device is a list of {len(device)} devices, and must have {expected}. Give one device if all are alike.")
         devices = dict(enumerate(device))
     found: list[_Place] = []
     for rank, on in devices.items():
-        of_rank = step if ranks is None or rank == ranks.rank or rank not in ranks.unlike else step.varied(ranks=ranks.as_rank(rank))
+        of_rank = steps.get(rank, step)
         alike = next((place for place in found if place.step is of_rank and place.device == on), None)
         if alike is None:
             found.append(_Place(step=of_rank, device=on, ranks=[rank]))
@@ -171,9 +170,10 @@ def _world_size(step: TrainingStep, given: int | None, num_devices: int) -> int:
     ranks: Ranks | None = getattr(step, "ranks", None)
     if ranks is None:
         return given or num_devices
-    if given is not None and given != ranks.num_with_own_batch:
-        raise ValueError(f"world_size {given} was asked for, and the step's ranks are {ranks.num_with_own_batch}. Leave world_size out.")
-    return ranks.num_with_own_batch
+    known = ranks.world_size // ranks.num_at_one_batch
+    if given is not None and given != known:
+        raise ValueError(f"world_size {given} was asked for, and the step's ranks are {known}. Leave world_size out.")
+    return known
 
 
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:

@@ -31,6 +31,47 @@ def test_there_is_a_row_for_each_usual_way(rows):
     assert not any(row.problem for row in rows.values())
 
 
+def test_a_sequential_model_can_be_a_pipeline():
+    plan = mc.what_if(step(), device="NVIDIA L4", ranks=2)
+    row = next(row for row in plan.tried if row.saving.startswith("pipeline"))
+    assert (row.saving, row.batch_size, row.problem) == ("pipeline on 2, n_microbatches=2", 8, "")
+    jobs = [mc.Ranks(2, "pipeline", rank=rank, n_microbatches=2) for rank in range(2)]
+    stages = [mc.predict(step().varied(ranks=job), device="NVIDIA L4", batch_size=8) for job in jobs]
+    assert row.peak_allocated_bytes == max(stages, key=lambda stage: stage.peak_reserved_bytes).peak_allocated_bytes
+    assert row.largest_batch_size == mc.suggest_batch_size(step().varied(ranks=jobs[0]), device="NVIDIA L4", multiple_of=1).batch_size
+    # What a stage computes is a part of the whole.
+    assert row.extra_compute_pct == pytest.approx(0)
+    assert "one batch together" in row.changes
+
+
+def test_a_batch_that_cannot_be_cut_into_microbatches_is_told():
+    plan = mc.what_if(step(), device="NVIDIA L4", ranks=[mc.Ranks(2, "pipeline", n_microbatches=3)])
+    (row,) = (row for row in plan.tried if row.kind == "ranks")
+    assert row.problem == "a batch of 16 cannot be cut into 3 parts of one size"
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_a_model_that_says_how_has_tensor_parallel_layers():
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    step = mc.TrainingStep(llama(), tokens, loss=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss)
+    plan = mc.what_if(step, device="NVIDIA L4", ranks=2)
+    rows = {row.saving: row for row in plan.tried if row.kind == "ranks"}
+    row = rows["tensor_parallel on 2"]
+    assert not row.problem
+    # All matrices are divided, none of the norms.
+    alone, ddp = plan.current, rows["ddp on 2, gradient_as_bucket_view=True"]
+    assert row.peak_allocated_bytes < alone.peak_allocated_bytes <= ddp.peak_allocated_bytes
+    assert row.extra_compute_pct == pytest.approx(0, abs=1)
+    assert row.sent_bytes > 0
+    assert not [name for name in rows if name.startswith("pipeline")]
+
+
 def test_a_row_is_the_prediction_of_a_rank(rows):
     row = rows["fsdp2 on 8"]
     prediction = mc.predict(step().varied(ranks=mc.Ranks(WORLD_SIZE, "fsdp2")), device="NVIDIA L4")
