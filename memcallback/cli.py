@@ -125,7 +125,9 @@ def _add_what_if(commands: Any) -> None:
     parser.add_argument("--batch-size", metavar="N", help="samples between two updates; by default as many as the step's own batch has")
     parser.add_argument("--device", metavar="NAME", required=True, help=_DEVICE_HELP)
     _add_headroom(parser)
-    parser.add_argument("--world-size", metavar="N", help="try N ranks too: DistributedDataParallel, FSDP2, HSDP, tensor parallel, a pipeline")
+    parser.add_argument(
+        "--world-size", metavar="N", help="try N ranks too: DistributedDataParallel, FSDP2, HSDP, tensor parallel, a pipeline"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with the unit in every key")
     parser.set_defaults(command=_run_what_if)
 

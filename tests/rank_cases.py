@@ -74,11 +74,18 @@ class Recurrent(nn.Module):
         return state @ self.embedding.weight.T
 
 
+def encoder(width=256, vocabulary=5003):
+    """Layers of PyTorch's own, one after the other."""
+    layers = (nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True) for _ in range(4))
+    return nn.Sequential(nn.Embedding(vocabulary, width), *layers, nn.Linear(width, vocabulary))
+
+
 #: Name -> how the model is made, and its batch: inputs and classes.
 MODELS = {
     "transformer": (Transformer, lambda: (torch.zeros(4, 128, dtype=torch.int64), torch.zeros(4, 128, dtype=torch.int64))),
     "convolutional": (convolutional, lambda: (torch.zeros(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64))),
     "perceptron": (perceptron, lambda: (torch.zeros(64, 512), torch.zeros(64, dtype=torch.int64))),
+    "encoder": (encoder, lambda: (torch.zeros(4, 96, dtype=torch.int64), torch.zeros(4, 96, dtype=torch.int64))),
     "recurrent": (Recurrent, lambda: (torch.zeros(16, 12, dtype=torch.int64), torch.zeros(16, dtype=torch.int64))),
 }
 
@@ -109,6 +116,27 @@ def tensor_parallel(model, mesh):
 
     for block in model.to(mesh.device_type).blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def perceptron_in_parts(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    pairs = {f"{2 * pair}.0": ColwiseParallel() for pair in range(4)} | {f"{2 * pair + 1}.0": RowwiseParallel() for pair in range(4)}
+    parallelize_module(model.to(mesh.device_type), mesh, pairs)
+
+
+def encoder_in_parts(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in model.to(mesh.device_type)[1:-1]:
+        parallelize_module(layer, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+
+
+def head_in_parts(model, mesh):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    parallelize_module(model.to(mesh.device_type), mesh, {"4": ColwiseParallel(output_layouts=Replicate())})
 
 
 def fsdp1(model, mesh):
@@ -222,6 +250,12 @@ def of_transformer():
     }
 
 
+def of_parts():
+    """Other models with tensor parallel layers."""
+    spread = {"perceptron": perceptron_in_parts, "encoder": encoder_in_parts, "convolutional": head_in_parts}
+    return {f"{model}, tensor parallel": Case(function, model, optimizer=adamw_one_by_one) for model, function in spread.items()}
+
+
 def of_lists():
     """Collectives over lists of tensors, which go through one flat buffer."""
     return {
@@ -237,7 +271,7 @@ def of_pipelines():
         return Case("pipeline", model, options={"n_microbatches": 4, **({"split": Stage} if model == "transformer" else {}), **options})
 
     found = {}
-    for model in ("transformer", "convolutional", "perceptron"):
+    for model in ("transformer", "convolutional", "perceptron", "encoder"):
         found[f"{model}, pipeline 1F1B"] = case(model)
         found[f"{model}, pipeline GPipe"] = case(model, schedule="GPipe")
     for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
@@ -255,7 +289,7 @@ def of_mesh():
 
 def cases(world_size):
     """All ways to spread a model."""
-    return of_models() | of_transformer() | of_pipelines() | (of_mesh() if world_size == 4 else {})
+    return of_models() | of_transformer() | of_parts() | of_pipelines() | (of_mesh() if world_size == 4 else {})
 
 
 def figures(step):

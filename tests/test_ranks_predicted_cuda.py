@@ -16,6 +16,7 @@ OF_TWO = [
     "convolutional, ddp",
     "convolutional, fsdp2",
     "recurrent, fsdp2 in bf16",
+    "encoder, tensor parallel",
     "transformer, pipeline 1F1B",
     "convolutional, pipeline GPipe",
     "perceptron, pipeline Interleaved1F1B",
