@@ -19,6 +19,7 @@ DEFAULT_HEADROOM = 0.05
 DEFAULT_MULTIPLE = 8
 _WIDTH = 100
 _INDENT = "  "
+_NUM_RANKS_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,32 +31,42 @@ class BatchSizeBounds:
         max_batch_size: It is at most this, at least 1; None for no such bound.
         dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if unknown.
         world_size: How many ranks train with a batch of their own, at least 1.
+        num_microbatches: How many batches of that size a pipeline has in each of its steps, at least 1.
 
     Raises:
         TypeError: If one of them is no whole number.
-        ValueError: If one of them is out of range, or a rank has no sample.
+        ValueError: If one of them is out of range, or a batch has no sample.
     """
 
     multiple_of: int = DEFAULT_MULTIPLE
     max_batch_size: int | None = None
     dataset_size: int | None = None
     world_size: int = 1
+    num_microbatches: int = 1
 
     def __post_init__(self) -> None:
         whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
         whole_number("world_size", self.world_size, "1 is for one device.")
+        whole_number("num_microbatches", self.num_microbatches, "1 is for no pipeline.")
         for name in ("max_batch_size", "dataset_size"):
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, "Leave it out if there is no such bound.")
-        if self.dataset_size is not None and self.dataset_size < self.world_size:
+        if self.dataset_size is not None and self.dataset_size < self.num_batches:
+            microbatches = f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
             raise ValueError(
-                f"dataset_size must be at least world_size, got {self.dataset_size} samples for {self.world_size} ranks: each needs one."
+                f"dataset_size must be at least {self.num_batches}, got {self.dataset_size} samples for {self.world_size} ranks{microbatches}: each "
+                "needs one."
             )
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches there are at a time, of all ranks."""
+        return self.world_size * self.num_microbatches
 
     @property
     def most(self) -> int | None:
         """The most samples that are wanted, or are there for a rank; None if there is no such bound."""
-        of_rank = None if self.dataset_size is None else self.dataset_size // self.world_size
+        of_rank = None if self.dataset_size is None else self.dataset_size // self.num_batches
         return min((bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None)
 
     def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
@@ -150,8 +161,8 @@ class BatchSizeAdvice:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in the batches of all ranks."""
-        return self.batch_size * self.bounds.world_size
+        """Samples in the batches of all ranks, and in all microbatches of a pipeline."""
+        return self.batch_size * self.bounds.num_batches
 
     @property
     def current_batch_size(self) -> int:
@@ -196,8 +207,14 @@ class BatchSizeAdvice:
             effective_batch_size: Samples between two updates, of all ranks.
 
         Raises:
-            ValueError: If it cannot be divided among the ranks, or not one sample fits.
+            ValueError: If it cannot be divided among the ranks, not one sample fits, or it is for a pipeline, whose microbatches are what is
+                accumulated.
         """
+        if self.bounds.num_microbatches > 1:
+            raise ValueError(
+                f"effective_batch_size {effective_batch_size} cannot be had by accumulation in a pipeline: what it needs depends on how many "
+                f"microbatches there are, here {self.bounds.num_microbatches}. Ask anew with Ranks(..., n_microbatches=...)."
+            )
         world_size = self.bounds.world_size
         whole_number("effective_batch_size", effective_batch_size, "It is how many samples come between two updates.")
         if effective_batch_size % world_size:
@@ -237,7 +254,7 @@ class BatchSizeAdvice:
         found = []
         if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
             found.append(f"at most {bounds.max_batch_size} are wanted")
-        if bounds.dataset_size is not None and bounds.dataset_size // bounds.world_size < self.largest:
+        if bounds.dataset_size is not None and bounds.dataset_size // bounds.num_batches < self.largest:
             found.append(f"the dataset has {bounds.dataset_size:,} samples")
         if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
             found.append(f"a multiple of {bounds.multiple_of}")
@@ -264,6 +281,8 @@ class BatchSizeAdvice:
             lines.append(f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}.")
         if self.bounds.world_size > 1:
             lines.append(f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all.")
+        elif self.bounds.num_microbatches > 1:
+            lines.append(f"{self.bounds.num_microbatches} microbatches of that size: {self.global_batch_size:,} samples in all.")
         lines += [f"Sequences of {length}: {batch_size:,}" for length, batch_size in self.by_sequence_length.items()]
         lines += [f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank]
         lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
@@ -279,6 +298,7 @@ class BatchSizeAdvice:
             "limit_batch_size": self.limit,
             "current_batch_size": self.current_batch_size,
             "world_size": self.bounds.world_size,
+            "num_microbatches": self.bounds.num_microbatches,
             "multiple_of_batch_size": self.bounds.multiple_of,
             "capacity_bytes": self.capacity_bytes,
             "outside_bytes": self.outside_bytes,
@@ -296,7 +316,9 @@ class BatchSizeAdvice:
 
 
 def _named(ranks: tuple[int, ...]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from rank {ranks[0]} on"
+    if len(ranks) > _NUM_RANKS_NAMED:
+        return f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]},"
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _times(multiple: float) -> str:

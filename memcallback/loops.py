@@ -146,17 +146,18 @@ def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None
 
 def _pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> None:
     """The forward and backward passes of all microbatches, in the order of the pipeline's schedule, and an update."""
-    if step.accumulate > 1 or len(step.losses) > 1 or copies.scaler is not None:
-        raise PredictionError(
-            f"A pipeline with accumulate={step.accumulate}, {len(step.losses)} losses and precision {step.precision!r} is not known. Its microbatches "
-            "are what is accumulated: leave accumulate out, give one loss, and take 'bf16-mixed' for '16-mixed', whose scaler knows one rank."
-        )
+    if wrong := _not_in_pipeline(step, copies):
+        raise PredictionError(f"A step in a pipeline with {wrong}")
     marks, phases = copies.marks, PhaseWindows(copies.marks.boundary)
     with marks.step():
         batch = copies.new_batch()
         _zero_grad(copies)
         with _Microbatches(marks, phases).marked(pipeline), _autocast(step, copies):
             _run_microbatches(step, pipeline, batch)
+        if not phases.windows and phases.current_phase is None:
+            raise PredictionError(
+                "The step's loss ran no stage of the pipeline. Give loss=lambda schedule, batch: schedule.step(...) as on this rank."
+            )
         if copies.optimizers:
             begin_update(phases, by_hand=True)
             marks.runs(Phase.OPTIMIZER_STEP)
@@ -167,12 +168,28 @@ def _pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> N
         del batch
 
 
+def _not_in_pipeline(step: TrainingStep, copies: Copies) -> str | None:
+    """What of a step is not known in a pipeline, and the way out; None if all is."""
+    if step.accumulate > 1:
+        return (
+            f"accumulate={step.accumulate} is not known: its microbatches are what is accumulated. Leave it out, and give n_microbatches."
+        )
+    if len(step.losses) > 1:
+        return f"{len(step.losses)} losses is not known. Give one."
+    if copies.scaler is not None:
+        return f"precision {step.precision!r} is not known: a GradScaler sees the gradients of one stage alone. Give 'bf16-mixed'."
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in copies.optimizers):
+        return "LBFGS is not known: it runs the forward pass itself. Give another optimizer."
+    return None
+
+
 def _run_microbatches(step: TrainingStep, pipeline: Pipeline, batch: Any) -> None:
     try:
         pipeline.step(step.loss, batch)
     except RuntimeError as error:
         # PyTorch hides what failed in a stage behind an error of its own.
-        raise error.__cause__ or error  # noqa: B904
+        hides = any(text in str(error) for text in ("failed to run forward", "Failed to run stage backward"))
+        raise (error.__cause__ if hides and error.__cause__ else error)  # noqa: B904
 
 
 class _Microbatches:

@@ -125,11 +125,10 @@ class _Trial:
             if saving.kind == "allocator":
                 return self._row_of([replace(self._base, settings=settings)], row)
             varied = saving.apply(self._step)
+            unlike, num_together = (varied.ranks.unlike, varied.ranks.num_at_one_batch) if varied.ranks else ((0,), 1)
             predictions = [
-                predict(one, device=self._base.device, batch_size=batch_size, settings=settings)
-                for one in varied.of_unlike_ranks().values()
+                predict(varied.of_rank(rank), device=self._base.device, batch_size=batch_size, settings=settings) for rank in unlike
             ]
-            num_together = varied.ranks.num_at_one_batch if varied.ranks else 1
             return self._row_of(predictions, row, num_together)
         except (PredictionError, ValueError) as error:
             cause = error.__cause__ or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -14,8 +15,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
 import torch.distributed.tensor._sharding_prop as sharding
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from memcallback.collectives import unwaited
 from memcallback.events import Category
@@ -39,9 +42,8 @@ def rank_answers(mode: TraceMode, messages: Messages) -> Iterator[None]:
         for target, name, answer in (*_answers(mode), *_letters(messages)):
             stack.enter_context(mock.patch.object(target, name, in_this_thread(target, name, answer)))
         if mode.spec is not None:
-            # Where fakes say that they are on the card, so do meshes. Only a property: no other thread has meshes that were made meanwhile.
-            device_type = property(lambda mesh: "cuda" if mode.tells_cuda else "cpu")
-            stack.enter_context(mock.patch.object(DeviceMesh, "device_type", device_type))
+            # Where fakes say that they are on the card, so do meshes.
+            stack.enter_context(mock.patch.object(DeviceMesh, "device_type", _device_type(mode)))
         yield
 
 
@@ -62,8 +64,40 @@ def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _letters(messages: Messages) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    yield dist, "send_object_list", lambda objects, dst, *args, **kwargs: messages.send(objects, dst)
-    yield dist, "recv_object_list", lambda objects, src, *args, **kwargs: messages.receive(objects, src)
+    def send(
+        objects: list[Any], dst: int | None = None, group: Any = None, device: Any = None, group_dst: int | None = None, **_: Any
+    ) -> None:
+        messages.send(objects, _global_rank(group, dst, group_dst))
+
+    def receive(
+        objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None, **_: Any
+    ) -> int:
+        sender = _global_rank(group, src, group_src)
+        messages.receive(objects, sender)
+        return sender
+
+    yield dist, "send_object_list", send
+    yield dist, "recv_object_list", receive
+
+
+def _global_rank(group: Any, rank: int | None, group_rank: int | None) -> int:
+    if rank is not None:
+        return rank
+    if group_rank is None:
+        raise NotImplementedError("objects from whichever rank comes first: say from which")
+    whole: Any = group or dist.group.WORLD
+    return dist.get_global_rank(whole, group_rank)
+
+
+def _device_type(mode: TraceMode) -> property:
+    own, original = threading.get_ident(), DeviceMesh.__dict__["device_type"]
+
+    def device_type(mesh: DeviceMesh) -> Any:
+        if threading.get_ident() != own:
+            return original.__get__(mesh)
+        return "cuda" if mode.tells_cuda else "cpu"
+
+    return property(device_type)
 
 
 class _Parts:
@@ -109,10 +143,18 @@ def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
     number = next(_THREADS)
 
     def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(mesh, "cpu", *args, **kwargs)
+        # DTensor keeps meshes for ever: one that held a fake would keep the mode, and with it all of the trace.
+        args, kwargs = tree_map_only(FakeTensor, _with_numbers_of, (args, kwargs))
+        with unset_fake_temporarily():
+            original(mesh, "cpu", *args, **kwargs)
         mesh._thread_id, mesh._hash = number, None
 
     return init
+
+
+def _with_numbers_of(fake: FakeTensor) -> torch.Tensor:
+    """A tensor of the whole numbers that a fake is known to have; itself if they are not known."""
+    return fake if fake.constant is None else fake.constant
 
 
 def _reset(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,9 +96,10 @@ def with_messages(trace_rank: Callable[[int, Messages], T], rank: int) -> T:
         What it gave for this rank.
 
     Raises:
-        PredictionError: If a rank waits for a message that nobody sends.
+        PredictionError: If a rank waits for a message that nobody sends, or two wait for each other; as `trace_rank`, with the rank that failed.
     """
     known: dict[Message, list[Any]] = {}
+    waited_for: list[Message] = []
 
     def trace(rank: int, wanted: Message | None) -> T:
         while True:
@@ -106,15 +107,26 @@ def with_messages(trace_rank: Callable[[int, Messages], T], rank: int) -> T:
                 return trace_rank(rank, Messages(rank, known, wanted))
             except _IsMissing as error:
                 message = error.message
-            try:
-                trace(message.sender, message)
-            except _IsSent as sent:
-                known[message] = sent.objects
-            else:
+            if message in waited_for:
                 raise PredictionError(
-                    f"The step could not be traced: rank {message.receiver} waits for an object from rank {message.sender}, which sends it none. "
-                    "Run it as it is run on the devices, where it would wait for ever."
+                    f"The step could not be traced: ranks {message.receiver} and {message.sender} wait for each other. Let one of them send before "
+                    "it receives."
                 )
+            waited_for.append(message)
+            known[message] = sent(message)
+            waited_for.pop()
+
+    def sent(message: Message) -> list[Any]:
+        try:
+            trace(message.sender, message)
+        except _IsSent as found:
+            return found.objects
+        except PredictionError as error:
+            raise PredictionError(f"Rank {message.sender}, for which rank {message.receiver} waits: {error}") from error
+        raise PredictionError(
+            f"The step could not be traced: rank {message.receiver} waits for an object from rank {message.sender}, which sends it none. Let it "
+            "send one, or let the other not wait."
+        )
 
     return trace(rank, None)
 

@@ -81,7 +81,7 @@ def over_ranks(jobs: Iterable[Ranks]) -> Iterator[Saving]:
             apply=partial(_within, job),
             changes=_TOGETHER if job.num_at_one_batch > 1 else _CHANGES,
             line=_line(job),
-            num_parts=job.options["n_microbatches"] if job.strategy == "pipeline" else 1,
+            num_parts=job.num_microbatches,
         )
 
 

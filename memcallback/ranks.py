@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memcallback.checks import described, whole_number
-from memcallback.pipelines import Pipeline, check_schedule, in_pipeline
+from memcallback.pipelines import Pipeline, check_options, in_pipeline
 from memcallback.savings_layers import found
 from memcallback.units import MiB
 
@@ -128,6 +128,11 @@ class Ranks:
         return self.world_size if self.strategy in ("tensor_parallel", "pipeline") else 1
 
     @property
+    def num_microbatches(self) -> int:
+        """Into how many microbatches a pipeline cuts a batch; 1 for what is none, and for a function, which a trace can tell."""
+        return int(self.options["n_microbatches"]) if self.strategy == "pipeline" else 1
+
+    @property
     def unlike(self) -> tuple[int, ...]:
         """The ranks that hold unlike things: in a pipeline all of them; else this one stands for the others."""
         return tuple(range(self.world_size)) if self.strategy == "pipeline" else (self.rank,)
@@ -204,8 +209,7 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
     if strategy == "pipeline":
         if "n_microbatches" not in options:
             raise TypeError("strategy 'pipeline' needs n_microbatches=..., into how many parts a batch is cut.")
-        whole_number("n_microbatches", options["n_microbatches"], "It is into how many parts a batch is cut.")
-        check_schedule(options.get("schedule", "1F1B"), options.get("stages_per_rank"))
+        check_options(**options)
 
 
 def in_ddp(model: nn.Module, mesh: DeviceMesh, *, comm_hook: Any = None, comm_state: Any = None, **options: Any) -> nn.Module:

@@ -230,12 +230,15 @@ class TrainingStep:
             )
         return self.batch_size.batch_size
 
-    def of_unlike_ranks(self) -> dict[int, TrainingStep]:
-        """The step as each rank has it that holds something else than the others; of one device and of ranks that are alike itself."""
-        if self.ranks is None:
-            return {0: self}
-        own = self.ranks.rank
-        return {rank: self if rank == own else self.varied(ranks=self.ranks.as_rank(rank)) for rank in self.ranks.unlike}
+    def of_rank(self, rank: int) -> TrainingStep:
+        """The step as another rank of its job has it.
+
+        Args:
+            rank: Which rank.
+        """
+        if self.ranks is None or rank == self.ranks.rank:
+            return self
+        return self.varied(ranks=self.ranks.as_rank(rank))
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,8 @@ def suggest_batch_size(
     It is verified by a trace at that size; where the step does something else there, it is predicted anew from there.
 
     The ranks of a job have one batch size, the smallest of what each could have alone: the stages of a pipeline are looked at one by one (and
-    its batch size is that of a microbatch), ranks of unlike devices too. Of other jobs the step's own rank stands for all.
+    its batch size is that of a microbatch), ranks of unlike devices too. Of other jobs the step's own rank stands for all. How many copies of a
+    pipeline that a function makes are trained is not known: then `world_size` says it, by default one.
 
     Args:
         step: The step.
@@ -71,14 +72,20 @@ def suggest_batch_size(
         ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is empty, `measured` is no steady step that was
             measured on a device of this kind, or is given for ranks that are unlike, or there are more or fewer devices than ranks.
     """
-    places = _places(step, device)
-    world_size = _world_size(step, world_size, sum(len(place.ranks) for place in places))
-    bounds = BatchSizeBounds(multiple_of=multiple_of, max_batch_size=max_batch_size, dataset_size=dataset_size, world_size=world_size)
+    job = _job(step, device)
+    places = job.places
+    bounds = BatchSizeBounds(
+        multiple_of=multiple_of,
+        max_batch_size=max_batch_size,
+        dataset_size=dataset_size,
+        world_size=_world_size(world_size, job.num_with_own_batch, is_sure=job.is_sure),
+        num_microbatches=job.num_microbatches,
+    )
     check_headroom(headroom)
     lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
     if len(places) > 1 and measured is not None:
         raise ValueError(
-            f"measured is a step of one rank, and {len(places)} kinds of ranks are planned for. Leave it out, or ask for one rank and one device."
+            f"measured is a step of one rank, and {len(places)} kinds of ranks are planned for. Leave it out: their curves are predicted."
         )
     advices = [_for_one(place, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read) for place in places]
     smallest = min(advices, key=lambda advice: advice.batch_size)
@@ -88,7 +95,8 @@ def suggest_batch_size(
         RankBatchSize(ranks=tuple(place.ranks), device_name=any_device(place.device).name, batch_size=advice.batch_size)
         for place, advice in zip(places, advices, strict=True)
     )
-    return replace(smallest, by_rank=tuple(kinds))
+    by_length = {length: min(advice.by_sequence_length[length] for advice in advices) for length in smallest.by_sequence_length}
+    return replace(smallest, by_rank=tuple(kinds), by_sequence_length=by_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +108,48 @@ class _Place:
     ranks: list[int]
 
 
-def _places(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> list[_Place]:
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The kinds of ranks, how many ranks have a batch of their own, whether that is sure, and how many microbatches a batch has."""
+
+    places: list[_Place]
+    num_with_own_batch: int
+    is_sure: bool
+    num_microbatches: int
+
+
+def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
+    """What is to be looked at, so that all ranks are."""
     ranks: Ranks | None = getattr(step, "ranks", None)  # what is no step is told by `predict`
-    steps = {0: step} if ranks is None else step.of_unlike_ranks()
-    if isinstance(device, str) or not isinstance(device, Sequence):
-        devices = dict.fromkeys(steps, device)
-    elif not device or (ranks is not None and len(device) != ranks.world_size):
+    one, listed = (device, None) if isinstance(device, str) or not isinstance(device, Sequence) else (None, list(device))
+    if listed is not None and (not listed or (ranks is not None and len(listed) != ranks.world_size)):
         expected = "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
-        raise ValueError(f"device is a list of {len(device)} devices, and must have {expected}. Give one device if all are alike.")
-    else:
-        devices = dict(enumerate(device))
+        raise ValueError(f"device is a list of {len(listed)} devices, and must have {expected}. Give one device if all are alike.")
+    if ranks is None:
+        devices = dict(enumerate(listed or [one]))
+        return _Job(places=_alike({0: step}, devices), num_with_own_batch=len(devices), is_sure=listed is not None, num_microbatches=1)
+    num_microbatches, unlike, num_together = ranks.num_microbatches, ranks.unlike, ranks.num_at_one_batch
+    if callable(ranks.strategy):
+        # Whether a function makes a pipeline only a trace tells; then its ranks hold unlike things.
+        spec = any_device(listed[0] if listed else one)
+        traced = Traces(step, spec, 1, None).at(step.check_predictable(), step.sequence_length)
+        num_microbatches = traced.num_batches // step.accumulate
+        if num_microbatches > 1:
+            unlike, num_together = tuple(range(ranks.world_size)), ranks.world_size
+    steps = {rank: step.of_rank(rank) for rank in unlike}
+    return _Job(
+        places=_alike(steps, dict(enumerate(listed)) if listed else dict.fromkeys(steps, one)),
+        num_with_own_batch=ranks.world_size // num_together,
+        is_sure=not callable(ranks.strategy),
+        num_microbatches=num_microbatches,
+    )
+
+
+def _alike(steps: Mapping[int, TrainingStep], devices: Mapping[int, AnyDevice]) -> list[_Place]:
+    """Ranks with the same step and device together; a rank without a step of its own has the first one."""
     found: list[_Place] = []
     for rank, on in devices.items():
-        of_rank = steps.get(rank, step)
+        of_rank = steps.get(rank, next(iter(steps.values())))
         alike = next((place for place in found if place.step is of_rank and place.device == on), None)
         if alike is None:
             found.append(_Place(step=of_rank, device=on, ranks=[rank]))
@@ -166,14 +203,12 @@ def _for_one(
     return replace(advice, by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})})
 
 
-def _world_size(step: TrainingStep, given: int | None, num_devices: int) -> int:
-    ranks: Ranks | None = getattr(step, "ranks", None)
-    if ranks is None:
-        return given or num_devices
-    known = ranks.world_size // ranks.num_at_one_batch
-    if given is not None and given != known:
-        raise ValueError(f"world_size {given} was asked for, and the step's ranks are {known}. Leave world_size out.")
-    return known
+def _world_size(given: int | None, known: int, *, is_sure: bool) -> int:
+    if given is None:
+        return known
+    if is_sure and given != known:
+        raise ValueError(f"world_size {given} was asked for, and {known} ranks have a batch of their own. Leave world_size out.")
+    return given
 
 
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:

@@ -29,7 +29,7 @@ from memcallback.module_hooks import ModuleFollower, module_infos
 from memcallback.module_memory import ModuleInfo
 from memcallback.optimizer_copy import OptimizerParts, fill_history, moved_to, optimizer_from, optimizer_parts, run_to_the_end
 from memcallback.phase_windows import PhaseWindow, phase_of
-from memcallback.pipelines import Pipeline
+from memcallback.pipelines import Pipeline, PipelineError
 from memcallback.rank_messages import Messages, with_messages
 from memcallback.ranks import Ranks
 from memcallback.resizing import resize_batch
@@ -235,7 +235,7 @@ class _Tracer:
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        has_way_out = isinstance(error, NoStandIn)
+        has_way_out = isinstance(error, (NoStandIn, PipelineError))
         what = first_line if has_way_out else f"{type(error).__name__}: {_shortened(first_line)}"
         way_out = "" if has_way_out else " Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
         failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{way_out}")
@@ -275,6 +275,11 @@ class _Tracer:
         before = dict(self._model.named_parameters())
         whole = ranks.parallelize(self._model, "cuda" if self._mode.spec else "cpu")
         if isinstance(whole, Pipeline):
+            if lightning is not None:
+                raise PipelineError(
+                    "A LightningModule is not run in a pipeline, for which Lightning has no strategy. Give the step of the module in it: "
+                    "TrainingStep(model, batch, loss=...)."
+                )
             self._model = whole.named
             self._follower = ModuleFollower([self._model], self._mark, self._fail)
         parameters = dict(self._model.named_parameters())

@@ -1,20 +1,24 @@
 """Jobs of several ranks, of which one is traced in this process: what it holds, and what is left of it. On devices: test_ranks_predicted_cuda.py."""
 
+import gc
 import sys
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memcallback as mc
 from memcallback.events import Alloc, StepStart
 from memcallback.fake_world import fake_world
 from memcallback.holdings import storage_bytes
+from memcallback.ledger import Ledger
 
 WIDTH = 256
 MATRIX_BYTES = 4 * WIDTH * WIDTH
@@ -133,6 +137,41 @@ def test_dtensors_of_a_trace_say_nothing_of_those_that_are_trained(tmp_path):
     torch.multiprocessing.spawn(train_in_parts, (2, str(tmp_path)), nprocs=2)
 
 
+def test_a_trace_is_forgotten_when_it_is_over():
+    """DTensor keeps the meshes that it has seen."""
+
+    def num_kept():
+        mc.predict(step(mc.Ranks(4, "fsdp2")), device="24GiB")
+        gc.collect()
+        return sum(type(one) is Ledger for one in gc.get_objects())
+
+    first = num_kept()
+    assert [num_kept() for _ in range(3)] <= [first] * 3
+
+
+class Seen:
+    """What a loss has seen; its variables are given back as they were."""
+
+    places: ClassVar = []
+
+
+def test_meshes_of_other_threads_are_where_they_are():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def look(model, batch):
+        thread = threading.Thread(target=lambda: Seen.places.append(mesh.device_type))
+        thread.start()
+        thread.join()
+        return model(batch).sum()
+
+    try:
+        mc.predict(step(mc.Ranks(2, "fsdp2"), loss=look), device="24GiB")
+    finally:
+        dist.destroy_process_group()
+    assert set(Seen.places) == {"cpu"}
+
+
 def test_a_function_does_what_a_strategy_has_no_name_for():
     def spread(model, mesh, *, wrap):
         assert mesh.mesh_dim_names == ("replicate", "shard")
@@ -163,7 +202,7 @@ def test_a_suggestion_leaves_what_nccl_takes():
     assert of_two.bounds.world_size == 2
     assert of_two.global_batch_size == 2 * of_two.batch_size
     assert alone.line.at(alone.batch_size) - of_two.line.at(of_two.batch_size) == pytest.approx(1_600_000_000, rel=0.02)
-    with pytest.raises(ValueError, match=r"world_size 4 was asked for, and the step's ranks are 2"):
+    with pytest.raises(ValueError, match=r"world_size 4 was asked for, and 2 ranks have a batch of their own"):
         mc.suggest_batch_size(step(mc.Ranks(2)), device="8GiB", world_size=4)
 
 

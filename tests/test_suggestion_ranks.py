@@ -29,7 +29,7 @@ def test_ranks_with_unlike_devices_have_the_batch_size_of_the_smallest():
     assert advice.batch_size == alone["4GiB"]
     assert advice.global_batch_size == 3 * alone["4GiB"]
     assert [(one.ranks, one.batch_size) for one in advice.by_rank] == [((0, 2), alone["6GiB"]), ((1,), alone["4GiB"])]
-    assert "2 ranks from rank 0 on" in advice.to_text()
+    assert "Ranks 0, 2 on" in advice.to_text()
     assert [row["ranks"] for row in advice.to_dict()["by_rank"]] == [[0, 2], [1]]
 
 
@@ -54,9 +54,60 @@ def test_a_microbatch_is_as_large_as_fits_on_every_stage():
     assert set(by_rank) == {(0,), (1,)}
     assert advice.batch_size == min(by_rank.values()) < max(by_rank.values())
     # It is that of a microbatch, at which all ranks are together.
-    assert advice.global_batch_size == advice.batch_size
+    assert advice.global_batch_size == 4 * advice.batch_size
+    assert "4 microbatches of that size" in advice.to_text()
+    with pytest.raises(ValueError, match="in a pipeline"):
+        advice.accumulate_for(1024)
     from_the_other = mc.suggest_batch_size(step(job(rank=1), network(4)), device="4GiB", multiple_of=1)
     assert from_the_other.batch_size == advice.batch_size
+
+
+def test_a_microbatch_is_a_part_of_the_dataset():
+    ranks = mc.Ranks(2, "pipeline", n_microbatches=4)
+    advice = mc.suggest_batch_size(step(ranks), device="8GiB", multiple_of=1, dataset_size=1000)
+    assert (advice.batch_size, advice.global_batch_size) == (250, 1000)
+
+
+def scheduled(model, mesh):
+    """A schedule of one's own, with three quarters of the layers on the first rank."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    number = mesh.get_local_rank()
+    stage = PipelineStage(uneven(model, number, 2), number, 2, torch.device(mesh.device_type), group=mesh.get_group())
+    return Schedule1F1B(stage, 4, loss_fn=lambda output, target: output.sum() + 0 * target.sum())
+
+
+def run(schedule, batch):
+    schedule.step(*([batch] if schedule._stage.is_first else []), target=batch if schedule._stage.is_last else None)
+
+
+def test_a_function_that_makes_a_pipeline_is_looked_at_on_every_rank():
+    own = mc.TrainingStep(network(4), torch.zeros(16, WIDTH), loss=run, optimizer=torch.optim.SGD, ranks=mc.Ranks(2, scheduled, rank=1))
+    advice = mc.suggest_batch_size(own, device="4GiB", multiple_of=1)
+    assert [one.ranks for one in advice.by_rank] == [(0,), (1,)]
+    assert advice.batch_size == min(one.batch_size for one in advice.by_rank)
+    assert advice.global_batch_size == 4 * advice.batch_size
+
+
+class Tokens(nn.Module):
+    """Memory for each token."""
+
+    def forward(self, x):
+        return torch.exp(torch.exp(x)).mean(1)
+
+
+def test_for_every_length_all_stages_fit():
+    def stage(model, number, num_stages):
+        return model[number]
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), Tokens()), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40_000)))
+    ranks = mc.Ranks(2, "pipeline", n_microbatches=2, split=stage)
+    long = mc.TrainingStep(model, torch.zeros(4, 128, 8), optimizer=torch.optim.SGD, sequence_length=128, ranks=ranks)
+    advice = mc.suggest_batch_size(long, device="4GiB", multiple_of=1, sequence_lengths=[16, 128])
+    for rank in range(2):
+        for length, batch_size in advice.by_sequence_length.items():
+            prediction = mc.predict(long.of_rank(rank), device="4GiB", sequence_length=length).at(batch_size=batch_size)
+            assert prediction.peak_reserved_bytes <= advice.budget_bytes, (rank, length)
 
 
 def test_ranks_with_tensor_parallel_layers_share_a_batch():
@@ -72,6 +123,10 @@ def test_what_does_not_go_together_is_refused():
         suggested(["4GiB", "8GiB"], mc.Ranks(3))
     with pytest.raises(ValueError, match=r"list of 0 devices, and must have at least one"):
         suggested([])
+    with pytest.raises(ValueError, match=r"world_size must be at least 1, got 0"):
+        suggested("4GiB", world_size=0)
+    with pytest.raises(ValueError, match=r"world_size 5 was asked for, and 2 ranks"):
+        suggested(["4GiB", "8GiB"], world_size=5)
     measured = mc.predict(step(), device="4GiB").step
     with pytest.raises(ValueError, match=r"measured is a step of one rank, and 2 kinds of ranks"):
         suggested(["4GiB", "8GiB"], measured=measured)
