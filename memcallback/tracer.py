@@ -44,6 +44,8 @@ _ON_FAKES = (
     "A step is traced on fake tensors, which have shapes and no values. What reads values, calls other libraries with them or changes data in "
     "place of PyTorch fails there: take it out of the step, or out of the one that is predicted."
 )
+#: Its distributed engines are asked for much that is not public; with this and 2.13 that was tried.
+_OLDEST_WITH_RANKS = (2, 11)
 #: Of an error's own text so much is shown; all of it is in the error that caused ours.
 _NUM_CHARACTERS = 160
 #: What stands in for functions of torch is put there and taken away again in order.
@@ -87,6 +89,11 @@ def trace(
 
     if ranks is None:
         return trace_as(None, None, own_bounds)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_WITH_RANKS:
+        raise PredictionError(
+            f"A rank of a job is predicted with PyTorch {'.'.join(map(str, _OLDEST_WITH_RANKS))} or later, and this is {torch.__version__}. Install a "
+            "later one, or leave ranks out for one device."
+        )
     return with_messages(
         lambda rank, messages: trace_as(ranks.as_rank(rank), messages, own_bounds if rank == ranks.rank else Bounds()), ranks.rank
     )

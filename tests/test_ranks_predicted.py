@@ -137,6 +137,12 @@ def test_dtensors_of_a_trace_say_nothing_of_those_that_are_trained(tmp_path):
     torch.multiprocessing.spawn(train_in_parts, (2, str(tmp_path)), nprocs=2)
 
 
+def test_an_older_pytorch_is_told(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    with pytest.raises(mc.PredictionError, match=r"with PyTorch 2\.11 or later, and this is 2\.10\.1"):
+        mc.predict(step(mc.Ranks(2)), device="24GiB")
+
+
 def test_a_trace_is_forgotten_when_it_is_over():
     """DTensor keeps the meshes that it has seen."""
 
