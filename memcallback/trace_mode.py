@@ -129,6 +129,8 @@ class TraceMode(FakeTensorMode):
 
     def _with_numbers(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Run an operator on real tensors of the host; those that are to be on the device are written down."""
+        if is_collective(name_of(func)):
+            self.in_flight.begun(())
         with no_dispatch():
             outputs = func(*args, **kwargs)
         if self.is_recording and func is _aten.empty.memory_format and kwargs.get("device") is not None:
