@@ -264,14 +264,14 @@ def of_lists():
     }
 
 
-def of_pipelines():
-    """Models in stages, one or two of them on each rank."""
+def of_pipelines(world_size):
+    """Models in stages, one or two of them on each rank; each stage has parameters."""
 
     def case(model, **options):
         return Case("pipeline", model, options={"n_microbatches": 4, **({"split": Stage} if model == "transformer" else {}), **options})
 
     found = {}
-    for model in ("transformer", "convolutional", "perceptron", "encoder"):
+    for model in ("transformer", *(["convolutional"] if world_size == 2 else []), "perceptron", "encoder"):
         found[f"{model}, pipeline 1F1B"] = case(model)
         found[f"{model}, pipeline GPipe"] = case(model, schedule="GPipe")
     for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
@@ -289,7 +289,7 @@ def of_mesh():
 
 def cases(world_size):
     """All ways to spread a model."""
-    return of_models() | of_transformer() | of_parts() | of_pipelines() | (of_mesh() if world_size == 4 else {})
+    return of_models() | of_transformer() | of_parts() | of_pipelines(world_size) | (of_mesh() if world_size == 4 else {})
 
 
 def figures(step):
