@@ -11,7 +11,7 @@ from typing import Any
 
 from memcallback.checks import whole_number
 from memcallback.peak_lines import PeakLine, TracedPeak
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 DEFAULT_HEADROOM = 0.05
@@ -120,7 +120,7 @@ class RankBatchSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSizeAdvice:
+class BatchSizeAdvice(Shown):
     """The largest batch size that stays within a device.
 
     Attributes:

@@ -41,9 +41,9 @@ class BatchTrace:
     """
 
     traced: TracedStep
-    slopes: tuple[int, ...] | None = None
+    slopes: tuple[int, ...] | None = field(default=None, repr=False)
     caveats: tuple[str, ...] = ()
-    base: tuple[int, ...] | None = None
+    base: tuple[int, ...] | None = field(default=None, repr=False)
     largest_traced: int | None = None
     shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     #: Answers of rules: a batch size is asked for more than once, and many operators ask the same.
@@ -184,7 +184,10 @@ class BatchTrace:
         return replace(origin, shape=tuple(round(size + more * slope) for size, slope in zip(origin.shape, slopes, strict=True)))
 
     def _reproduce(self, check: TracedStep) -> None:
-        ours, theirs = self.at(check.batch_size).events, check.trace.events
+        try:
+            ours, theirs = self.at(check.batch_size).events, check.trace.events
+        except UnknownBatchSize as error:
+            raise BatchDependentPath(str(error)) from error
         for position, (one, other) in enumerate(zip(ours, theirs, strict=False)):
             if one != other:
                 raise _check_fails(check.batch_size, event_text(ours, position), event_text(theirs, position))

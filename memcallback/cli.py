@@ -173,9 +173,7 @@ _COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_suggest, _add
 
 def _run_predict(arguments: argparse.Namespace) -> None:
     prediction = _predict(arguments)
-    from memcallback.prediction_text import to_dict, to_text
-
-    print(json.dumps(to_dict(prediction), indent=2) if arguments.json else to_text(prediction), end="\n" if arguments.json else "")
+    print(json.dumps(prediction.to_dict(), indent=2) if arguments.json else prediction)
 
 
 def _run_suggest(arguments: argparse.Namespace) -> None:
@@ -196,7 +194,7 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({**advice.to_dict(), "accumulation": None if accumulation is None else asdict(accumulation)}, indent=2))
         return
-    print(advice.to_text(), end="")
+    print(advice)
     if accumulation is not None:
         ranks = f" on each of {accumulation.world_size} ranks" if accumulation.world_size > 1 else ""
         print(
@@ -210,7 +208,7 @@ def _run_what_if(arguments: argparse.Namespace) -> None:
     world_size = _parse_number(arguments.world_size, "--world-size", "number of ranks")
     ranks = {} if world_size is None else {"ranks": world_size}
     plan = _ask(arguments, "planning", "what_if", of="savings", headroom=headroom, batch_size=batch_size, **ranks)
-    print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan.to_text(), end="\n" if arguments.json else "")
+    print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
 
 
 def _parse_headroom(text: str) -> float:
@@ -228,7 +226,7 @@ def _run_devices(arguments: argparse.Namespace) -> None:
     device_states = importlib.import_module("memcallback.device_states").device_states
     if seconds is None:
         states = device_states()
-        print(json.dumps(states.to_dict(), indent=2) if arguments.json else states.to_text(), end="\n" if arguments.json else "")
+        print(json.dumps(states.to_dict(), indent=2) if arguments.json else states)
         return
     with suppress(KeyboardInterrupt):
         while True:
@@ -321,7 +319,7 @@ def _run_layers(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"{arguments.target} with {given} failed: {said(error)}. Check that the model takes inputs of these sizes."
         ) from error
-    print(json.dumps(table.to_dict(), indent=2) if arguments.json else table.to_table().to_text(), end="\n" if arguments.json else "")
+    print(json.dumps(table.to_dict(), indent=2) if arguments.json else table)
 
 
 def _parse_input(text: str) -> tuple[tuple[int, ...], str | None]:

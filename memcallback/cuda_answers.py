@@ -17,8 +17,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memcallback.backward_nodes import BackwardNodes
 from memcallback.cuda_attention_choice import jagged_choices
 from memcallback.cuda_autocast import AutocastCache
+from memcallback.cuda_flex_attention import flex_attention_answers
 from memcallback.cuda_functions import CudaFunctions
 from memcallback.cuda_streams import Event, Streams, about_streams
 from memcallback.devices import DeviceSpec
@@ -85,6 +87,7 @@ def _by_target(
     yield FakeTensor, {"record_stream": streams.hold_back}
     yield torch.backends.cuda, {"is_built": lambda: True}
     yield torch.nested._internal.sdpa, jagged_choices(device)
+    yield from flex_attention_answers(mode)
     if hasattr(torch, "accelerator"):
         yield (
             torch.accelerator,
@@ -204,10 +207,11 @@ def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
 def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Callable[..., Any]:
     """User code runs inside a backward pass: hooks, backward passes of its own, forward passes again where they were checkpointed."""
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    nodes = BackwardNodes()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with functions.user_code(), mode.in_backward(), streams.unchanged():
-            return original(*args, **kwargs)
+            return nodes.run(original, *args, **kwargs)
 
     return run
 

@@ -223,12 +223,16 @@ def _cudnn(call: Call) -> Kernel:
 def _cudnn_backward(call: Call) -> Kernel:
     """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu): the gradients, cuDNN's workspace.
 
-    The workspace as cuDNN 9.19 answered for compute capability 9.0: query's gradient and one sum per query in float32, and 256 B.
+    The workspace as cuDNN 9.19 answered for compute capability 9.0: query's gradient and one sum per query in float32, and 256 B; where
+    heads share keys and values, the gradients of these for each head.
     """
-    q = call.args[1]
+    q, k, v = call.args[1:4]
     steps = Steps()
     steps.make(*range(len(call.outputs)))
-    steps.give(steps.take(q.numel() * 4 + math.prod(q.shape[:-1]) * 4 + 256, Category.WORKSPACE))
+    workspace_bytes = q.numel() * 4 + math.prod(q.shape[:-1]) * 4 + 256
+    if k.shape[1] < q.shape[1]:
+        workspace_bytes += sum(dense_bytes(t) // t.shape[1] * q.shape[1] for t in (k, v))
+    steps.give(steps.take(workspace_bytes, Category.WORKSPACE))
     return steps.kernel
 
 

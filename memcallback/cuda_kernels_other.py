@@ -1,11 +1,14 @@
-"""Rules for what is left: dropout, foreach norms, images, random numbers, and pointwise operators that are composed of others."""
+"""Rules for what is left: dropout, foreach norms, images, random numbers, distances, and pointwise operators that are composed of others."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from memcallback.cuda_kernels_plan import Call, Rule, Steps, accumulate_bytes, dense_bytes, is_low
 from memcallback.cuda_kernels_reduce import Reducer, take_reduction
+from memcallback.cuda_kernels_sort import topk_steps
 from memcallback.kernels import Kernel
 
 #: Values that one block of `multi_tensor_apply` reads (MultiTensorApply.cuh).
@@ -147,6 +150,92 @@ def _max_pool_backward(call: Call) -> Kernel | None:
     return steps.kernel if copies else None
 
 
+def _size_of_complex(call: Call) -> Kernel | None:
+    """`unary_op_impl_with_complex_to_float_out` (UnaryOps.cpp): a complex result first, copied into the real output."""
+    x = call.args[0]
+    if not x.is_complex():
+        return None
+    steps = Steps()
+    if call.name == "angle":
+        whole = steps.take(dense_bytes(x))
+        steps.make(0)
+    else:
+        steps.make(0)
+        whole = steps.take(dense_bytes(x))
+    steps.give(whole)
+    return steps.kernel
+
+
+def _fft_to_real(call: Call) -> Kernel:
+    """`_fft_c2r_cufft` (SpectralOps.cpp): cuFFT overwrites its input, which is a copy. What cuFFT takes for itself is not known."""
+    steps = Steps()
+    steps.make(0)
+    steps.give(steps.take(dense_bytes(call.args[0])))
+    return steps.kernel
+
+
+def _distances(call: Call) -> Kernel | None:
+    """`_euclidean_dist` (Distance.cpp), to which `cdist` goes for more than 25 rows: squares of lengths, products with one more column each."""
+    a, b = call.args[:2]
+    if call.name == "_cdist_forward":
+        p, mode = call.args[2:4]
+        if p != 2 or mode == 2 or (mode != 1 and max(a.shape[-2], b.shape[-2]) <= 25):
+            return None
+    if not a.numel() or not b.numel():
+        return None
+    steps = Steps()
+
+    def lengths(x: torch.Tensor) -> list[int]:
+        squares = steps.take(dense_bytes(x))
+        sums = steps.take(dense_bytes(x) // x.shape[-1])
+        steps.give(squares)
+        return [sums, steps.take(dense_bytes(x) // x.shape[-1])]
+
+    of_a, of_b = lengths(a), lengths(b)
+    scaled = steps.take(dense_bytes(a))
+    first = steps.take(dense_bytes(a) // a.shape[-1] * (a.shape[-1] + 2))
+    steps.give(*reversed(of_a), scaled)
+    second = steps.take(dense_bytes(b) // b.shape[-1] * (b.shape[-1] + 2))
+    steps.give(*of_b)
+    steps.make(0)
+    steps.give(second, first)
+    return steps.kernel
+
+
+def _distances_backward(call: Call) -> Kernel:
+    """`cdist_backward_kernel_impl` (DistanceKernel.cu): what each pair of rows adds, then summed."""
+    _, a, b = call.args[:3]
+    *batch, rows, columns = a.shape
+    steps = Steps()
+    steps.make(0)
+    pairs = (*batch, b.shape[-2], rows, columns)
+    buffer = steps.take(math.prod(pairs) * a.element_size())
+    strides = torch.empty(pairs, device="meta").stride()
+    reducer = Reducer(accumulate_bytes(a.dtype))
+    take_reduction(steps, call.device, reducer, a.element_size(), pairs, strides, [d == len(batch) for d in range(len(pairs))])
+    steps.give(buffer)
+    return steps.kernel
+
+
+def _multinomial(call: Call) -> Kernel:
+    """`multinomial_out` (Distributions.cpp): a random number for each probability; the largest quotients are the samples. Its checks are left out."""
+    x, count, replacement = call.args[:3]
+    steps = Steps()
+    steps.make(0)
+    if replacement and count > 1:
+        takes = [steps.take(dense_bytes(x)) for _ in range(3)]
+        steps.give(*reversed(takes))
+        return steps.kernel
+    quotients = steps.take(dense_bytes(x))
+    if count > 1:
+        num_slices = x.numel() // max(x.shape[-1], 1)
+        values = steps.take(num_slices * count * x.element_size())
+        topk_steps(steps, call.device.num_multiprocessors, x.element_size(), num_slices, x.shape[-1])
+        steps.give(values)
+    steps.give(quotients)
+    return steps.kernel
+
+
 RULES: dict[str, Rule] = {
     "max_pool2d_with_indices_backward": _max_pool_backward,
     "native_dropout": _mask_first,
@@ -162,6 +251,13 @@ RULES: dict[str, Rule] = {
     "reflection_pad2d": _copied_gradient,
     "_thnn_fused_lstm_cell": _workspace_first,
     "pow": _power,
+    "abs": _size_of_complex,
+    "angle": _size_of_complex,
+    "_fft_c2r": _fft_to_real,
+    "_cdist_forward": _distances,
+    "_euclidean_dist": _distances,
+    "_cdist_backward": _distances_backward,
+    "multinomial": _multinomial,
     "where": _where,
     "upsample_bicubic2d_backward": _copied_gradient,
     "_upsample_bilinear2d_aa_backward": _copied_gradient,

@@ -1,4 +1,4 @@
-"""Rules for sort and scan.
+"""Rules for sort, topk and scan.
 
 They rest on CUB, whose scratch was measured on a virtual device and is approximate: tiles depend on the card.
 """
@@ -90,4 +90,82 @@ def _scan(call: Call) -> Kernel:
     return steps.kernel
 
 
-RULES: dict[str, Rule] = {"sort": _sort, "argsort": _sort, "cumsum": _scan, "cumprod": _scan, "logcumsumexp": _scan}
+def _masked_scatter(call: Call) -> Kernel:
+    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): the number of a value for each element, a mask of full size, a scan."""
+    x, mask, source = call.args[:3]
+    steps = Steps()
+    steps.make(0)
+    numbers = steps.take(x.numel() * 8)
+    copies = [steps.take(x.numel()) if mask.shape != x.shape else steps.take_copy(mask), steps.take_copy(source)]
+    scratch = steps.take(scan_bytes(8, x.numel()))
+    steps.give(scratch, *reversed(copies), numbers)
+    return steps.kernel
+
+
+#: Slices of at least so many values are looked through by several blocks, by how many slices there are at most (`should_use_multiblock`).
+_MULTIBLOCK = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+_LEAST_MULTIBLOCK = 400
+#: Threads of a block; blocks that a multiprocessor's 65,536 registers allow, 40 for each thread; values for each thread, least and most.
+_TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
+
+
+def topk_steps(steps: Steps, num_multiprocessors: int, itemsize: int, num_slices: int, length: int) -> None:
+    """Take and give back what `topk` takes beside its outputs: `mbtopk::launch` (TensorTopK.cu); a block for each slice takes nothing.
+
+    Args:
+        steps: Where to write it.
+        num_multiprocessors: Of the card.
+        itemsize: Of a value, in bytes.
+        num_slices: Among how many rows.
+        length: How long they are.
+    """
+    least = next((at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK)
+    if length < least:
+        return
+    of_a_thread = -(-length * num_slices // (num_multiprocessors * _TOPK_BLOCKS * _TOPK_THREADS))
+    of_a_block = max(_TOPK_ITEMS[0], min(of_a_thread, _TOPK_ITEMS[1])) * _TOPK_THREADS
+    num_blocks = num_slices * -(-length // of_a_block)
+    digits = 8 if itemsize == 8 else 4
+    sizes = (
+        num_slices * itemsize,
+        num_slices * 8,
+        num_slices * 2 * digits,
+        num_blocks * 512,
+        num_slices * 1024,
+        num_blocks * 4,
+        num_blocks * 4,
+    )
+    takes = [steps.take(size) for size in sizes]
+    for _ in range(2):
+        steps.give(steps.take(scan_by_key_bytes(num_blocks)))
+    steps.give(*reversed(takes))
+
+
+def scan_by_key_bytes(count: int) -> int:
+    """Scratch of CUB's `DeviceScan::InclusiveSumByKey` of 4-byte values: one state of 16 bytes a tile."""
+    return round_up((-(-count // _SCAN_TILES[4]) + 32) * 16, 256) + 511
+
+
+def _topk(call: Call) -> Kernel:
+    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input."""
+    x = call.args[0]
+    dim = call.args[2]
+    length = x.shape[dim] if x.ndim else 1
+    steps = Steps()
+    steps.make(0, 1)
+    copy = steps.take_copy(x)
+    topk_steps(steps, call.device.num_multiprocessors, x.element_size(), x.numel() // max(length, 1), length)
+    steps.give(copy)
+    return steps.kernel
+
+
+RULES: dict[str, Rule] = {
+    "sort": _sort,
+    "topk": _topk,
+    "masked_scatter": _masked_scatter,
+    "masked_scatter_": _masked_scatter,
+    "argsort": _sort,
+    "cumsum": _scan,
+    "cumprod": _scan,
+    "logcumsumexp": _scan,
+}

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memcallback.nvml import asked, chip_state, handle_of, initialised, reason_of, used_bytes
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import MiB, format_bytes
 
 #: What a driver keeps of a device that nobody uses is below this; more without a process is that of processes that are not shown.
@@ -64,7 +64,7 @@ class DeviceState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceStates:
+class DeviceStates(Shown):
     """All devices that are seen.
 
     Attributes:

@@ -169,6 +169,9 @@ class AllocationTrace:
     def __post_init__(self) -> None:
         _check(self.events)
 
+    def __repr__(self) -> str:
+        return f"<AllocationTrace: {len(self.events):,} events>"
+
     def to_json(self) -> str:
         """The trace as a compact JSON text, which `from_json` reads; strings that occur often are written once."""
         names = _Names()

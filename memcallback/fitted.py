@@ -9,7 +9,7 @@ from memcallback.advice import BatchSizeBounds
 from memcallback.events import Category
 from memcallback.peak_lines import TracedPeak
 from memcallback.predicted import StepPrediction
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 #: What is held throughout a step, whatever the batch size.
@@ -134,7 +134,7 @@ class BatchSizeSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedBatchSize:
+class FittedBatchSize(Shown):
     """The largest batch size that was run and fits.
 
     Attributes:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 
-from memcallback.own_thread import in_this_thread
 from memcallback.steps import Loss, TrainingStep, is_sharded
 
 
@@ -51,8 +47,7 @@ def step_of(
 
 def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The loss that a model returns, as `Trainer.compute_loss` takes it."""
-    with _one_sequence_a_row(inputs):
-        outputs = model(**inputs)
+    outputs = model(**inputs)
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
             f"the model returns no loss for {', '.join(inputs)}, and how the Trainer computes it is not known. Give it: "
@@ -60,21 +55,6 @@ def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Te
         )
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss
-
-
-#: Where transformers looks whether a row of tokens has several sequences, and the function that looks.
-_MASKING, _LOOKS = "transformers.masking_utils", "find_packed_sequence_indices"
-
-
-@contextmanager
-def _one_sequence_a_row(inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Let transformers find one sequence in each row where positions are not given: of fakes it assumes several, and makes a mask."""
-    masking = sys.modules.get(_MASKING)
-    if "position_ids" in inputs or not hasattr(masking, _LOOKS):
-        yield
-        return
-    with mock.patch.object(masking, _LOOKS, in_this_thread(masking, _LOOKS, lambda *_, **__: None)):
-        yield
 
 
 def notes_on(inputs: Mapping[str, Any]) -> tuple[str, ...]:

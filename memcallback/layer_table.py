@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 
@@ -43,7 +43,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTable:
+class LayerTable(Shown):
     """The layers of one forward pass, in the order in which they ran, and their sums.
 
     Attributes:
@@ -122,6 +122,10 @@ class LayerTable:
             left_columns=frozenset({"kind", "output shape"}),
             totals=True,
         )
+
+    def to_text(self) -> str:
+        """For a console."""
+        return self.to_table().to_text()
 
     def to_dict(self) -> dict[str, Any]:
         """The table for JSON: a list of layers and the sums, the unit in every key."""

@@ -108,6 +108,30 @@ class LightningLoop:
             torch.set_default_dtype(before)
 
     @staticmethod
+    def zero_grad(module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Let go of gradients as the module does it: its hook `optimizer_zero_grad`."""
+        module.optimizer_zero_grad(0, 0, optimizer)
+
+    @staticmethod
+    def backward(module: Any, loss: torch.Tensor) -> None:
+        """The backward pass as the module does it: its hook `backward`."""
+        module.backward(loss)
+
+    @staticmethod
+    def clip_gradients(module: Any, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
+        """Clip as the module does it: its hook `configure_gradient_clipping`, called with the Trainer's setting.
+
+        Args:
+            module: The module, a copy.
+            optimizer: Whose gradients.
+            norm: The largest norm of all together; None for no such clipping.
+            value: The largest value; None for no such clipping.
+        """
+        module.clip_gradients = _clip_gradients
+        limit, algorithm = (norm, "norm") if norm is not None else (value, None if value is None else "value")
+        module.configure_gradient_clipping(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+
+    @staticmethod
     def call_through(module: Any, whole: Any) -> None:
         """Let `training_step` be called by way of what wraps a module, as a strategy does.
 

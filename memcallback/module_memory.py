@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from memcallback.events import Phase
 from memcallback.stats import Kind, error_pct, largest, total
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 #: Of the groups of modules on a console, those that keep most.
@@ -103,7 +103,7 @@ class ModuleMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleTable:
+class ModuleTable(Shown):
     """The memory of a model's modules in one training step: one type for measured and predicted.
 
     Attributes:

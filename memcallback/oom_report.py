@@ -9,7 +9,7 @@ from typing import Any
 
 from memcallback.code_lines import CodeLine
 from memcallback.plan import PlanRow
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 _WIDTH = 100
@@ -134,7 +134,7 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfMemoryReport:
+class OutOfMemoryReport(Shown):
     """What is known of an out-of-memory error. It holds no tensor.
 
     Attributes:

@@ -6,19 +6,41 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from memcallback.tensor_parts import dense_parts
 
+_aten = torch.ops.aten
+#: Attention -> which of its arguments is the query; key and value follow it.
+_QUERY_AT = {
+    _aten._scaled_dot_product_flash_attention: 0,
+    _aten._scaled_dot_product_efficient_attention: 0,
+    _aten._scaled_dot_product_cudnn_attention: 0,
+    _aten._scaled_dot_product_flash_attention_backward: 1,
+    _aten._scaled_dot_product_efficient_attention_backward: 1,
+    _aten._scaled_dot_product_cudnn_attention_backward: 1,
+}
+
 
 def num_flops(func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: object) -> int:
-    """The floating-point operations of a call, by PyTorch's formulas; 0 where there is none or where lengths are not known."""
-    formula = flop_registry.get(func._overloadpacket)
-    try:
-        return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
-    except DataDependentOutputException:
+    """The floating-point operations of a call, by PyTorch's formulas; 0 where there is none, or none for such a call."""
+    packet = func._overloadpacket
+    formula = flop_registry.get(packet)
+    if formula is None:
         return 0
+    try:
+        if packet in _QUERY_AT:
+            args = _with_all_heads(args, _QUERY_AT[packet])
+        return int(formula(*args, **kwargs, out_val=outputs))
+    except Exception:  # lengths that nobody knows, or a formula that takes the call for a mistake: memory is known all the same
+        return 0
+
+
+def _with_all_heads(args: Sequence[Any], at: int) -> Sequence[Any]:
+    """Shapes of key and value with as many heads as the query has, which formulas before PyTorch 2.13 ask for."""
+    heads = args[at].shape[1]
+    return (*args[: at + 1], *((t.shape[0], heads, *t.shape[2:]) for t in args[at + 1 : at + 3]), *args[at + 3 :])
 
 
 def laid_out(outputs: Any, layouts: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype] | None] | None) -> Any:

@@ -53,8 +53,11 @@ def pack_padded(
         parts.append(x[begin:end, :size].contiguous().view(-1, *x.shape[2:]))
         begin = end
     data = torch.cat(parts)
+    with no_dispatch():
+        batch_sizes = torch.tensor(sizes)
     with on_host():
-        return data, torch.tensor(sizes, device="cpu")
+        # As torch.tensor does it, which detaches the result here in PyTorch 2.6: a fake loses its values by that.
+        return data, torch.ops.aten.lift_fresh(batch_sizes)
 
 
 def packed_kernels() -> dict[str, Callable[..., Any]]:

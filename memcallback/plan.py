@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 _WIDTH = 100
@@ -64,7 +64,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Shown):
     """A training step as it is and with each saving.
 
     Attributes:

@@ -168,7 +168,7 @@ class _Trial:
             peak_allocated_bytes=worst.peak_allocated_bytes,
             peak_reserved_bytes=worst.peak_reserved_bytes,
             fits=worst.fits,
-            largest_batch_size=min((one for one in largest if one is not None), default=None),
+            largest_batch_size=None if None in largest else min(largest, key=lambda one: one or 0),
             extra_compute_pct=self._extra_compute_pct(predictions, num_together),
             sent_bytes=max(one.trace.traced.sent_bytes for one in predictions),
         )

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from memcallback import search
+from memcallback import prediction_text, search
 from memcallback.allocator import CachingAllocator
 from memcallback.allocator_host import HostAllocator
 from memcallback.allocator_settings import AllocatorSettings
@@ -23,6 +23,7 @@ from memcallback.module_memory import ModuleTable, modules_of
 from memcallback.module_spans import StepSpans, last_step
 from memcallback.replay import Replay, ReplayedStep, Standing, replay, standing_at
 from memcallback.stats import Kind, PhaseMemory, StepMemory, largest
+from memcallback.tables import Shown
 from memcallback.traced_step import SAMPLES, Origin
 from memcallback.units import format_bytes
 
@@ -37,7 +38,7 @@ def _settings_here() -> AllocatorSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(Shown):
     """What training will ask of a device, and what its allocator will make of it.
 
     Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those
@@ -141,6 +142,17 @@ class Prediction:
                 "memcallback.predict(step, device=...)."
             )
         return replace(self, device=spec, traced_for=traced_for)
+
+    def __repr__(self) -> str:
+        return f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of {len(self._events):,} events>"
+
+    def to_text(self) -> str:
+        """For a console: what each phase needs, what stands at the peak, whether it fits and up to which batch size, and what was assumed."""
+        return prediction_text.to_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        return prediction_text.to_dict(self)
 
     @property
     def device_name(self) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from memcallback.devices import HostSpec
-from memcallback.prediction import Prediction
-from memcallback.stats import MemoryStats, PhaseMemory, StepMemory
+from memcallback.batch_trace import BatchTrace
+from memcallback.devices import Device, HostSpec
+from memcallback.events import Phase
+from memcallback.predicted import StepPrediction
+from memcallback.stats import PHASE_COLUMNS, MemoryStats, StepMemory
 from memcallback.tables import Table
 from memcallback.units import format_bytes
 
@@ -19,7 +21,34 @@ _WIDTH = 80
 _ONE_BATCH_SIZE = "The largest batch size is not known: only this batch size was traced."
 
 
-def to_text(prediction: Prediction) -> str:
+class _Prediction(StepPrediction, Protocol):
+    """What is told of a `Prediction` beyond what every prediction can be asked; what is what stands there."""
+
+    @property
+    def trace(self) -> BatchTrace: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def sequence_length(self) -> int | None: ...
+    @property
+    def steps(self) -> tuple[StepMemory, ...]: ...
+    @property
+    def peak_phase(self) -> Phase: ...
+    @property
+    def by_module(self) -> Mapping[str, int]: ...
+    @property
+    def by_operator(self) -> Mapping[str, int]: ...
+    @property
+    def fits_without_retry(self) -> bool: ...
+    @property
+    def out_of_memory(self) -> str | None: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def limit_without_retry(self) -> int | None: ...
+
+
+def to_text(prediction: _Prediction) -> str:
     """What each phase needs, what stands at the peak, whether it fits and up to which batch size, and what was assumed."""
     tables = (_phases(prediction), _at_peak(prediction))
     lines = (*verdict(prediction), *prediction.caveats)
@@ -27,7 +56,7 @@ def to_text(prediction: Prediction) -> str:
     return text + "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines)
 
 
-def verdict(prediction: Prediction) -> tuple[str, ...]:
+def verdict(prediction: _Prediction) -> tuple[str, ...]:
     """Whether it fits, and up to which batch size, one sentence each."""
     device = prediction.device
     if isinstance(device, HostSpec):
@@ -49,7 +78,7 @@ def verdict(prediction: Prediction) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _host_verdict(prediction: Prediction) -> tuple[str, ...]:
+def _host_verdict(prediction: _Prediction) -> tuple[str, ...]:
     if prediction.capacity_bytes is None:
         return ("How much memory there is on the CPU was not given: nothing is said of what fits.",)
     available = format_bytes(prediction.capacity_bytes)
@@ -63,7 +92,7 @@ def _host_verdict(prediction: Prediction) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _assumed(prediction: Prediction, limit: int) -> str:
+def _assumed(prediction: _Prediction, limit: int) -> str:
     """What is assumed of larger batches than those traced."""
     text = "a larger batch is taken to need no less"
     return (
@@ -73,16 +102,14 @@ def _assumed(prediction: Prediction, limit: int) -> str:
     )
 
 
-def _phases(prediction: Prediction) -> Table:
+def _phases(prediction: _Prediction) -> Table:
     rows = []
-    for step, name in ((prediction.warm_up, "warm-up"), (prediction.step, "")):
-        if step is prediction.warm_up and len(prediction.steps) == 1:
+    for step, name in ((prediction.steps[0], "warm-up"), (prediction.step, "")):
+        if step is prediction.steps[0] and len(prediction.steps) == 1:
             continue
-        rows += [_phase_row(window.label if not name else f"{name}: {window.label}", window) for window in step.windows]
+        rows += [window.row(f"{name}: {window.label}" if name else window.label) for window in step.windows]
     num_warm_up = len(rows) - len(prediction.step.windows)
-    columns: tuple[str, ...] = ("allocated", "start", "end", "peak")
-    if prediction.peak_reserved_bytes is not None:
-        columns += ("reserved peak",)
+    columns = PHASE_COLUMNS if prediction.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
     return Table(
         title=f"Memory of one training step ({_size(prediction)}) on {prediction.device_name}\npredicted by {prediction.source}",
         columns=columns,
@@ -91,17 +118,12 @@ def _phases(prediction: Prediction) -> Table:
     )
 
 
-def _size(prediction: Prediction) -> str:
+def _size(prediction: _Prediction) -> str:
     length = "" if prediction.sequence_length is None else f", sequence length {prediction.sequence_length}"
     return f"batch size {prediction.batch_size}{length}"
 
 
-def _phase_row(label: str, window: PhaseMemory) -> tuple[str, ...]:
-    figures = (window.start.allocated_bytes, window.end.allocated_bytes, window.peak_allocated_bytes, window.peak_reserved_bytes)
-    return (label, *(format_bytes(figure or 0) for figure in figures))
-
-
-def _at_peak(prediction: Prediction) -> Table:
+def _at_peak(prediction: _Prediction) -> Table:
     peak_bytes = prediction.peak_allocated_bytes
     categories = {category.label: size for category, size in prediction.by_category.items()}
     modules = dict(list(prediction.by_module.items())[:_NUM_MODULES])
@@ -125,7 +147,7 @@ def _share_row(label: str, num_bytes: int, peak_bytes: int) -> tuple[str, ...]:
     return (label, format_bytes(num_bytes), f"{100 * num_bytes / peak_bytes:.1f} %" if peak_bytes else "")
 
 
-def to_dict(prediction: Prediction) -> dict[str, Any]:
+def to_dict(prediction: _Prediction) -> dict[str, Any]:
     """The prediction as data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
     return {
         "source": prediction.source,

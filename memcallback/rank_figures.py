@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from memcallback.events import Phase
 from memcallback.stats import StepMemory
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 _INDENT = "  "
@@ -90,7 +90,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures:
+class RankFigures(Shown):
     """The figures of the ranks of a job at one step.
 
     Attributes:

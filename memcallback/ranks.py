@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from memcallback.checks import described, whole_number
-from memcallback.pipelines import Pipeline, check_options, in_pipeline
+from memcallback.pipelines import Pipeline, PipelineError, check_options, in_pipeline
 from memcallback.savings_layers import found
 from memcallback.units import MiB
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+#: PyTorch's distributed engines are asked for much that is not public; with this and 2.13 that was tried.
+_OLDEST_TORCH = (2, 11)
 #: Of `DistributedDataParallel`, which gives its first bucket 1 MiB where this was not changed.
 _DEFAULT_BUCKET_BYTES = 25 * MiB
 #: Spreads a model over the devices of a mesh: changes it, or gives what takes its place.
@@ -161,7 +164,12 @@ class Ranks:
         Returns:
             What takes its place; its parameters are on the device. A `Pipeline` has no forward pass but `step(loss, batch)`, which runs the
             forward and backward passes of all microbatches.
+
+        Raises:
+            PipelineError: For a pipeline with a PyTorch that is too old for it.
         """
+        if self.strategy == "pipeline" and (needed := newer_torch_needed()):
+            raise PipelineError(f"A pipeline is made with PyTorch {needed} or later, and this is {torch.__version__}. Install a later one.")
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(device_type, tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh))
@@ -170,6 +178,12 @@ class Ranks:
         if changed is None:
             return model
         return changed if isinstance(changed, nn.Module) else Pipeline(changed)
+
+
+def newer_torch_needed() -> str:
+    """The oldest PyTorch with which a rank is predicted and a pipeline made, where this one is older; else nothing."""
+    is_older = tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH
+    return ".".join(map(str, _OLDEST_TORCH)) if is_older else ""
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:

@@ -13,7 +13,7 @@ from memcallback.predicted import StepPrediction
 from memcallback.prediction import Prediction
 from memcallback.rank_figures import RankFigures
 from memcallback.stats import DeviceMemory, MemoryStats, PhaseMemory, StepMemory, error_pct
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 UNKNOWN = "n/a"
@@ -25,7 +25,7 @@ _NUM_MODULES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Shown):
     """All that is known of a training's memory at one time.
 
     Attributes:

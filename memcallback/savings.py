@@ -18,7 +18,7 @@ from memcallback.savings_accumulate import Accumulation, accumulate, check_accum
 from memcallback.savings_amp import Amp, amp, check_precision
 from memcallback.savings_checkpoint import Checkpointing, CheckpointOption, checkpoint, checkpoint_option
 from memcallback.steps import TrainingStep
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.tracing import predict
 from memcallback.units import format_bytes
 
@@ -26,7 +26,7 @@ __all__ = ["Accumulation", "Amp", "Checkpointing", "DryRun", "accumulate", "amp"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
+class DryRun(Shown):
     """What savings would change in a training step, predicted.
 
     Attributes:

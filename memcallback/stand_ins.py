@@ -20,7 +20,7 @@ class NoStandIn(NotImplementedError):
 
 
 #: Operators whose result is read as true: a check of values that are not there is taken to pass.
-_HOLD = frozenset({_aten.all.default, _aten.all.dim, _aten.isfinite.default})
+_HOLD = frozenset({_aten.all.default, _aten.all.dim, _aten._is_all_true.default, _aten.isfinite.default})
 _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     getattr(getattr(_aten, name), overload): getattr(operator, name)
     for name in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -28,6 +28,8 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
 }
 #: LBFGS remembers a direction if its curvature is above this (torch/optim/lbfgs.py), as it is in training.
 _LBFGS_CURVATURE = 1e-10
+#: istft fails where the sum of its windows is below this (ATen/native/SpectralOps.cpp), as it is not in training.
+_ISTFT_ENVELOPE = 1e-11
 _COMBINATIONS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.clone.default, _aten._to_copy.default), operator.truth),
     **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), operator.not_),
@@ -47,7 +49,8 @@ def stand_in_value(func: Any, args: Sequence[object], entry: Entry | None) -> bo
     tensor = args[0]
     assert isinstance(tensor, torch.Tensor)
     if func is _aten.equal.default:
-        return True
+        # C++ reads a single truth value by comparing it with true (`is_scalar_tensor_true`, TensorUtils.h).
+        return entry.is_truth if tensor.dtype is torch.bool and not tensor.dim() and entry is not None else True
     return _number(tensor, entry)
 
 
@@ -66,6 +69,8 @@ def is_known_to_hold(func: Any, args: Sequence[object], find: Callable[[torch.Te
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if func is _aten.gt.Scalar and args[1] == _LBFGS_CURVATURE:
         return True
+    if func is _aten.lt.Scalar and args[1] == _ISTFT_ENVELOPE:
+        return False
     if func in _COMPARISONS:
         left, right = (_number(arg, find(arg)) if isinstance(arg, torch.Tensor) else arg for arg in args[:2])
         return bool(_COMPARISONS[func](left, right))

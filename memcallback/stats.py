@@ -12,6 +12,11 @@ from enum import Enum
 from functools import cached_property
 
 from memcallback.events import HELD_CATEGORIES, Category, Phase
+from memcallback.tables import Shown, Table
+from memcallback.units import format_bytes
+
+#: Of a table of phases: what stands at both ends, and the peaks.
+PHASE_COLUMNS = ("allocated", "start", "end", "peak", "reserved peak")
 
 
 class Kind(Enum):
@@ -101,9 +106,14 @@ class PhaseMemory:
         """The name of the window, such as `forward + backward`."""
         return " + ".join(phase.label for phase in self.covers)
 
+    def row(self, label: str) -> tuple[str, ...]:
+        """What stands in `PHASE_COLUMNS` for it; nothing for what is not known."""
+        figures = (self.start.allocated_bytes, self.end.allocated_bytes, self.peak_allocated_bytes, self.peak_reserved_bytes)
+        return (label, *("" if figure is None else format_bytes(figure) for figure in figures))
+
 
 @dataclass(frozen=True, kw_only=True)
-class StepMemory:
+class StepMemory(Shown):
     """The memory of one training step: one call of the loop's body with one batch.
 
     Attributes:
@@ -128,6 +138,21 @@ class StepMemory:
     is_warm_up: bool = False
     num_optimizer_updates: int | None = None
     is_interrupted: bool = False
+
+    def to_table(self) -> Table:
+        """One row for each phase in the order in which they ran; reserved memory where there is any."""
+        kind = "warm-up, " if self.is_warm_up else ""
+        size = "unknown" if self.batch_size is None else self.batch_size
+        columns = PHASE_COLUMNS if self.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
+        return Table(
+            title=f"Memory of one training step ({kind}batch size {size}) on {self.device_name}\n{self.kind.value} by {self.source}",
+            columns=columns,
+            rows=tuple(window.row(window.label)[: len(columns)] for window in self.windows),
+        )
+
+    def to_text(self) -> str:
+        """For a console."""
+        return self.to_table().to_text()
 
     @cached_property
     def phases(self) -> Mapping[Phase, PhaseMemory]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcallback.checks import above_0, described, whole_number
+from memcallback.default_loss import default_loss
 from memcallback.holdings import tensors_in
 from memcallback.lightning_step import LightningLoop, configured_optimizers, lightning_loss
 from memcallback.ranks import Ranks, ranks_of
@@ -101,8 +102,9 @@ class TrainingStep:
     Args:
         model: The model, on any device; it is never changed. Of a `DistributedDataParallel` the module in it is taken, with `ranks` as it says.
         batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors in it.
-        loss: A function of the model and the batch that gives the loss, a scalar tensor; by default the sum of whatever
-            floating-point tensors `model(batch)` returns. Several of them, with as many optimizers, for a step of several
+        loss: A function of the model and the batch that gives the loss, a scalar tensor; by default the `loss` that `model(batch)` returns,
+            as models of transformers do, or else the sum of its floating-point tensors. There a mapping whose keys are arguments of
+            the model's `forward` is handed over as `model(**batch)`. Several of them, with as many optimizers, for a step of several
             updates (a GAN).
         optimizer: An optimizer of this model, several of them, or a function from parameters to a new one; None for none.
         precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`, `bf16-true` or `64-true`. Only the
@@ -121,7 +123,8 @@ class TrainingStep:
         losses: The loss, or several: each is followed by its backward pass and the update of the optimizer at its place.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most loops do. Lightning clears
-            them after it, so they live through it.
+            them after it, so they live through it. Cleared they are let go of (`set_to_none=True`, PyTorch's default), by Lightning
+            as the module's `optimizer_zero_grad` does it.
         has_accumulation: Whether the batches of an update come from `memcallback.accumulate`, which clears gradients before it gives the first one
             and divides the loss in its backward pass, whose caller keeps the undivided one; and not as in `loss = loss / accumulate`, or
             Lightning.
@@ -164,13 +167,13 @@ class TrainingStep:
             above_0("clip_grad_norm", clip_grad_norm, "Give the largest norm, such as 1.0, or None for no clipping.")
         if clip_grad_value is not None:
             above_0("clip_grad_value", clip_grad_value, "Give the largest value, such as 0.5, or None for no clipping.")
-        check_losses(_sum_of_outputs if loss is None else loss)
+        check_losses(default_loss if loss is None else loss)
         check_optimizers(model, optimizer)
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             ranks, model = ranks or ranks_of(model), model.module
         self.model = model
         self.batch = batch
-        self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss if loss is not None else _sum_of_outputs,)
+        self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss if loss is not None else default_loss,)
         if len(self.losses) > 1 and (not isinstance(optimizer, Sequence) or len(optimizer) != len(self.losses)):
             given = f"a list of {len(optimizer)}" if isinstance(optimizer, Sequence) else described(optimizer)
             raise ValueError(f"{len(self.losses)} losses need as many optimizers, got {given}. Give optimizer=[one for each loss].")
@@ -388,10 +391,3 @@ def _made(make: MakeOptimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
     if wrong := wrong_with_optimizer(optimizer, model):
         raise PredictionError(f"optimizer {name_of(make)} {wrong}")
     return optimizer
-
-
-def _sum_of_outputs(model: torch.nn.Module, batch: object) -> torch.Tensor:
-    outputs = [tensor for tensor in tensors_in(model(batch)) if tensor.is_floating_point()]
-    if not outputs:
-        raise ValueError("The model returned no floating-point tensor, so there is nothing to train. Give loss=lambda model, batch: ...")
-    return torch.stack([output.sum() for output in outputs]).sum()

@@ -1,14 +1,38 @@
-"""A table as data, and its two forms: text for a console, Markdown for TensorBoard and files."""
+"""A table as data, and its two forms: text for a console, Markdown for TensorBoard and files. What is shown as its text."""
 
 from __future__ import annotations
 
-import io
 import sys
+import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Protocol
+
+#: Between two columns of a text.
+_GAP = "  "
+
+
+class _Printer(Protocol):
+    def text(self, text: str) -> None: ...
+
+
+class Shown:
+    """What is shown as its text: by `print`, and where IPython or a notebook shows a value."""
+
+    def to_text(self) -> str:
+        """For a console; lines that end with a newline."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.to_text().rstrip("\n")
+
+    def _repr_pretty_(self, printer: _Printer, _is_cycle: bool) -> None:
+        printer.text(str(self))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Shown):
     """Rows of text under named columns.
 
     Attributes:
@@ -47,20 +71,29 @@ class Table:
 
     def to_text(self) -> str:
         """Aligned text for a console, as wide as it needs to be."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
+        lines = [[cell.splitlines() or [""] for cell in row] for row in (self.columns, *self.rows)]
+        widths = [max(_num_cells(line) for row in lines for line in row[position]) for position in range(len(self.columns))]
+        last = len(self.rows) - 1
+        text = ["", *self._aligned(lines[0], widths), f" {'─' * (sum(widths) + len(_GAP) * (len(widths) - 1))}"]
+        for position, row in enumerate(lines[1:]):
+            text.extend(self._aligned(row, widths))
+            if position < last and (position in self.rules_after or (self.totals and position == last - 1)):
+                text.append("")
+        return "\n".join([self.title, *text, ""]) + "\n"
 
-        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for position, name in enumerate(self.columns):
-            table.add_column(Text(name), justify="left" if self._is_left(position) else "right", no_wrap=True)
-        for position, row in enumerate(self.rows):
-            is_last_before_totals = self.totals and position == len(self.rows) - 2
-            table.add_row(*(Text(cell) for cell in row), end_section=is_last_before_totals or position in self.rules_after)
-        out = io.StringIO()
-        Console(file=out, width=10_000, color_system=None).print(table)
-        return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]) + "\n"
+    def _aligned(self, row: list[list[str]], widths: list[int]) -> Iterator[str]:
+        """The lines of a row, each cell as wide as its column."""
+        for line in zip_longest(*row, fillvalue=""):
+            cells = []
+            for position, (cell, width) in enumerate(zip(line, widths, strict=True)):
+                missing = " " * (width - _num_cells(cell))
+                cells.append(cell + missing if self._is_left(position) else missing + cell)
+            yield f" {_GAP.join(cells)}".rstrip()
+
+
+def _num_cells(text: str) -> int:
+    """How many columns of a console a text takes: letters of East Asia two, accents that stand over the letter before none."""
+    return sum(0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def for_console(text: str) -> str:

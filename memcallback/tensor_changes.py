@@ -8,7 +8,7 @@ from typing import Any
 
 from memcallback.code_lines import CodeLine
 from memcallback.events import Category
-from memcallback.tables import Table
+from memcallback.tables import Shown, Table
 from memcallback.units import format_bytes
 
 #: Of what came, and of what went: the largest groups. All are in the data.
@@ -95,7 +95,7 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorChange:
+class TensorChange(Shown):
     """What came and went between two points.
 
     Attributes:
@@ -165,9 +165,6 @@ class TensorChange:
                 grown = "" if self.before is None else f" ({_signed(rounding - (self.before.rounding_bytes or 0))})"
                 lines.append(f"Rounding up to the allocator's blocks: {format_bytes(rounding)}{grown}.")
         return (*lines, *self.notes)
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_text(self) -> str:
         """For a console."""

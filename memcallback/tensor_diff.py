@@ -19,6 +19,7 @@ from memcallback.frame_tensors import is_library, is_of_memcallback, stack
 from memcallback.live_tensors import LiveTensor, live_storages
 from memcallback.meters import AllocatorMeter, MeterUnavailableError, default_device
 from memcallback.saved_tensors import READS_SAVED
+from memcallback.tables import Shown
 from memcallback.tensor_changes import TensorChange, TensorGroup, TensorMark
 from memcallback.tensor_ledger import Made, TensorLedger
 
@@ -35,7 +36,7 @@ class _Known:
     made: Made | None
 
 
-class TensorDiff:
+class TensorDiff(Shown):
     """Tells which storages appeared and vanished between two points of a program, in any loop, with the device's memory at each.
 
     The points are calls of `mark`, and beginning and end of a `with` block. Nothing happens between them, and nothing is kept alive:
@@ -51,7 +52,8 @@ class TensorDiff:
         device: The device; by default the model's, else the current accelerator, else the CPU.
         ledger: Also follow every operator inside `with` blocks, through a dispatch mode: then each storage has the operator and the line
             that made it, and storages are seen that only C++ holds. It costs time there, and under a dispatch mode PyTorch writes less in
-            place and takes other formulas for a few derivatives, with which the last bits of results can differ.
+            place and takes other formulas for a few derivatives, with which the last bits of results can differ. PyTorch 2.6 cannot run
+            `torch.cond` and its like under a dispatch mode, and raises NotImplementedError there.
 
     Attributes:
         changes: What came and went from each mark to the next one; of the first mark, what was there.
@@ -193,9 +195,6 @@ class TensorDiff:
                 "use PyTorch 2.11 or later, or TensorDiff(ledger=True)."
             )
         return tuple(notes)
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_text(self) -> str:
         """All changes, for a console."""

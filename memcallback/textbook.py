@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memcallback.default_loss import call_model
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
@@ -129,16 +130,11 @@ def _quietly() -> Iterator[None]:
 
 
 def _forward(model: torch.nn.Module, batch: Any) -> object:
-    """The model on a batch, or on the part of it that is its input."""
-    candidates: list[Any] = [lambda: model(batch)]
-    if isinstance(batch, Mapping):
-        candidates.insert(0, lambda: model(**batch))
-    elif isinstance(batch, Sequence) and len(batch) > 0:
-        candidates.insert(0, lambda: model(batch[0]))
-    for candidate in candidates[:-1]:
+    """The model on a batch, or on the first part of it, which is its input."""
+    if isinstance(batch, Sequence) and len(batch) > 0:
         with suppress(TypeError, AttributeError):
-            return candidate()
-    return candidates[-1]()
+            return model(batch[0])
+    return call_model(model, batch)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

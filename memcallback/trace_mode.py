@@ -20,6 +20,7 @@ from memcallback.cuda_kernels import corrected_outputs
 from memcallback.cuda_outputs import output_bytes
 from memcallback.devices import DeviceSpec
 from memcallback.events import Category, Phase
+from memcallback.fake_shapes import given_instead
 from memcallback.in_place import IN_PLACE, InPlace
 from memcallback.kernel_entries import KernelEntries
 from memcallback.ledger import Ledger
@@ -31,6 +32,12 @@ from memcallback.stand_ins import SILENT, Bounds, is_known_to_hold, stand_in_sha
 from memcallback.tensor_parts import dense_parts, is_wrapper, new_ragged_size, sparse_tensor
 
 _aten = torch.ops.aten
+#: Operators that make a tensor which is a part of its storage.
+_CUT = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for name in ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
+    for overload in getattr(_aten, name).overloads()
+)
 _DEVICE = torch.ops.prim.device.default
 _READ = _aten._local_scalar_dense.default
 #: Operators that take a real tensor as it is: those that make a fake of it, and the one that reads its value.
@@ -151,7 +158,8 @@ class TraceMode(FakeTensorMode):
         """
         before, self.tells_cuda, self._is_in_wrapper = (self.tells_cuda, self._is_in_wrapper), False, True
         try:
-            with self, torch._C.DisableTorchFunction():
+            # A detach by which autograd makes a view comes from above autograd, and with PyTorch 2.6 makes one by a detach again.
+            with self, torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowADInplaceOrView():
                 # PyTorch asks this mode again, which passes it on to the tensor.
                 self._is_passed_on = True
                 return func(*args, **kwargs)
@@ -316,15 +324,25 @@ class TraceMode(FakeTensorMode):
         return outputs
 
     def _outputs(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        if (given := given_instead(func, args, kwargs, is_cuda=self._kernels is not None)) is not None:
+            return given
         asked = _MEMO.ask(func, args, kwargs)
         if asked is None:
-            return self.dispatch(func, types, args, kwargs)
+            return self._faked(func, types, args, kwargs)
         recalled = _MEMO.recall(self, *asked)
         if recalled is not None:
             return recalled[0]
-        outputs = self.dispatch(func, types, args, kwargs)
+        outputs = self._faked(func, types, args, kwargs)
         _MEMO.remember(*asked, outputs)
         return outputs
+
+    def _faked(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """What the fake kernel gives; without PyTorch's cache, which forgets what outputs leave unused of their storage (windows of a spectrum)."""
+        was_enabled, self.cache_enabled = self.cache_enabled, self.cache_enabled and func not in _CUT
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = was_enabled
 
     def _on_cuda(
         self, kernels: KernelEntries, func: Any, args: Sequence[object], kwargs: Mapping[str, object], outputs: Any, number: int

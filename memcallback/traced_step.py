@@ -87,13 +87,13 @@ class TracedStep:
 
     trace: AllocationTrace
     batch_size: int
-    calls: tuple[KernelCall, ...] = ()
+    calls: tuple[KernelCall, ...] = field(default=(), repr=False)
     caveats: tuple[str, ...] = ()
     num_flops: int = 0
     sent_bytes: int = 0
     num_batches: int = 1
     origins: Mapping[int, Origin] = field(default_factory=dict, repr=False, compare=False)
-    modules: tuple[ModuleInfo, ...] = ()
+    modules: tuple[ModuleInfo, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, SAMPLES)

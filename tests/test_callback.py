@@ -151,7 +151,8 @@ def assert_boundaries_agree(predicted, measured, phases=tuple(Phase)):
             assert abs(ours.allocated_bytes - other.allocated_bytes) <= 64, (window.label, moment)
 
 
-def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(tmp_path, capsys):
+def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("memcallback.tracing.SLOW_S", float("inf"))
     callback = fit(tmp_path)
     assert isinstance(callback.prediction, Prediction)
     assert callback.prediction.batch_size == 8
@@ -200,6 +201,54 @@ def test_the_report_is_not_of_a_step_after_validation_which_has_no_gradients_in_
     assert callback.recorder.steps[-2].phases[F].end.by_category[Category.GRADIENT] == 0
     assert callback.report.measured.phases[F].end.by_category[Category.GRADIENT] > 0
     assert not any("The prediction is off" in line for line in callback.report.lines())
+
+
+class ZeroedInPlace(training.Automatic):
+    """Gradients stand throughout."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+class KeepsTheGraph(training.Automatic):
+    """What the backward pass needed stands until the loss goes."""
+
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, retain_graph=True, **kwargs)
+
+
+class LooksAtWhatIsClipped(training.Automatic):
+    """A second of all gradients, for as long as the hook runs."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        before = [parameter.grad.clone() for parameter in self.parameters()]
+        self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
+        del before
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_that_a_module_zeroes_in_place_stand_throughout_the_trace(tmp_path, precision):
+    callback = fit(tmp_path, ZeroedInPlace(), precision=precision)
+    assert_boundaries_agree(callback.prediction.step, callback.report.measured)
+    held = callback.prediction.step.phases[B].start.by_category
+    assert held[Category.GRADIENT] == held[Category.PARAMETER] > 0
+
+
+@pytest.mark.parametrize("limit", [0.5, None])
+def test_a_modules_own_clipping_is_in_the_trace(tmp_path, limit):
+    callback = fit(tmp_path, LooksAtWhatIsClipped(torch.optim.SGD), gradient_clip_val=limit)
+    measured, predicted = callback.report.measured.phases[O], callback.prediction.step.phases[O]
+    clones_bytes = predicted.start.by_category[Category.PARAMETER]
+    assert predicted.peak_allocated_bytes >= predicted.start.allocated_bytes + clones_bytes
+    assert abs(measured.peak_allocated_bytes - predicted.peak_allocated_bytes) <= 64
+
+
+def test_a_backward_of_the_modules_own_is_in_the_trace(tmp_path):
+    callback = fit(tmp_path, KeepsTheGraph())
+    usual = fit(tmp_path / "usual")
+    measured, predicted = callback.report.measured.phases[B].end, callback.prediction.step.phases[B].end
+    assert predicted.allocated_bytes > usual.prediction.step.phases[B].end.allocated_bytes
+    assert abs(measured.allocated_bytes - predicted.allocated_bytes) <= 64
 
 
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")

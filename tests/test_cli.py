@@ -140,8 +140,8 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["suggest", "--help"], ["export", "--help"]], ids=" ".join
 )
-def test_help_imports_neither_torch_nor_lightning_nor_rich(arguments):
-    assert not imported_by(arguments) & {"torch", "lightning", "pytorch_lightning", "rich", "tensorboard"}
+def test_help_imports_neither_torch_nor_lightning(arguments):
+    assert not imported_by(arguments) & {"torch", "lightning", "pytorch_lightning", "tensorboard"}
 
 
 def test_layers_prints_the_table(capsys):

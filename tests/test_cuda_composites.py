@@ -8,6 +8,7 @@ from pathlib import Path
 import composite_cases as cases
 import pytest
 import torch
+from needs import needs_recorded_version
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -24,7 +25,6 @@ RECORDED = json.loads((Path(__file__).parent / "recorded" / "composites.json").r
 WITHOUT_VALUES = {"gaussian-nll"}  # reads a value, which a fake tensor has not
 HELD = [name for name in RECORDED["h200"]["held_bytes"] if name not in WITHOUT_VALUES]
 ALL_CASES = cases.ATTENTION | cases.RECURRENT | cases.SURVEY
-as_new_as_recorded = pytest.mark.skipif(cuda_attention_choice._torch_version() < (2, 11), reason="recorded with PyTorch 2.11")
 
 
 def spec(capability=(9, 0)):
@@ -63,7 +63,7 @@ def in_place(lines):
     ]
 
 
-@as_new_as_recorded
+@needs_recorded_version
 @pytest.mark.parametrize("name", cases.ATTENTION)
 @pytest.mark.parametrize("card", RECORDED)
 def test_attention_calls_and_allocates_what_cuda_does(card, name, as_recorded):
@@ -71,7 +71,7 @@ def test_attention_calls_and_allocates_what_cuda_does(card, name, as_recorded):
     assert on_fakes(cases.logged, cases.ATTENTION[name], spec(RECORDED[card]["compute_capability"])) == recorded
 
 
-@as_new_as_recorded
+@needs_recorded_version
 @pytest.mark.parametrize("name", HELD)
 def test_as_much_is_held_after_forward_and_after_backward(name, as_recorded):
     after_forward, _, after_backward = on_fakes(cases.held, ALL_CASES[name], spec())
@@ -132,7 +132,7 @@ def test_nothing_stays_behind_after_an_error_and_it_can_be_had_again():
             raise RuntimeError("stop")
 
 
-@as_new_as_recorded
+@needs_recorded_version
 def test_the_users_flags_decide():
     query = torch.empty(2, 4, 64, 64, dtype=torch.float16)
     call, a100 = AttentionCall(query, query, query), spec((8, 0))
@@ -146,7 +146,7 @@ def test_the_users_flags_decide():
         choose_backend(AttentionCall(query.float(), query.float(), query.float()), a100)
 
 
-@as_new_as_recorded
+@needs_recorded_version
 @pytest.mark.parametrize(("version", "backend"), [((2, 11), SDPBackend.CUDNN_ATTENTION), ((2, 13), SDPBackend.FLASH_ATTENTION)])
 def test_cudnn_takes_any_dropout_until_211(version, backend, monkeypatch):
     monkeypatch.setattr(cuda_attention_choice, "_torch_version", lambda: version)

@@ -260,3 +260,25 @@ def test_on_several_devices_in_one_process_each_step_is_recorded_on_the_first(tm
     # Of a batch of eight half of the samples are on each device.
     assert [step.batch_size for step in callback.recorder.steps] == [4] * 3
     assert any("DataParallel" in note for note in callback.report.notes)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "cpu"])
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(device, has_positions):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def loss(model, batch):
+        def look(module, args, kwargs):
+            assert (kwargs["attention_mask"] is not None) is has_positions
+
+        hook = model.model.layers[0].self_attn.register_forward_pre_hook(look, with_kwargs=True)
+        value = model(**batch, use_cache=False).loss  # as with gradient checkpointing
+        hook.remove()
+        return value
+
+    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if has_positions:
+        batch["position_ids"] = torch.arange(16).repeat(2, 1)
+    mc.predict(mc.TrainingStep(LlamaForCausalLM(config), batch, loss=loss), device=device)

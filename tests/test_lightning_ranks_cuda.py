@@ -6,9 +6,11 @@ import socket
 import lightning_rank_cases
 import pytest
 import torch
+from needs import needs_ranks
 
 pytestmark = [
     pytest.mark.cuda,
+    needs_ranks,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 WORLD_SIZE = 2

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from needs import needs_saved
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +13,6 @@ from memcallback.live_tensors import live_tensors
 from memcallback.saved_tensors import READS_SAVED
 
 CPU = torch.device("cpu")
-needs_saved = pytest.mark.skipif(not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors")
 
 
 def live(*modules, optimizers=(), batch=None, frames=(), device=CPU):

@@ -1,10 +1,16 @@
 """The observer changes nothing: bit by bit, with and without the callback."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from observer import differences, run
 
+import memcallback
 from memcallback import MemoryCallback
 
 
@@ -35,3 +41,38 @@ def test_the_comparison_finds_a_single_changed_bit():
     assert differences({"a": [tensor, 1]}, {"a": [changed, 1]}) == ["/a/0"]
     assert differences({"a": 1}, {"b": 1}) == [": keys"]
     assert differences([1, 2], [1]) == [": length"]
+
+
+#: Draws from every generator before and after all that a plain loop may ask for in between; alone, so that all is imported for the first time.
+_PLAIN_LOOP = """
+import random, sys, tempfile
+import numpy, torch
+import memcallback as mc
+
+def states():
+    return [random.getstate(), [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()], torch.get_rng_state().tolist()]
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+batch = torch.ones(8, 4)
+before = states()
+step = mc.TrainingStep(model, batch, loss=lambda model, batch: model(batch).sum(), optimizer=optimizer)
+diff = mc.TensorDiff(model, optimizer, ledger=True)
+recorder = mc.MemoryRecorder(model, optimizer, per_module=True)
+with mc.MemoryLog(recorder, step, log_dir=tempfile.mkdtemp(), log_every_n_steps=1, device="NVIDIA H200"), recorder.watch(), diff:
+    for _ in range(3):
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        diff.mark("step")
+said = [str(diff), str(recorder.report()), str(mc.predict(step, device="NVIDIA H200")), str(mc.what_if(step, device="NVIDIA H200"))]
+assert len(recorder.steps) == 3 and all(said), said
+assert states() == before
+assert "rich" not in sys.modules, "its import draws from Python's generator, once in a process"
+"""
+
+
+def test_a_plain_loop_that_prints_all_there_is_draws_no_random_number():
+    environment = {**os.environ, "PYTHONPATH": str(Path(memcallback.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", _PLAIN_LOOP], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,9 +6,12 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_ranks
 from torch import nn
 
 import memcallback as mc
+
+pytestmark = needs_ranks
 
 WIDTH = 256
 NUM_BLOCKS, NUM_RANKS, NUM_MICROBATCHES = 6, 3, 4

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from needs import needs_fsdp2
 from rank_jobs import Job, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -177,6 +178,7 @@ def test_ranks_outside_of_the_models_process_group_are_told_too(tmp_path):
     assert found.worst.rank == 1
 
 
+@needs_fsdp2
 def test_each_rank_counts_its_part_of_a_sharded_model_and_trains_the_same_bits(tmp_path):
     job = Job(is_sharded=True)
     ranks, without = run(job, tmp_path / "with"), without_us(job, tmp_path / "without")

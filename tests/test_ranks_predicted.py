@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_ranks
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,17 +45,20 @@ def held(ranks=None, **options):
     return forward.start.allocated_bytes - BATCH_BYTES
 
 
+@needs_ranks
 def test_ddp_keeps_buckets_as_large_as_its_gradients():
     assert held() == 4 * MATRIX_BYTES
     assert held(mc.Ranks(4)) == 2 * 4 * MATRIX_BYTES
 
 
+@needs_ranks
 def test_gradients_that_lie_in_the_buckets_take_no_memory_of_their_own():
     _, own = windows(mc.Ranks(4))
     _, in_buckets = windows(mc.Ranks(4, gradient_as_bucket_view=True))
     assert own.end.allocated_bytes - in_buckets.end.allocated_bytes == 4 * MATRIX_BYTES
 
 
+@needs_ranks
 @pytest.mark.parametrize(("capacity_mb", "num_buckets"), [(25, 1), (0.5, 2), (0.1, 4)])
 def test_buckets_are_made_anew_in_the_second_step_each_as_large_as_it_may_be(capacity_mb, num_buckets):
     prediction = mc.predict(step(mc.Ranks(2, bucket_cap_mb=capacity_mb)), device="cpu")
@@ -66,6 +70,7 @@ def test_buckets_are_made_anew_in_the_second_step_each_as_large_as_it_may_be(cap
     assert anew == [4 * MATRIX_BYTES // num_buckets] * num_buckets
 
 
+@needs_ranks
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_fsdp2_holds_its_share_and_gathers_a_layer_at_a_time(world_size):
     share = 4 * MATRIX_BYTES // world_size
@@ -77,12 +82,14 @@ def test_fsdp2_holds_its_share_and_gathers_a_layer_at_a_time(world_size):
     assert kept.end.allocated_bytes - forward.end.allocated_bytes == 4 * MATRIX_BYTES
 
 
+@needs_ranks
 def test_what_cannot_be_divided_is_filled_up_on_the_last_rank():
     assert WIDTH % 3 == 1
     parts = [held(mc.Ranks(3, "fsdp2", rank=rank)) for rank in range(3)]
     assert parts == [pytest.approx(4 * (WIDTH // 3 + 1) * WIDTH * 4, abs=64)] * 3
 
 
+@needs_ranks
 def test_the_last_rank_does_not_fill_up_its_part_again_in_its_first_step():
     made = []
     for rank in range(3):
@@ -92,6 +99,7 @@ def test_the_last_rank_does_not_fill_up_its_part_again_in_its_first_step():
     assert made[0] == made[1] == made[2]
 
 
+@needs_ranks
 def test_a_model_without_data_is_sharded_before_it_comes_to_the_device():
     with torch.device("meta"):
         model = network()
@@ -102,6 +110,7 @@ def test_a_model_without_data_is_sharded_before_it_comes_to_the_device():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@needs_ranks
 def test_tensor_parallel_layers_have_a_part_of_each_matrix():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -110,6 +119,7 @@ def test_tensor_parallel_layers_have_a_part_of_each_matrix():
     assert held(mc.Ranks(4, "tensor_parallel", plan=plan), model=model) == pytest.approx(2 * MATRIX_BYTES // 4, abs=64)
 
 
+@needs_ranks
 def test_dtensors_of_one_trace_say_nothing_of_those_of_the_next():
     """DTensor remembers how equal meshes spread tensors, and with that their process groups."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -133,6 +143,7 @@ def train_in_parts(rank, world_size, folder):
     dist.destroy_process_group()
 
 
+@needs_ranks
 def test_dtensors_of_a_trace_say_nothing_of_those_that_are_trained(tmp_path):
     torch.multiprocessing.spawn(train_in_parts, (2, str(tmp_path)), nprocs=2)
 
@@ -141,8 +152,11 @@ def test_an_older_pytorch_is_told(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     with pytest.raises(mc.PredictionError, match=r"with PyTorch 2\.11 or later, and this is 2\.10\.1"):
         mc.predict(step(mc.Ranks(2)), device="24GiB")
+    with pytest.raises(ValueError, match=r"A pipeline is made with PyTorch 2\.11 or later, and this is 2\.10\.1"):
+        mc.Ranks(2, "pipeline", n_microbatches=2).parallelize(network(2), "cpu")
 
 
+@needs_ranks
 def test_a_trace_is_forgotten_when_it_is_over():
     """DTensor keeps the meshes that it has seen."""
 
@@ -161,6 +175,7 @@ class Seen:
     places: ClassVar = []
 
 
+@needs_ranks
 def test_meshes_of_other_threads_are_where_they_are():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -178,6 +193,7 @@ def test_meshes_of_other_threads_are_where_they_are():
     assert set(Seen.places) == {"cpu"}
 
 
+@needs_ranks
 def test_a_function_does_what_a_strategy_has_no_name_for():
     def spread(model, mesh, *, wrap):
         assert mesh.mesh_dim_names == ("replicate", "shard")
@@ -190,6 +206,7 @@ def test_a_function_does_what_a_strategy_has_no_name_for():
     assert mc.predict(step(ranks), device="NVIDIA H200").fits
 
 
+@needs_ranks
 def test_a_prediction_of_a_rank_knows_every_batch_size_and_says_whose_it_is():
     prediction = mc.predict(step(mc.Ranks(64, "fsdp2", rank=3)), device="NVIDIA H200")
     assert prediction.trace.is_any_batch_size_known
@@ -199,6 +216,7 @@ def test_a_prediction_of_a_rank_knows_every_batch_size_and_says_whose_it_is():
     assert any("NCCL is taken to need 1.49 GiB" in text for text in prediction.caveats)
 
 
+@needs_ranks
 def test_a_suggestion_leaves_what_nccl_takes():
     def advised(ranks):
         return mc.suggest_batch_size(step(ranks), device="8GiB", multiple_of=1)
@@ -212,6 +230,7 @@ def test_a_suggestion_leaves_what_nccl_takes():
         mc.suggest_batch_size(step(mc.Ranks(2)), device="8GiB", world_size=4)
 
 
+@needs_ranks
 def test_an_optimizer_of_the_whole_is_made_anew_for_the_shards():
     model = network()
     given = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -219,6 +238,7 @@ def test_an_optimizer_of_the_whole_is_made_anew_for_the_shards():
     assert not given.state
 
 
+@needs_ranks
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch's own, on its import
 def test_a_sharded_optimizer_keeps_state_for_its_own_part():
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -250,6 +270,7 @@ def world():
     )
 
 
+@needs_ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_nothing_is_left_of_a_trace(strategy):
     model = network()
@@ -263,6 +284,7 @@ def test_nothing_is_left_of_a_trace(strategy):
     assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
 
 
+@needs_ranks
 def test_a_step_that_fails_leaves_nothing_either():
     def fails(model, mesh):
         raise RuntimeError("no such plan")
@@ -293,6 +315,7 @@ def test_other_threads_keep_the_process_group_that_is_there(tmp_path):
         dist.destroy_process_group()
 
 
+@needs_ranks
 def test_a_model_in_ddp_says_its_ranks_itself(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

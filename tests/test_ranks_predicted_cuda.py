@@ -5,8 +5,9 @@ import json
 import pytest
 import rank_cases
 import torch
+from needs import needs_ranks
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, needs_ranks]
 #: For how many ranks there are devices here.
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 #: All of them for other models are in benchmarks/ranks.py.

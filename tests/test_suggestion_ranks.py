@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needs import needs_ranks
 from torch import nn
 
 import memcallback as mc
@@ -21,6 +22,7 @@ def suggested(device, ranks=None, **options):
     return mc.suggest_batch_size(step(ranks), device=device, multiple_of=1, **options)
 
 
+@needs_ranks
 def test_ranks_with_unlike_devices_have_the_batch_size_of_the_smallest():
     ddp = mc.Ranks(3)
     alone = {device: suggested(device, ddp).batch_size for device in ("4GiB", "6GiB")}
@@ -33,6 +35,7 @@ def test_ranks_with_unlike_devices_have_the_batch_size_of_the_smallest():
     assert [row["ranks"] for row in advice.to_dict()["by_rank"]] == [[0, 2], [1]]
 
 
+@needs_ranks
 def test_devices_that_are_alike_are_one_kind():
     assert suggested(["4GiB"] * 2, mc.Ranks(2)).by_rank == ()
     without_ranks = suggested(["4GiB", "8GiB"])
@@ -45,6 +48,7 @@ def uneven(model, number, num_stages):
     return model[:3] if number == 0 else model[3:]
 
 
+@needs_ranks
 def test_a_microbatch_is_as_large_as_fits_on_every_stage():
     def job(rank=0):
         return mc.Ranks(2, "pipeline", rank=rank, n_microbatches=4, split=uneven)
@@ -62,6 +66,7 @@ def test_a_microbatch_is_as_large_as_fits_on_every_stage():
     assert from_the_other.batch_size == advice.batch_size
 
 
+@needs_ranks
 def test_a_microbatch_is_a_part_of_the_dataset():
     ranks = mc.Ranks(2, "pipeline", n_microbatches=4)
     advice = mc.suggest_batch_size(step(ranks), device="8GiB", multiple_of=1, dataset_size=1000)
@@ -81,6 +86,7 @@ def run(schedule, batch):
     schedule.step(*([batch] if schedule._stage.is_first else []), target=batch if schedule._stage.is_last else None)
 
 
+@needs_ranks
 def test_a_function_that_makes_a_pipeline_is_looked_at_on_every_rank():
     own = mc.TrainingStep(network(4), torch.zeros(16, WIDTH), loss=run, optimizer=torch.optim.SGD, ranks=mc.Ranks(2, scheduled, rank=1))
     advice = mc.suggest_batch_size(own, device="4GiB", multiple_of=1)
@@ -96,6 +102,7 @@ class Tokens(nn.Module):
         return torch.exp(torch.exp(x)).mean(1)
 
 
+@needs_ranks
 def test_for_every_length_all_stages_fit():
     def stage(model, number, num_stages):
         return model[number]
@@ -110,6 +117,7 @@ def test_for_every_length_all_stages_fit():
             assert prediction.peak_reserved_bytes <= advice.budget_bytes, (rank, length)
 
 
+@needs_ranks
 def test_ranks_with_tensor_parallel_layers_share_a_batch():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from needs import needs_modes_of_higher_order, needs_saved
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,6 @@ import memcallback as mc
 from memcallback.saved_tensors import READS_SAVED
 from memcallback.units import round_up
 
-needs_saved = pytest.mark.skipif(not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors")
 KINDS = [pytest.param(False, marks=needs_saved), True]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -232,6 +232,7 @@ def test_compiled_code_runs_as_compiled():
         assert compiled(torch.ones(4))
 
 
+@needs_modes_of_higher_order
 def test_operators_of_higher_order_go_through_the_ledger():
     values = torch.ones(1234)
     with mc.TensorDiff(ledger=True) as diff:

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
 
 from memcallback.cuda_kernels import CUBLASLT_WORKSPACE_BYTES
@@ -445,3 +446,23 @@ def test_an_operator_on_tensors_of_other_tensors_that_could_not_be_called_leaves
     with pytest.raises(RuntimeError, match="missing value for argument 'other'"):
         mode.__torch_dispatch__(add, (TwoTensor,), (pair,))
     assert type(mode.__torch_dispatch__(add, (TwoTensor,), (pair, pair))) is TwoTensor
+
+
+def test_arithmetic_of_attention_with_few_keys_and_values_is_that_with_all_heads():
+    def counted(heads):
+        def loss(model, batch):
+            query = model(batch).unflatten(-1, (8, 32)).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, query[:, :heads], query[:, :heads], enable_gqa=True).sum()
+
+        return trace(TrainingStep(nn.Linear(256, 256).half(), torch.zeros(2, 64, 256, dtype=torch.float16), loss=loss), CARD).num_flops
+
+    assert counted(2) == counted(8) > 0
+
+
+def test_a_formula_for_arithmetic_that_fails_stops_no_trace(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.addmm, refuse)
+    traced = trace(TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8)), CARD)
+    assert traced.trace.events

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_fused_adagrad, needs_recorded_version
 from test_tracer import boundaries
 from user_code import NEEDS_CUDA, STEPS, run_on_cpu, steady
 
@@ -35,6 +36,9 @@ NOT_RECORDED = {
     "lbfgs_with_line_search": "how far it searches depends on values",
     "a_jvp": NOT_ON_A_CPU["a_jvp"],
 }
+#: What a version of PyTorch does not have, or its fake kernels tell otherwise.
+MARKS = {"optimizer_adagrad_fused": needs_fused_adagrad, "jagged_attention_in_halves": needs_recorded_version}
+ON_A_CARD = [pytest.param(name, marks=MARKS.get(name, ())) for name in STEPS]
 #: A number that autograd keeps for the backward pass is a tensor of 8 bytes on the host.
 MOST_BYTES_OF_NUMBERS = 24
 
@@ -65,7 +69,7 @@ def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ON_A_CARD)
 def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
     traced = steady(boundaries(trace(STEPS[name](), CARD)))
     if name not in NOT_RECORDED:
@@ -98,7 +102,7 @@ def test_no_more_rows_than_there_are_have_sparse_gradients_once_these_are_coales
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ON_A_CARD)
 def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypatch):
     step = STEPS[name]()
     # The first trace fills the memory of operators, the second is made from it, the third goes without.

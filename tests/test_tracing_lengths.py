@@ -10,7 +10,6 @@ from memcallback.batch_trace import BatchTrace
 from memcallback.devices import find_device
 from memcallback.length_trace import UnknownSequenceLength
 from memcallback.prediction import Prediction
-from memcallback.prediction_text import to_dict, to_text
 from memcallback.steps import TrainingStep
 from memcallback.suggestion import suggest_batch_size
 from memcallback.tracer import trace
@@ -134,11 +133,11 @@ def test_other_lengths_are_known_where_other_batch_sizes_are_not():
 
 def test_a_prediction_says_how_long_its_sequences_are():
     predicted = predict(make_step(64, sequence_length=64), device=CARD).at(8, sequence_length=128)
-    assert "(batch size 8, sequence length 128) on" in to_text(predicted)
-    assert to_dict(predicted)["sequence_length"] == 128
+    assert "(batch size 8, sequence length 128) on" in str(predicted)
+    assert predicted.to_dict()["sequence_length"] == 128
     without = predict(make_step(64), device=CARD)
-    assert "sequence length" not in to_text(without)
-    assert to_dict(without)["sequence_length"] is None
+    assert "sequence length" not in str(without)
+    assert without.to_dict()["sequence_length"] is None
     with pytest.raises(UnknownSequenceLength, match=r"sequence length 96 is not known: .* sequence_length=\.\.\. to TrainingStep"):
         without.at(sequence_length=96)
 

@@ -10,11 +10,11 @@ import health_programs as programs
 import pytest
 import torch
 import training
+from needs import needs_saved
 from warnings_table import warnings_of, warnings_of_named
 
 from memcallback import MemoryRecorder, MemoryWarning, Phase, health_watch, nvml
 from memcallback.health_watch import HealthWatch
-from memcallback.saved_tensors import READS_SAVED
 from memcallback.units import GiB
 
 ANY_DEVICE = ["cpu", pytest.param("gpu", marks=pytest.mark.cuda)]
@@ -34,10 +34,8 @@ def test_a_healthy_training_gets_no_warning(own_process, name, accelerator):
 
 
 @pytest.mark.parametrize("accelerator", ANY_DEVICE)
-@pytest.mark.parametrize("name", programs.SICK)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_saved if "graph" in name else ()) for name in programs.SICK])
 def test_a_training_that_keeps_graphs_is_told_once_what_grows_and_who_holds_it(own_process, name, accelerator):
-    if name.startswith("a graph") and not READS_SAVED:
-        pytest.skip("PyTorch before 2.11 tells nothing of saved tensors")
     told = own_process(warnings_of_named, "SICK", name, accelerator)
     assert len(told) == 1
     assert [word for word in ("grows from step to step", *programs.SICK[name].names) if word not in told[0]] == [], told[0]

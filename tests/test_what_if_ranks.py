@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needs import needs_ranks
 from torch import nn
 
 import memcallback as mc
@@ -21,6 +22,7 @@ def rows():
     return {row.saving: row for row in plan.tried if row.kind == "ranks"}
 
 
+@needs_ranks
 def test_there_is_a_row_for_each_usual_way(rows):
     assert list(rows) == [
         "ddp on 8, gradient_as_bucket_view=True",
@@ -31,6 +33,7 @@ def test_there_is_a_row_for_each_usual_way(rows):
     assert not any(row.problem for row in rows.values())
 
 
+@needs_ranks
 def test_a_sequential_model_can_be_a_pipeline():
     plan = mc.what_if(step(), device="NVIDIA L4", ranks=2)
     row = next(row for row in plan.tried if row.saving.startswith("pipeline"))
@@ -42,6 +45,21 @@ def test_a_sequential_model_can_be_a_pipeline():
     # What a stage computes is a part of the whole.
     assert row.extra_compute_pct == pytest.approx(0)
     assert "one batch together" in row.changes
+
+
+class OtherwiseInLargeBatches(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu() if len(x) > 8 else super().forward(x)
+
+
+@needs_ranks
+def test_what_fits_one_stage_alone_is_not_told_where_another_is_unknown():
+    model = nn.Sequential(OtherwiseInLargeBatches(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    step = mc.TrainingStep(model, torch.zeros(16, WIDTH), optimizer=torch.optim.SGD)
+    plan = mc.what_if(step, device="NVIDIA L4", ranks=[mc.Ranks(2, "pipeline", n_microbatches=2)])
+    (row,) = (row for row in plan.tried if row.kind == "ranks")
+    assert not row.problem
+    assert row.largest_batch_size is None
 
 
 def test_a_batch_that_cannot_be_cut_into_microbatches_is_told():
@@ -57,6 +75,7 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
+@needs_ranks
 def test_a_model_that_says_how_has_tensor_parallel_layers():
     tokens = torch.zeros(4, 32, dtype=torch.int64)
     step = mc.TrainingStep(llama(), tokens, loss=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss)
@@ -72,6 +91,7 @@ def test_a_model_that_says_how_has_tensor_parallel_layers():
     assert not [name for name in rows if name.startswith("pipeline")]
 
 
+@needs_ranks
 def test_a_row_is_the_prediction_of_a_rank(rows):
     row = rows["fsdp2 on 8"]
     prediction = mc.predict(step().varied(ranks=mc.Ranks(WORLD_SIZE, "fsdp2")), device="NVIDIA L4")
@@ -94,10 +114,12 @@ def test_a_row_is_the_prediction_of_a_rank(rows):
         ("fsdp2 on 2 x 4", 3 * 3 / 4 + 2 * 1 / 2 / 4),
     ],
 )
+@needs_ranks
 def test_what_is_sent_is_that_of_rings(rows, saving, sent):
     assert rows[saving].sent_bytes == sent * PARAMETER_BYTES
 
 
+@needs_ranks
 def test_jobs_of_ones_own_are_tried_too():
     jobs = [mc.Ranks(2, bucket_cap_mb=1), mc.Ranks(16, "fsdp2")]
     plan = mc.what_if(step(), device="24GiB", ranks=jobs)

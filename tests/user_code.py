@@ -26,7 +26,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from memcallback.loops import Copies, run_window
+from memcallback.loop_parts import Copies
+from memcallback.loops import run_window
 from memcallback.steps import TrainingStep
 
 STEPS = {}
@@ -207,6 +208,8 @@ def sets_default_device(model, batch):
         return F.cross_entropy(model(batch[0] + torch.zeros(16, 32)), batch[1])
     finally:
         torch.set_default_device(None)
+        # With None for one, PyTorch 2.6 fails where it is asked for the default device.
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 @case

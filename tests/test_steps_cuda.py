@@ -1,0 +1,107 @@
+"""Steps that the accuracy proof has no model for, on a device, real or virtual: what is predicted of them is measured."""
+
+import json
+
+import pytest
+import torch
+from test_streams_cuda import figures
+from torch import nn
+from torch.nn import functional as F
+
+import memcallback as mc
+
+pytestmark = pytest.mark.cuda
+
+
+class Experts(nn.Module):
+    """A mixture of experts as transformers has it: tokens sorted by expert, counted by histc, multiplied in groups."""
+
+    def __init__(self, width=256, num_experts=4):
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.up = nn.Parameter(torch.zeros(num_experts, width, 2 * width))
+        self.down = nn.Parameter(torch.zeros(num_experts, 2 * width, width))
+
+    def forward(self, x):
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        experts, order = experts.reshape(-1).sort()
+        counts = torch.histc(experts.int() if experts.is_cuda else experts.float(), bins=len(self.up), min=0, max=len(self.up) - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        hidden = torch._grouped_mm(x[order // 2].to(self.up.dtype), self.up, offs=ends).relu()
+        return torch._grouped_mm(hidden, self.down, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+
+
+class GroupedQueries(nn.Module):
+    def __init__(self, heads=8, shared=2, size=64):
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, size
+        self.project = nn.Linear(heads * size, (heads + 2 * shared) * size)
+        self.out = nn.Linear(heads * size, 16)  # so that attention takes most
+
+    def forward(self, x):
+        parts = self.project(x).unflatten(-1, (-1, self.size)).transpose(1, 2).split([self.heads, self.shared, self.shared], 1)
+        return self.out(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def slopes(model, batch):
+    """The first derivative after the coordinates, of which autograd runs few nodes in the thread of the device."""
+    x = batch.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (slope - 1).square().mean()
+
+
+def curvature(model, batch):
+    """An equation with first and second derivatives: the thread of the device makes more nodes than the other."""
+    x = batch.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (curved,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    return (slope[:, 1:] - curved[:, :1]).square().mean()
+
+
+def layers(width, num_layers, activation):
+    hidden = [part for _ in range(num_layers - 1) for part in (nn.Linear(width, width), activation())]
+    return nn.Sequential(nn.Linear(2, width), activation(), *hidden, nn.Linear(width, 1))
+
+
+PROGRAMS = {
+    "slopes": lambda: (layers(256, 3, nn.ReLU), torch.zeros(8192, 2), {"loss": slopes}),
+    "curvature": lambda: (layers(64, 2, nn.Tanh), torch.zeros(4096, 2), {"loss": curvature}),
+    "experts": lambda: (Experts(), torch.zeros(2048, 256), {}),
+    "experts-bfloat16": lambda: (Experts().bfloat16(), torch.zeros(2048, 256, dtype=torch.bfloat16), {}),
+    "grouped-queries": lambda: (GroupedQueries(), torch.zeros(4, 512, 512), {"precision": "bf16-mixed"}),
+}
+
+
+def squares(model, batch):
+    return model(batch).float().square().mean()
+
+
+def train(_, name, file):
+    """In a process of its own, whose allocator has seen nothing else: what is predicted, and what is measured."""
+    model, batch, options = PROGRAMS[name]()
+    loss_of = options.pop("loss", squares)
+    step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=torch.optim.AdamW, **options)
+    optimizer = torch.optim.AdamW(model.cuda().parameters())
+    recorder = mc.MemoryRecorder(model, optimizer)
+    for _ in range(5):
+        on_device = batch.cuda()
+        with recorder.step(on_device):
+            optimizer.zero_grad()
+            with recorder.phase(mc.Phase.FORWARD), torch.autocast("cuda", step.autocast_dtype, enabled=step.autocast_dtype is not None):
+                loss = loss_of(model, on_device)
+            with recorder.phase(mc.Phase.BACKWARD):
+                loss.backward()
+            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
+                optimizer.step()
+        del on_device, loss
+    # After it: a trace makes autograd nodes, whose number decides in which order those of a double backward run.
+    predicted = mc.predict(step)
+    with open(file, "w") as opened:
+        json.dump([figures(predicted.step), figures(recorder.steps[-1])], opened)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_step_takes_is_predicted_to_the_byte(tmp_path, name):
+    torch.multiprocessing.spawn(train, (name, str(tmp_path / "figures.json")), nprocs=1)
+    predicted, measured = json.loads((tmp_path / "figures.json").read_text())
+    assert predicted == measured
