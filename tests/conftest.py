@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 from hypothesis import settings
+
+# With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how much depends on the processor. What
+# operators take for themselves on a CPU is not predicted. oneDNN reads this when it is first used, here and in the programs that tests start.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 # How long an example takes on a busy machine says nothing of what it shows.
 settings.register_profile("untimed", deadline=None)
