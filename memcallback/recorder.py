@@ -94,7 +94,6 @@ class MemoryRecorder(Recording):
             That takes the host some 50 µs for each reading (benchmarks/per_module.py); other steps have no hooks.
 
     Attributes:
-        steps: The last 100 recorded steps, oldest first.
         warm_up: The last step that no optimizer update came before; None if there was none.
         steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add up to the most; None if there was none.
         largest: Of all steady steps, the one with the largest peak; None if there was none.

@@ -24,7 +24,7 @@ class Recording:
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
-        self.steps: deque[StepMemory] = deque(maxlen=100)
+        self._steps: deque[StepMemory] = deque(maxlen=100)
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
         self.largest: StepMemory | None = None
@@ -33,6 +33,11 @@ class Recording:
         self.lifetime_peak_resident_bytes: int | None = None
         self._modules_recorded: Callable[[], ModuleTable] | None = None
         self._module_table: ModuleTable | None = None
+
+    @property
+    def steps(self) -> tuple[StepMemory, ...]:
+        """The last 100 recorded steps, oldest first."""
+        return tuple(self._steps)
 
     @property
     def modules(self) -> ModuleTable | None:
@@ -52,7 +57,7 @@ class Recording:
         self.lifetime_peak_allocated_bytes = largest((self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats)))
         self.lifetime_peak_reserved_bytes = largest((self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats)))
         self.lifetime_peak_resident_bytes = largest((self.lifetime_peak_resident_bytes, *(s.peak_resident_bytes for s in stats)))
-        self.steps.append(record)
+        self._steps.append(record)
         if record.is_warm_up:
             self.warm_up = record
         elif not record.is_interrupted:

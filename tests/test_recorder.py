@@ -79,6 +79,7 @@ def test_only_sampled_steps_are_recorded_on_a_cpu(parts):
     for _ in range(12):
         train_step(recorder, *parts)
     assert [step.index for step in recorder.steps] == [0, 1, 2, 5, 10]
+    assert [step.index for step in recorder.steps[-2:]] == [5, 10]
 
 
 def test_an_exception_in_a_phase_goes_on_and_the_step_is_marked(parts):
