@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from memcallback.events import Alloc, Event, Phase, PhaseEnd, PhaseStart, StepEnd
+from memcallback.events import Alloc, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd
 from memcallback.units import format_bytes
 
 #: Up to which window a training is followed, those of the trace included. Of 135 configurations that were trained for six updates, 44 had
@@ -46,10 +46,11 @@ def last_window(events: Sequence[Event]) -> Window | None:
     Returns:
         The window; None if there is one at most, or the last step belongs to none.
     """
-    has_updates = any(isinstance(event, PhaseStart) and event.phase is Phase.OPTIMIZER_STEP for event in events)
+    marks = [(position, event) for position, event in enumerate(events) if type(event) is not Alloc and type(event) is not Free]
+    has_updates = any(isinstance(event, PhaseStart) and event.phase is Phase.OPTIMIZER_STEP for _, event in marks)
     ends: list[int] = []
     is_whole, last_step = False, 0
-    for position, event in enumerate(events):
+    for position, event in marks:
         if isinstance(event, PhaseEnd):
             is_whole |= event.phase is Phase.OPTIMIZER_STEP
         elif isinstance(event, StepEnd):

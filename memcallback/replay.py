@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -138,7 +138,9 @@ class _Replayer(Generic[_Block]):
         self.is_endless = is_endless
         self.result = Replay()
         #: What is there, by its number.
-        self.alive: dict[int, tuple[_Block, Alloc]] = {}
+        self.alive: dict[int, _Block] = {}
+        #: Of what is there, that which is held.
+        self.holders: dict[int, Alloc] = {}
         self.held: dict[Category, int] = dict.fromkeys(HELD_CATEGORIES, 0)
         self.windows: list[PhaseMemory] = []
         self.phase: Phase | None = None
@@ -156,10 +158,9 @@ class _Replayer(Generic[_Block]):
             self.play(0, len(self.events))
             return
         self.play(0, window.start)
-        before, num_earlier = dict(self.alive), len(self.result.steps)
+        before, num_earlier = list(self.alive), len(self.result.steps)
         self.play(window.start, window.stop)
-        freed = [alloc for number, (_, alloc) in before.items() if number not in self.alive]
-        left = [alloc for number, (_, alloc) in self.alive.items() if number not in before]
+        freed, left = self.allocs(set(before) - self.alive.keys()), self.allocs(self.alive.keys() - set(before))
         pairs = pairs_of(freed, left)
         if pairs is None:
             self.result.caveats += growth(window, freed, left)
@@ -174,6 +175,8 @@ class _Replayer(Generic[_Block]):
         for _ in range(window.number, MAX_WINDOWS):
             for number, number_left in pairs:
                 self.alive[number] = self.alive.pop(number_left)
+                if number_left in self.holders:
+                    self.holders[number] = self.holders.pop(number_left)
                 self.result.block_bytes[number] = self.result.block_bytes[number_left]
             previous = steps[num_earlier:]
             self.play(window.start, window.stop)
@@ -183,36 +186,40 @@ class _Replayer(Generic[_Block]):
                 return
         self.result.caveats += unsettled(window, peaks)
 
+    def allocs(self, numbers: Set[int]) -> list[Alloc]:
+        """What has these numbers, in the order of allocation."""
+        return [event for event in self.events if type(event) is Alloc and event.id in numbers]
+
     def play(self, start: int, stop: int) -> None:
         """Put a part of the events to the allocator."""
-        allocator, alive, held = self.allocator, self.alive, self.held
-        allocated, block_bytes = allocator.allocated, self.result.block_bytes
+        allocate, free, allocated = self.allocator.allocate, self.allocator.free, self.allocator.allocated
+        alive, holders, held, block_bytes = self.alive, self.holders, self.held, self.result.block_bytes
         for position, event in enumerate(islice(self.events, start, stop), start):
             if type(event) is Alloc:
                 size_bytes = event.size_bytes
                 if not size_bytes:
                     continue
                 try:
-                    block = allocator.allocate(size_bytes, event.stream)
+                    block = allocate(size_bytes, event.stream)
                 except OutOfMemoryError as error:
                     self.result.out_of_memory = self.failure(event, error)
                     raise
                 number = event.id
-                alive[number] = block, event
+                alive[number] = block
                 block_bytes[number] = block.size_bytes
-                category = event.category
-                if category in held:
-                    held[category] += size_bytes
+                if event.category in held:
+                    holders[number] = event
+                    held[event.category] += size_bytes
                 if self.phase and allocated.current > self.peak[0]:
                     self.peak = (allocated.current, position)
             elif type(event) is Free:
-                freed = alive.pop(event.id, None)
+                number = event.id
+                freed = alive.pop(number, None)
                 if freed is not None:
-                    block, alloc = freed
-                    allocator.free(block)
-                    category = alloc.category
-                    if category in held:
-                        held[category] -= alloc.size_bytes
+                    free(freed)
+                    holder = holders.pop(number, None)
+                    if holder is not None and holder.category:
+                        held[holder.category] -= holder.size_bytes
             else:
                 self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
 
