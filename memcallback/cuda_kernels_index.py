@@ -152,7 +152,22 @@ def _index_put(call: Call) -> Kernel | None:
     return steps.kernel
 
 
+def _scatter_reduce(call: Call) -> Kernel | None:
+    """`scatter_reduce_two` (TensorAdvancedIndexing.cpp): for a mean ones are scattered too, and where none came the count is 1."""
+    x, source, reduce = call.args[0], call.args[3], call.args[4]
+    if reduce != "mean":
+        return None
+    steps = Steps()
+    steps.make(0)
+    ones, counts = steps.take(dense_bytes(source)), steps.take(dense_bytes(x))
+    is_none = steps.take(x.numel())
+    steps.give(is_none, counts, ones)
+    return steps.kernel
+
+
 RULES: dict[str, Rule] = {
+    "scatter_reduce": _scatter_reduce,
+    "scatter_reduce_": _scatter_reduce,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "_embedding_bag": _embedding_bag,

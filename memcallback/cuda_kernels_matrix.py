@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,19 @@ from memcallback.cuda_kernels_plan import Call, Rule, Steps, dense_bytes
 from memcallback.kernels import Kernel
 
 #: Where the two factors are among the arguments.
-_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "_addmm_activation": 1, "mv": 0, "addmv": 1, "dot": 0, "vdot": 0}
+_FACTORS = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "addbmm": 1,
+    "_addmm_activation": 1,
+    "mv": 0,
+    "addmv": 1,
+    "dot": 0,
+    "vdot": 0,
+    "_trilinear": 0,
+}
 
 
 def uses_cublas(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
@@ -71,4 +84,34 @@ def _usable(matrix: torch.Tensor) -> bool:
     return (across == 1 and along >= max(1, columns)) or (along == 1 and across >= max(1, rows))
 
 
-RULES: dict[str, Rule] = {"mm": _product, "addmm": _product, "bmm": _product, "baddbmm": _product, "_addmm_activation": _product}
+def _trilinear(call: Call) -> Kernel:
+    """`_trilinear` (Linear.cpp): at each place of one dimension the product of the first two, and that with the third."""
+    factors, expanded, summed = call.args[:3], call.args[3:6], call.args[6]
+    unrolled = call.args[7] if len(call.args) > 7 else 1
+    num_dims = factors[0].ndim + len(expanded[0])
+    sizes = [1] * num_dims
+    for factor, without in zip(factors, expanded, strict=True):
+        for dim, size in zip((dim for dim in range(num_dims) if dim not in without), factor.shape, strict=True):
+            sizes[dim] = size
+    num_places = sizes[unrolled]
+    sizes[unrolled] = 1
+    # What the third factor lacks is summed in the first product.
+    first, second, third = expanded
+    of_first = {dim for dim in range(num_dims) if not (dim in first and dim in second) and not (dim in summed and dim in third)}
+    of_two = math.prod(size for dim, size in enumerate(sizes) if dim in of_first)
+    of_three = math.prod(size for dim, size in enumerate(sizes) if dim not in summed)
+    steps = Steps()
+    steps.make(0)
+    for _ in range(num_places if all(factor.numel() for factor in factors) else 0):
+        steps.give(*[steps.take(number * call.outputs[0].element_size()) for number in (of_two, of_three)])
+    return steps.kernel
+
+
+RULES: dict[str, Rule] = {
+    "_trilinear": _trilinear,
+    "mm": _product,
+    "addmm": _product,
+    "bmm": _product,
+    "baddbmm": _product,
+    "_addmm_activation": _product,
+}

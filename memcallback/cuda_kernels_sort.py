@@ -57,6 +57,10 @@ def segmented_sort_bytes(key_bytes: int, count: int) -> int:
     return round_up(count * key_bytes, 256) + round_up(count * 8, 256) + 255
 
 
+#: Values of a row that one block sorts.
+_ROW = 4096
+
+
 def _sort(call: Call) -> Kernel:
     """`sort_stable_kernel` (Sort.cu): rows of up to 4,096 values by one block each, longer ones by CUB."""
     x, only_indices = call.args[0], call.name == "argsort"
@@ -66,7 +70,7 @@ def _sort(call: Call) -> Kernel:
     steps = Steps()
     values = steps.take(dense_bytes(x)) if only_indices else None
     steps.make(*range(len(call.outputs)))
-    if length <= 4096:
+    if length <= _ROW:
         steps.give(steps.take(length * 8), values)
         return steps.kernel
     numbers = steps.take(dense_bytes(x) // x.element_size() * 8)
@@ -75,6 +79,21 @@ def _sort(call: Call) -> Kernel:
     else:
         scratch = steps.take(segmented_sort_bytes(x.element_size(), x.numel()))
     steps.give(scratch, numbers, values)
+    return steps.kernel
+
+
+def _median(call: Call) -> Kernel | None:
+    """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension nothing is taken."""
+    x, steps = call.args[0], Steps()
+    if len(call.outputs) > 1:
+        return None
+    copy = steps.take_copy(x)
+    values, positions, numbers = steps.take(dense_bytes(x)), steps.take(x.numel() * 8), steps.take(x.numel() * 8)
+    scratch = take_sort(steps, call.device.compute_capability[0], x.element_size(), 8, x.numel()) if x.numel() > _ROW else None
+    steps.give(scratch, numbers, positions, copy)
+    is_no_number = steps.take(1)
+    steps.make(0)
+    steps.give(is_no_number, values)
     return steps.kernel
 
 
@@ -165,6 +184,7 @@ RULES: dict[str, Rule] = {
     "masked_scatter": _masked_scatter,
     "masked_scatter_": _masked_scatter,
     "argsort": _sort,
+    "median": _median,
     "cumsum": _scan,
     "cumprod": _scan,
     "logcumsumexp": _scan,

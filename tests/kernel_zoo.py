@@ -681,6 +681,12 @@ def matrices():
             C("baddbmm", T((b, m, n), d), x, y)
             C("baddbmm", T((1, 1, n), d), x, y)
             C("baddbmm", T((b, m, n), d), x, T((b, k, n), d, "t"), beta=0, alpha=0.5)
+        for n, a, b, o in ((2048, 64, 48, 4), (37, 5, 3, 7)):  # nn.Bilinear, forward and the three gradients
+            x, weight, y, gradient = T((n, a), d), T((o, a, b), d), T((n, b), d), T((n, o), d)
+            C("_trilinear", x, weight, y, [1, 3], [0], [1, 2], [2, 3])
+            C("_trilinear", gradient, weight, y, [2, 3], [0], [1, 2], [1, 3])
+            C("_trilinear", x, gradient, y, [1, 3], [2, 3], [1, 2], [0])
+            C("_trilinear", x, weight, gradient, [1, 3], [0], [2, 3], [1, 2])
         C("dot", T((1000,), d), T((1000,), d))
         C("vdot", T((1000,), d), T((1000,), d))
         C("addr", T((100, 50), d), T((100,), d), T((50,), d))

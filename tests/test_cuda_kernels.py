@@ -18,13 +18,13 @@ RECORDED = Path(__file__).parent / "recorded" / "kernels"
 DEPENDS_ON_VALUES = ("nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
 #: What is not said exactly, and why it is not.
 NOT_SAID = {
-    "scratch of CUB and thrust": "_unique2 bincount masked_select median multinomial nonzero randperm repeat_interleave unique_dim "
+    "scratch of CUB and thrust": "_unique2 bincount masked_select multinomial nonzero randperm repeat_interleave unique_dim "
     "unique_consecutive",
     "masks are counted first, which fakes cannot do": "index",
     "no fake kernel": "_ctc_loss multi_margin_loss_backward multilabel_margin_loss_backward",
     "a value is read": "equal",
     "compositions that a training step seldom has": "_ctc_loss_backward _pdist_backward affine_grid_generator "
-    "count_nonzero isin logsumexp soft_margin_loss_backward scatter_reduce normal unfold_backward _foreach_max im2col col2im "
+    "count_nonzero isin logsumexp soft_margin_loss_backward normal unfold_backward _foreach_max im2col col2im "
     "multi_margin_loss multilabel_margin_loss_forward",
     "cuFFT, cuSOLVER": "_fft_c2c _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_inv_ex "
     "linalg_solve_triangular triangular_solve",
@@ -35,7 +35,7 @@ LEFT_OUT = {op for ops in NOT_SAID.values() for op in ops.split()}
 #: Single calls that are not said exactly: the embedding of very few rows, masks as indices, parts of more than 2 GiB, numbers to half types.
 SINGLE = ("embedding_dense_backward(%[5000,16]", "[b8[", "[262144,3072]", "_foreach_norm.Scalar([2x")
 #: The scratch of CUB for 2-byte keys and cuDNN's workspaces below compute capability 9.0 are not known.
-BELOW_9 = ("sort", "argsort", "_embedding_bag_dense_backward", "_scaled_dot_product_cudnn")
+BELOW_9 = ("sort", "argsort", "median", "_embedding_bag_dense_backward", "_scaled_dot_product_cudnn")
 
 
 def load(name):

@@ -44,6 +44,20 @@ class GroupedQueries(nn.Module):
         return self.out(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
+class Pairs(nn.Module):
+    """A product of three, less the median of all, averaged over groups."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.product = nn.Bilinear(width, width, 16)
+        self.register_buffer("groups", torch.arange(8).repeat(2))
+
+    def forward(self, x):
+        joined = self.product(x, x.flip(-1))
+        joined = joined - joined.detach().median()
+        return joined.new_zeros(len(x), 8).scatter_reduce(1, self.groups.expand(len(x), -1), joined, "mean")
+
+
 def slopes(model, batch):
     """The first derivative after the coordinates, of which autograd runs few nodes in the thread of the device."""
     x = batch.detach().clone().requires_grad_()
@@ -67,6 +81,7 @@ def layers(width, num_layers, activation):
 PROGRAMS = {
     "slopes": lambda: (layers(256, 3, nn.ReLU), torch.zeros(8192, 2), {"loss": slopes}),
     "curvature": lambda: (layers(64, 2, nn.Tanh), torch.zeros(4096, 2), {"loss": curvature}),
+    "pairs": lambda: (Pairs(), torch.zeros(4096, 64), {}),
     "experts": lambda: (Experts(), torch.zeros(2048, 256), {}),
     "experts-bfloat16": lambda: (Experts().bfloat16(), torch.zeros(2048, 256, dtype=torch.bfloat16), {}),
     "grouped-queries": lambda: (GroupedQueries(), torch.zeros(4, 512, 512), {"precision": "bf16-mixed"}),
