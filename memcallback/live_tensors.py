@@ -115,9 +115,10 @@ def live_storages(
 
 def alive_tensors() -> list[torch.Tensor]:
     """The tensors that Python knows. A process has a million objects and more: they are told apart by their types' identities, without Python code."""
-    objects = gc.get_objects()
-    kinds = dict(zip(map(id, map(type, objects)), map(type, objects), strict=True))
-    are_tensors = {number for number, kind in kinds.items() if issubclass(kind, torch.Tensor)}
+    kinds: list[type] = [torch.Tensor]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    are_tensors, objects = set(map(id, kinds)), gc.get_objects()
     return list(compress(objects, map(are_tensors.__contains__, map(id, map(type, objects)))))
 
 
