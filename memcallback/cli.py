@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcallback.devices import Device, find_device, is_cuda_here
 from memcallback.length_trace import MIN_SEQUENCE_LENGTH
+from memcallback.tables import for_console
 from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step, said
 
 if TYPE_CHECKING:
@@ -171,9 +172,13 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
 _COMMANDS: tuple[Callable[[Any], None], ...] = (_add_predict, _add_suggest, _add_what_if, _add_layers, _add_export, _add_devices)
 
 
+def _show(result: Any, *, is_json: bool) -> None:
+    print(json.dumps(result.to_dict(), indent=2) if is_json else for_console(str(result)))
+
+
 def _run_predict(arguments: argparse.Namespace) -> None:
     prediction = _predict(arguments)
-    print(json.dumps(prediction.to_dict(), indent=2) if arguments.json else prediction)
+    _show(prediction, is_json=arguments.json)
 
 
 def _run_suggest(arguments: argparse.Namespace) -> None:
@@ -194,7 +199,7 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({**advice.to_dict(), "accumulation": None if accumulation is None else asdict(accumulation)}, indent=2))
         return
-    print(advice)
+    _show(advice, is_json=False)
     if accumulation is not None:
         ranks = f" on each of {accumulation.world_size} ranks" if accumulation.world_size > 1 else ""
         print(
@@ -208,7 +213,7 @@ def _run_what_if(arguments: argparse.Namespace) -> None:
     world_size = _parse_number(arguments.world_size, "--world-size", "number of ranks")
     ranks = {} if world_size is None else {"ranks": world_size}
     plan = _ask(arguments, "planning", "what_if", of="savings", headroom=headroom, batch_size=batch_size, **ranks)
-    print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
+    _show(plan, is_json=arguments.json)
 
 
 def _parse_headroom(text: str) -> float:
@@ -226,7 +231,7 @@ def _run_devices(arguments: argparse.Namespace) -> None:
     device_states = importlib.import_module("memcallback.device_states").device_states
     if seconds is None:
         states = device_states()
-        print(json.dumps(states.to_dict(), indent=2) if arguments.json else states)
+        _show(states, is_json=arguments.json)
         return
     with suppress(KeyboardInterrupt):
         while True:
@@ -319,7 +324,7 @@ def _run_layers(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"{arguments.target} with {given} failed: {said(error)}. Check that the model takes inputs of these sizes."
         ) from error
-    print(json.dumps(table.to_dict(), indent=2) if arguments.json else table)
+    _show(table, is_json=arguments.json)
 
 
 def _parse_input(text: str) -> tuple[tuple[int, ...], str | None]:

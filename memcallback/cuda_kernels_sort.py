@@ -5,6 +5,8 @@ They rest on CUB, whose scratch was measured on a virtual device and is approxim
 
 from __future__ import annotations
 
+import torch
+
 from memcallback.cuda_kernels_plan import Call, Rule, Steps, dense_bytes, round_up
 from memcallback.kernels import Kernel
 
@@ -15,6 +17,8 @@ _SORT_TILES: dict[int, dict[int | str, int]] = {
     8: {1: 3072, 2: 3072, 4: 3072, 8: 3840, "narrow": 6144},
     7: {1: 2816, 2: 2816, 4: 2816, 8: 2816, "narrow": 8448},
 }
+#: Values in a tile where rows that were sorted together are parted again: keys of 8 bytes, of which one pass looks at the row's bits.
+_ROW_TILES = {9: 5760, 8: 3840, 7: 2816}
 #: Values in a tile of `DeviceScan` by bytes of a value.
 _SCAN_TILES = {1: 7680, 2: 3840, 4: 1920, 8: 896}
 
@@ -57,33 +61,48 @@ def segmented_sort_bytes(key_bytes: int, count: int) -> int:
     return round_up(count * key_bytes, 256) + round_up(count * 8, 256) + 255
 
 
-#: Values of a row that one block sorts.
-_ROW = 4096
+#: Values of a row that one block sorts; rows from which on CUB's segmented sort takes them.
+_ROW, _MANY_ROWS = 4096, 128
 
 
 def _sort(call: Call) -> Kernel:
-    """`sort_stable_kernel` (Sort.cu): rows of up to 4,096 values by one block each, longer ones by CUB."""
+    """`sort_cuda_kernel` (Sort.cpp) with its outputs; `argsort` drops the values."""
     x, only_indices = call.args[0], call.name == "argsort"
     dim = next(a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool))
-    length = x.shape[dim] if x.ndim else 1
-    rows = x.numel() // max(length, 1)
     steps = Steps()
     values = steps.take(dense_bytes(x)) if only_indices else None
     steps.make(*range(len(call.outputs)))
-    if length <= _ROW:
-        steps.give(steps.take(length * 8), values)
-        return steps.kernel
-    numbers = steps.take(dense_bytes(x) // x.element_size() * 8)
-    if rows == 1 or (rows <= 128 and length >= 1_000_000):
-        scratch = take_sort(steps, call.device.compute_capability[0], x.element_size(), 8, length)
-    else:
-        scratch = steps.take(segmented_sort_bytes(x.element_size(), x.numel()))
-    steps.give(scratch, numbers, values)
+    _take_rows(steps, call, x, dim)
+    steps.give(values)
     return steps.kernel
 
 
+def _take_rows(steps: Steps, call: Call, x: torch.Tensor, dim: int) -> None:
+    """Take and give back what rows are sorted with (`sort_stable_kernel`, Sort.cu): those of up to 4,096 values by one block each, longer ones by CUB."""
+    length = x.shape[dim] if x.ndim else 1
+    rows = x.numel() // max(length, 1)
+    if length <= _ROW:
+        steps.give(steps.take(length * 8))
+        return
+    major, key_bytes = call.device.compute_capability[0], x.element_size()
+    numbers = steps.take(x.numel() * 8)
+    if rows == 1 or (rows < _MANY_ROWS and length >= 1_000_000):
+        steps.give(take_sort(steps, major, key_bytes, 8, length), numbers)
+    elif rows < _MANY_ROWS:
+        # `segmented_sort_pairs_by_full_sort`: all values, each with its row and place, and then the rows.
+        places, keys = steps.take(x.numel() * 8), steps.take(dense_bytes(x))
+        steps.give(take_sort(steps, major, key_bytes, 8, x.numel()), keys)
+        tiles = -(-x.numel() // _ROW_TILES[min(max(major, 7), 9)])
+        steps.give(steps.take(2048 + tiles * 1024 + 256 + 255), places, numbers)
+    else:
+        steps.give(steps.take(segmented_sort_bytes(key_bytes, x.numel())), numbers)
+
+
 def _median(call: Call) -> Kernel | None:
-    """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension nothing is taken."""
+    """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension nothing is taken.
+
+    `nanmedian` counts the numbers among them: a sum over a mask, in 8 bytes each.
+    """
     x, steps = call.args[0], Steps()
     if len(call.outputs) > 1:
         return None
@@ -91,9 +110,17 @@ def _median(call: Call) -> Kernel | None:
     values, positions, numbers = steps.take(dense_bytes(x)), steps.take(x.numel() * 8), steps.take(x.numel() * 8)
     scratch = take_sort(steps, call.device.compute_capability[0], x.element_size(), 8, x.numel()) if x.numel() > _ROW else None
     steps.give(scratch, numbers, positions, copy)
-    is_no_number = steps.take(1)
+    if call.name == "median":
+        is_no_number = steps.take(1)
+        steps.make(0)
+        steps.give(is_no_number, values)
+        return steps.kernel
+    mask, count = steps.take(x.numel()), steps.take(8)
+    steps.give(steps.take(x.numel() * 8))
+    rest = [steps.take(size) for size in (8, 4, 8)]
+    steps.give(rest[1], rest[0], count, mask)
     steps.make(0)
-    steps.give(is_no_number, values)
+    steps.give(rest[2], values)
     return steps.kernel
 
 
@@ -111,12 +138,12 @@ def _scan(call: Call) -> Kernel:
 
 def _masked_scatter(call: Call) -> Kernel:
     """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): the number of a value for each element, a mask of full size, a scan."""
-    x, mask, source = call.args[:3]
+    mask, source, filled = call.args[1], call.args[2], call.outputs[0]
     steps = Steps()
     steps.make(0)
-    numbers = steps.take(x.numel() * 8)
-    copies = [steps.take(x.numel()) if mask.shape != x.shape else steps.take_copy(mask), steps.take_copy(source)]
-    scratch = steps.take(scan_bytes(8, x.numel()))
+    numbers = steps.take(filled.numel() * 8)
+    copies = [steps.take(filled.numel()) if mask.shape != filled.shape else steps.take_copy(mask), steps.take_copy(source)]
+    scratch = steps.take(scan_bytes(8, filled.numel()))
     steps.give(scratch, *reversed(copies), numbers)
     return steps.kernel
 
@@ -166,14 +193,19 @@ def scan_by_key_bytes(count: int) -> int:
 
 
 def _topk(call: Call) -> Kernel:
-    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input."""
-    x = call.args[0]
-    dim = call.args[2]
+    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input; more of them than one block sorts are sorted after."""
+    x, dim, is_sorted = call.args[0], call.args[2], call.args[4]
     length = x.shape[dim] if x.ndim else 1
     steps = Steps()
     steps.make(0, 1)
     copy = steps.take_copy(x)
     topk_steps(steps, call.device.num_multiprocessors, x.element_size(), x.numel() // max(length, 1), length)
+    found = call.outputs[0]
+    if is_sorted and found.ndim and found.shape[dim] > _ROW:
+        positions, values = steps.take(found.numel() * 8), steps.take(dense_bytes(found))
+        _take_rows(steps, call, found, dim)
+        gathered = steps.take(found.numel() * 8)
+        steps.give(gathered, values, positions)
     steps.give(copy)
     return steps.kernel
 
@@ -185,6 +217,7 @@ RULES: dict[str, Rule] = {
     "masked_scatter_": _masked_scatter,
     "argsort": _sort,
     "median": _median,
+    "nanmedian": _median,
     "cumsum": _scan,
     "cumprod": _scan,
     "logcumsumexp": _scan,

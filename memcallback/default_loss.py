@@ -41,11 +41,10 @@ def is_handed_over_by_name(model: torch.nn.Module, batch: Any) -> bool:
     """Whether a batch is a mapping whose keys are arguments of the model's `forward`."""
     if not isinstance(batch, Mapping):
         return False
-    signature = inspect.signature(model.forward)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
-        return False  # a wrapper, which takes anything
     try:
+        signature = inspect.signature(model.forward)
         signature.bind(**batch)
-    except TypeError:
+    except (TypeError, ValueError):  # it takes other arguments, or does not tell which
         return False
-    return True
+    # A wrapper takes anything.
+    return all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in signature.parameters.values())

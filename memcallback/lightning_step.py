@@ -113,9 +113,9 @@ class LightningLoop:
         module.optimizer_zero_grad(0, 0, optimizer)
 
     @staticmethod
-    def backward(module: Any, loss: torch.Tensor) -> None:
-        """The backward pass as the module does it: its hook `backward`."""
-        module.backward(loss)
+    def backward(module: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass as the module does it: its hook `backward`, which `manual_backward` gives what it was given."""
+        module.backward(loss, *args, **kwargs)
 
     @staticmethod
     def clip_gradients(module: Any, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
@@ -125,10 +125,14 @@ class LightningLoop:
             module: The module, a copy.
             optimizer: Whose gradients.
             norm: The largest norm of all together; None for no such clipping.
-            value: The largest value; None for no such clipping.
+            value: The largest value; None for no such clipping, and where `norm` is given.
         """
-        module.clip_gradients = _clip_gradients
         limit, algorithm = (norm, "norm") if norm is not None else (value, None if value is None else "value")
+
+        def clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+            _clip_gradients(optimizer, limit if gradient_clip_val is None else gradient_clip_val, gradient_clip_algorithm or algorithm)
+
+        module.clip_gradients = clip_gradients
         module.configure_gradient_clipping(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
     @staticmethod
@@ -248,8 +252,8 @@ def _stand_alone(module: Any) -> None:
 
 
 def _clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
-    """`LightningModule.clip_gradients` under manual optimization."""
-    if gradient_clip_val is None:
+    """`LightningModule.clip_gradients` where the Trainer has no setting; by norm unless another algorithm is named."""
+    if gradient_clip_val is None or gradient_clip_val <= 0:
         return
     clip = torch.nn.utils.clip_grad_value_ if str(gradient_clip_algorithm) == "value" else torch.nn.utils.clip_grad_norm_
     clip(list(_parameters(optimizer)), gradient_clip_val)

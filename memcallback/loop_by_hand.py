@@ -24,7 +24,7 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
         scaled = copies.scaler.scale(loss) if copies.scaler else loss
         begin_backward(phases)
         before = marks.runs(Phase.BACKWARD)
-        scaled.backward(*args, **kwargs)
+        lightning.backward(module, scaled, *args, **kwargs)
         marks.runs(before)
         end_backward(phases, by_hand=True)
 

@@ -162,13 +162,13 @@ class _Trial:
             )
             for one in predictions
         ]
-        largest = [advice.largest if advice else None for advice in advices]
+        largest = [advice.largest for advice in advices if advice and advice.largest is not None]
         return replace(
             row,
             peak_allocated_bytes=worst.peak_allocated_bytes,
             peak_reserved_bytes=worst.peak_reserved_bytes,
             fits=worst.fits,
-            largest_batch_size=None if None in largest else min(largest, key=lambda one: one or 0),
+            largest_batch_size=min(largest) if len(largest) == len(advices) else None,
             extra_compute_pct=self._extra_compute_pct(predictions, num_together),
             sent_bytes=max(one.trace.traced.sent_bytes for one in predictions),
         )

@@ -279,12 +279,17 @@ class TrainingStep:
 
         Raises:
             TypeError: If the module has no `training_step`; and as `TrainingStep`.
-            ValueError: As `TrainingStep`; and for clipping or accumulation with manual optimization, which Lightning refuses too.
+            ValueError: As `TrainingStep`; and for clipping both by norm and by value, or for clipping or accumulation with manual
+                optimization, which Lightning refuses too.
         """
         if not callable(getattr(module, "training_step", None)):
             raise TypeError(
                 f"module must be a LightningModule, got {described(module)}, which has no training_step. For another loop give "
                 "TrainingStep(model, batch, loss=..., optimizer=...)."
+            )
+        if clip_grad_norm is not None and clip_grad_value is not None:
+            raise ValueError(
+                f"clip_grad_norm is {clip_grad_norm} and clip_grad_value is {clip_grad_value}; a Trainer clips in one of these ways: give one."
             )
         if not getattr(module, "automatic_optimization", True):
             check_by_hand(accumulate=accumulate, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)

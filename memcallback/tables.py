@@ -7,18 +7,13 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol
 
 #: Between two columns of a text.
 _GAP = "  "
 
 
-class _Printer(Protocol):
-    def text(self, text: str) -> None: ...
-
-
 class Shown:
-    """What is shown as its text: by `print`, and where IPython or a notebook shows a value."""
+    """What is shown as its text: by `print`, and where IPython or a notebook shows it as a value of its own; among others its `repr` is."""
 
     def to_text(self) -> str:
         """For a console; lines that end with a newline."""
@@ -27,8 +22,9 @@ class Shown:
     def __str__(self) -> str:
         return self.to_text().rstrip("\n")
 
-    def _repr_pretty_(self, printer: _Printer, _is_cycle: bool) -> None:
-        printer.text(str(self))
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """IPython asks for this before anything else, whatever `repr` a class has."""
+        return {"text/plain": str(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +70,7 @@ class Table(Shown):
         lines = [[cell.splitlines() or [""] for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(_num_cells(line) for row in lines for line in row[position]) for position in range(len(self.columns))]
         last = len(self.rows) - 1
-        text = ["", *self._aligned(lines[0], widths), f" {'─' * (sum(widths) + len(_GAP) * (len(widths) - 1))}"]
+        text = ["", *self._aligned(lines[0], widths), f" {for_console('─', '-') * (sum(widths) + len(_GAP) * (len(widths) - 1))}"]
         for position, row in enumerate(lines[1:]):
             text.extend(self._aligned(row, widths))
             if position < last and (position in self.rules_after or (self.totals and position == last - 1)):
@@ -96,7 +92,8 @@ def _num_cells(text: str) -> int:
     return sum(0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
-def for_console(text: str) -> str:
-    """A text in letters that the console has; the others become question marks."""
+def for_console(text: str, otherwise: str | None = None) -> str:
+    """A text in letters that the console has; the others become question marks, or another text stands for it."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    shown = text.encode(encoding, "replace").decode(encoding)
+    return shown if shown == text or otherwise is None else otherwise

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memcallback.default_loss import call_model
 from memcallback.events import Category
 from memcallback.fakes import fake_copy, untouched_globals
 from memcallback.function_copies import untouched_variables
@@ -134,7 +133,10 @@ def _forward(model: torch.nn.Module, batch: Any) -> object:
     if isinstance(batch, Sequence) and len(batch) > 0:
         with suppress(TypeError, AttributeError):
             return model(batch[0])
-    return call_model(model, batch)
+    if isinstance(batch, Mapping):
+        with suppress(TypeError, AttributeError):
+            return model(**batch)
+    return model(batch)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

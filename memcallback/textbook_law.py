@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from memcallback.checks import whole_number
 from memcallback.events import Category, Phase
 from memcallback.stats import Kind, MemoryStats, PhaseMemory, StepMemory
+from memcallback.tables import Shown
 from memcallback.traced_step import SAMPLES
+from memcallback.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class BytesLaw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextbookPrediction:
+class TextbookPrediction(Shown):
     """What one steady step will hold: model memory + batch size * memory per sample.
 
     The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch; every layer's output
@@ -75,6 +77,11 @@ class TextbookPrediction:
             TypeError: If it is no whole number.
         """
         return replace(self, batch_size=whole_number("batch_size", batch_size, SAMPLES))
+
+    def to_text(self) -> str:
+        """For a console: the step by phase, what a further sample adds, and what was assumed."""
+        per_sample = f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the peak, which is an upper estimate."
+        return "\n".join([f"{self.step}\n", per_sample, *self.caveats]) + "\n"
 
     @property
     def per_sample_bytes(self) -> int:

@@ -36,9 +36,9 @@ from memcallback.transformers_masks import one_sequence_a_row
 
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
 _WITHOUT_IT = "Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
-_WHOLE_BATCH = (
-    "The step has no loss, so its model is called with the whole batch: give TrainingStep(model, batch, loss=lambda model, batch: ...), which "
-    "calls it as your loop does."
+_NO_LOSS = (
+    "The step has no loss, so its model is called {}: give TrainingStep(model, batch, loss=lambda model, batch: ...), which calls it as your "
+    "loop does."
 )
 #: What stands in for functions of torch is put there and taken away again in order.
 _ONE_AT_A_TIME = threading.RLock()
@@ -121,16 +121,17 @@ def _traced(wanted: _Wanted, bounds: Bounds, place: _Place | None = None) -> Tra
             except PredictionError:
                 raise
             except Exception as error:  # user code on fakes can fail in any way
-                raise training.marks.failure(error, _WHOLE_BATCH if _is_whole_batch_given(step) else _WITHOUT_IT) from error
+                raise training.marks.failure(error, _way_out(step)) from error
             finally:
                 training.close()
     return training.as_traced()
 
 
-def _is_whole_batch_given(step: TrainingStep) -> bool:
-    """Whether a model gets a batch of several parts as it is, because nobody said how it is called."""
-    is_alone = isinstance(step.batch, torch.Tensor)
-    return step.loss is default_loss and not is_alone and not is_handed_over_by_name(step.model, step.batch)
+def _way_out(step: TrainingStep) -> str:
+    """What to do about code of the user's that failed, perhaps because nobody said how the model is called with a batch of several parts."""
+    if step.loss is not default_loss or isinstance(step.batch, torch.Tensor):
+        return _WITHOUT_IT
+    return _NO_LOSS.format("as model(**batch)" if is_handed_over_by_name(step.model, step.batch) else "with the whole batch")
 
 
 @contextmanager

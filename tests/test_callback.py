@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, Prediction, TextbookPrediction
 from memcallback.devices import find_device
-from memcallback.events import Category
+from memcallback.events import Alloc, Category
 from memcallback.journal import Journal
 from memcallback.stats import Kind
 
@@ -217,12 +217,30 @@ class KeepsTheGraph(training.Automatic):
         loss.backward(*args, retain_graph=True, **kwargs)
 
 
-class LooksAtWhatIsClipped(training.Automatic):
-    """A second of all gradients, for as long as the hook runs."""
+class KeepsTheGraphByHand(KeepsTheGraph):
+    """The same by way of `manual_backward`."""
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+class LooksAtWhatIsClipped(training.Automatic):
+    """A second of all gradients, for as long as the hook runs; of the Trainer's settings it hands on those with a name."""
+
+    handed_on = ("gradient_clip_val", "gradient_clip_algorithm")
+
+    def configure_gradient_clipping(self, optimizer, **settings):
         before = [parameter.grad.clone() for parameter in self.parameters()]
-        self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
+        self.clip_gradients(optimizer, **{name: settings[name] for name in self.handed_on})
         del before
 
 
@@ -243,8 +261,22 @@ def test_a_modules_own_clipping_is_in_the_trace(tmp_path, limit):
     assert abs(measured.peak_allocated_bytes - predicted.peak_allocated_bytes) <= 64
 
 
-def test_a_backward_of_the_modules_own_is_in_the_trace(tmp_path):
-    callback = fit(tmp_path, KeepsTheGraph())
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("handed_on", [(), ("gradient_clip_val",)])
+def test_what_a_modules_own_clipping_does_not_say_is_the_trainers_setting(tmp_path, algorithm, handed_on):
+    def events(names):
+        module = LooksAtWhatIsClipped(torch.optim.SGD)
+        module.handed_on = names
+        settings = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+        callback = fit(tmp_path / "-".join(names), module, **settings)
+        return [(event.operator, event.size_bytes) for event in callback.prediction.trace.traced.trace.events if isinstance(event, Alloc)]
+
+    assert events(handed_on) == events(LooksAtWhatIsClipped.handed_on)
+
+
+@pytest.mark.parametrize("make", [KeepsTheGraph, KeepsTheGraphByHand])
+def test_a_backward_of_the_modules_own_is_in_the_trace(tmp_path, make):
+    callback = fit(tmp_path, make())
     usual = fit(tmp_path / "usual")
     measured, predicted = callback.report.measured.phases[B].end, callback.prediction.step.phases[B].end
     assert predicted.allocated_bytes > usual.prediction.step.phases[B].end.allocated_bytes

@@ -35,7 +35,7 @@ LEFT_OUT = {op for ops in NOT_SAID.values() for op in ops.split()}
 #: Single calls that are not said exactly: the embedding of very few rows, masks as indices, parts of more than 2 GiB, numbers to half types.
 SINGLE = ("embedding_dense_backward(%[5000,16]", "[b8[", "[262144,3072]", "_foreach_norm.Scalar([2x")
 #: The scratch of CUB for 2-byte keys and cuDNN's workspaces below compute capability 9.0 are not known.
-BELOW_9 = ("sort", "argsort", "median", "_embedding_bag_dense_backward", "_scaled_dot_product_cudnn")
+BELOW_9 = ("sort", "argsort", "median", "nanmedian", "_embedding_bag_dense_backward", "_scaled_dot_product_cudnn")
 
 
 def load(name):
@@ -47,7 +47,8 @@ def said(name, head):
     op = name.partition("(")[0].partition(".")[0]
     if op in LEFT_OUT or name not in kernel_zoo.cases():
         return False
-    if head["compute_capability"][0] < 9 and op.startswith(BELOW_9):
+    is_sorted_after = op == "topk" and name.endswith(("], 5000)", "], 100000)"))
+    if head["compute_capability"][0] < 9 and (op.startswith(BELOW_9) or (is_sorted_after and "f16" in name)):
         return False
     return not any(all(piece in name for piece in single.split("%")) for single in SINGLE)
 

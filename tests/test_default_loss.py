@@ -106,6 +106,41 @@ def test_the_textbook_law_hands_over_by_name_too():
     assert predict_by_the_textbook(step).peak_allocated_bytes > 8 * 12 * WIDTH * 4
 
 
+class Wrapper(nn.Module):
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, *args, **kwargs):
+        return self.wrapped(*args, **kwargs)
+
+
+def test_the_textbook_law_follows_what_takes_anything_too():
+    step = mc.TrainingStep(Wrapper(Tagger()), ids(), loss=lambda model, batch: model(**batch).loss, optimizer=torch.optim.AdamW)
+    assert predict_by_the_textbook(step).peak_allocated_bytes > 8 * 12 * WIDTH * 4
+
+
+def test_a_model_whose_forward_does_not_say_what_it_takes_gets_the_whole_batch():
+    class Silent(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"])
+
+        forward.__signature__ = "anything"
+
+    step = mc.TrainingStep(Silent(WIDTH, 1), {"x": torch.zeros(8, WIDTH)}, optimizer=torch.optim.SGD)
+    assert mc.predict(step, device="24GiB").peak_allocated_bytes > 0
+
+
+def test_a_model_that_cannot_do_with_what_it_got_by_name_is_told_of_the_loss():
+    class Whole(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["batch"])
+
+    step = mc.TrainingStep(Whole(WIDTH, 1), {"batch": torch.zeros(8, WIDTH)}, optimizer=torch.optim.SGD)
+    with pytest.raises(mc.PredictionError, match=r"called as model\(\*\*batch\): give TrainingStep\(model, batch, loss="):
+        mc.predict(step, device="24GiB")
+
+
 @pytest.mark.parametrize("batch", [(torch.zeros(8, WIDTH), torch.zeros(8)), {"x": torch.zeros(8, WIDTH)}])
 def test_a_model_that_does_not_take_the_whole_batch_is_told_of_the_loss(batch):
     step = mc.TrainingStep(nn.Sequential(nn.Linear(WIDTH, 1)), batch, optimizer=torch.optim.SGD)

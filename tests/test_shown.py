@@ -1,13 +1,16 @@
 """What a person sees of a result: its text where it is printed or shown by a notebook, one short line where it is one value of many."""
 
 import copy
+import io
 import pickle
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import memcallback as mc
+from memcallback.textbook import predict as predict_by_the_textbook
 
 WIDTH = 32
 
@@ -40,26 +43,26 @@ def results(step):
         "report": (recorder.report(), "peak allocated"),
         "measured step": (recorder.report().measured, "measured by CPU allocation events"),
         "predicted step": (prediction.step, "predicted by traced step"),
+        "textbook": (predict_by_the_textbook(step), "to the peak, which is an upper estimate"),
     }
 
 
-class Printer:
-    """As that of IPython."""
-
-    def __init__(self):
-        self.shown = ""
-
-    def text(self, text):
-        self.shown += text
-
-
-@pytest.mark.parametrize("name", ["prediction", "advice", "plan", "modules", "layers", "report", "measured step", "predicted step"])
+@pytest.mark.parametrize(
+    "name", ["prediction", "advice", "plan", "modules", "layers", "report", "measured step", "predicted step", "textbook"]
+)
 def test_a_result_is_printed_as_its_text_and_shown_so_by_a_notebook(results, name):
     result, part = results[name]
-    printer = Printer()
-    result._repr_pretty_(printer, False)
     assert part in str(result)
-    assert printer.shown == str(result) == result.to_text().rstrip("\n")
+    assert result._repr_mimebundle_(include=None, exclude=None) == {"text/plain": str(result)}  # which IPython asks for first
+    assert str(result) == result.to_text().rstrip("\n")
+
+
+def test_a_console_without_lines_gets_hyphens(results, monkeypatch):
+    prediction, _ = results["prediction"]
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    print(prediction, flush=True)
+    assert b" ------" in written.getvalue()
 
 
 @pytest.mark.parametrize("name", ["prediction", "advice"])
