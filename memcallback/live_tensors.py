@@ -156,8 +156,8 @@ class _Search:
 
     @property
     def found(self) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
-        """The storages, the largest first."""
-        found = sorted(self._found.values(), key=lambda one: (-one.live.size_bytes, one.live.address))
+        """The storages, the largest first; those of one size in the order of their sources, which is not another one in each run."""
+        found = sorted(self._found.values(), key=lambda one: -one.live.size_bytes)
         return [(one.live, one.reference) for one in found]
 
     def add(self, source: str, owned: Iterable[_Owned]) -> None:
