@@ -236,7 +236,7 @@ def _run_devices(arguments: argparse.Namespace) -> None:
     with suppress(KeyboardInterrupt):
         while True:
             states = device_states()
-            print(json.dumps(states.to_dict()) if arguments.json else f"{_CLEAR}{states.to_text()}", flush=True)
+            print(json.dumps(states.to_dict()) if arguments.json else f"{_CLEAR}{for_console(states.to_text())}", flush=True)
             sleep(seconds)
 
 

@@ -86,8 +86,7 @@ def _usable(matrix: torch.Tensor) -> bool:
 
 def _trilinear(call: Call) -> Kernel:
     """`_trilinear` (Linear.cpp): at each place of one dimension the product of the first two, and that with the third."""
-    factors, expanded, summed = call.args[:3], call.args[3:6], call.args[6]
-    unrolled = call.args[7] if len(call.args) > 7 else 1
+    factors, expanded, (summed, unrolled) = call.args[:3], call.args[3:6], call.args[6:8]
     num_dims = factors[0].ndim + len(expanded[0])
     sizes = [1] * num_dims
     for factor, without in zip(factors, expanded, strict=True):

@@ -1,5 +1,6 @@
 """`memcallback devices`: NVML in the hands of a stand-in, and a machine without one."""
 
+import io
 import json
 import os
 import sys
@@ -178,6 +179,19 @@ def test_watching_shows_them_until_it_is_interrupted(driver, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert waited == [5, 5, 5]
     assert [json.loads(line)["devices"][0]["name"] for line in lines] == ["NVIDIA A100"] * 3
+
+
+@pytest.mark.parametrize("options", [[], ["--watch", "5"]])
+def test_a_console_of_plain_letters_gets_question_marks(driver, monkeypatch, options):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    driver(card())
+    written = io.BytesIO()
+    monkeypatch.setattr(cli, "sleep", interrupt)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert main(["devices", *options]) == 0
+    assert b" ?C" in written.getvalue()
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan"])
