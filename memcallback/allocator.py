@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from memcallback import allocator_expandable as expandable
-from memcallback.allocator_blocks import Block, Device, Gauge, Pool, tile
+from memcallback.allocator_blocks import Block, Device, Pool, tile
+from memcallback.allocator_expandable import ExpandablePool
 from memcallback.allocator_settings import SMALL_SEGMENT_BYTES, SMALL_SIZE_BYTES, AllocatorSettings
 from memcallback.stats import MemoryStats
 from memcallback.units import format_bytes
@@ -42,12 +42,9 @@ class CachingAllocator:
 
     Attributes:
         settings: Its settings.
-        requested: Asked for by what is active, in bytes.
-        allocated: In blocks handed out, in bytes: `torch.cuda.memory_allocated`.
-        active: Allocated, and freed but still in use by another stream, in bytes.
-        inactive_split: In free blocks that share their segment with others, in bytes; expandable segments do not count.
-        reserved: Taken from the device, in bytes: `torch.cuda.memory_reserved`.
-        segments: How many cudaMalloc made; expandable segments do not count, as in torch.cuda.memory_stats.
+        allocated_bytes: In blocks handed out: `torch.cuda.memory_allocated`.
+        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was called.
+        requested_bytes: Asked for by what is active.
         num_alloc_retries: How often the cache was given back and the device asked again.
         num_ooms: How often that did not help.
     """
@@ -71,20 +68,36 @@ class CachingAllocator:
             ValueError: If the capacity is negative.
         """
         self.settings = settings or AllocatorSettings()
-        self.requested = Gauge()
-        self.allocated = Gauge()
-        self.active = Gauge()
-        self.inactive_split = Gauge()
-        self.reserved = Gauge()
-        self.segments = Gauge()
+        self.allocated_bytes = self.peak_allocated_bytes = self.requested_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
-        #: Of expandable segments free parts are not counted.
-        self._splits = Gauge() if self.settings.expandable_segments else self.inactive_split
         self._device = Device(capacity_bytes, new_address)
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
         self._pending: dict[int, Block] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Taken from the device: `torch.cuda.memory_reserved`."""
+        return self._device.reserved_bytes
+
+    @property
+    def active_bytes(self) -> int:
+        """Allocated, and freed but still in use by another stream."""
+        return self.allocated_bytes + sum(block.size_bytes for block in self._pending.values())
+
+    @property
+    def inactive_split_bytes(self) -> int:
+        """In free blocks that share their segment with others; expandable segments do not count."""
+        if self.settings.expandable_segments:
+            return 0
+        free = (block for block in self._device.first_blocks.values() if not block.requested_bytes)
+        return self.reserved_bytes - self.active_bytes - sum(block.size_bytes for block in free if not block.is_split)
+
+    @property
+    def num_segments(self) -> int:
+        """How many cudaMalloc made; expandable segments do not count, as in `torch.cuda.memory_stats`."""
+        return 0 if self.settings.expandable_segments else len(self._device.first_blocks)
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
         """Hand out a block (`malloc`).
@@ -109,15 +122,8 @@ class CachingAllocator:
         block = pool.take(block_bytes, settings) or self._from_device(size_bytes, block_bytes, pool)
         # Split what is not needed off a free block and make the rest active (`alloc_found_block`).
         free_bytes = block.size_bytes
-        is_alone = block.previous is None and block.next is None
         if free_bytes > block_bytes and settings.splits(block_bytes, free_bytes - block_bytes, is_small=is_small):
             pool.add(block.split_off(block_bytes))
-            if is_alone:
-                self._splits.add(free_bytes - block_bytes)
-            else:
-                self._splits.current -= block_bytes
-        elif not is_alone:
-            self._splits.current -= free_bytes
         self._activate(block, size_bytes)
         return block
 
@@ -131,7 +137,8 @@ class CachingAllocator:
             ValueError: If it is not allocated.
         """
         self._no_longer_allocated(block)
-        self._free(block)
+        self.requested_bytes -= block.requested_bytes
+        block.pool.put_back(block)
 
     def request_free(self, block: Block) -> None:
         """Take a block back that another stream still uses (`Tensor.record_stream`): active, but not allocated (`free`).
@@ -157,19 +164,16 @@ class CachingAllocator:
         if self._pending.get(block.address) is not block:
             raise ValueError(f"the block at address {block.address} awaits no end of its use; call request_free before complete_free")
         del self._pending[block.address]
-        self._free(block)
+        self.requested_bytes -= block.requested_bytes
+        block.pool.put_back(block)
 
     def empty_cache(self) -> None:
         """Give back to the device all that is wholly free (`release_cached_blocks`): `torch.cuda.empty_cache`."""
         for block in list(self._pending.values()):
             self.complete_free(block)
         for pool in self._pools():
-            for block in pool.mapped():
-                if block.pages:
-                    expandable.shrink(block, self._device)
-                elif not block.is_split:
-                    self._release(block)
-        self._follow_device()
+            for block in list(pool.blocks()):
+                pool.give_back(block, self._device)
 
     def adopt_segment(
         self, address: int, size_bytes: int, stream: int, *, is_small: bool, blocks: Iterable[tuple[int, int, int]] = ()
@@ -209,29 +213,26 @@ class CachingAllocator:
                 adopted.append(block)
             else:
                 pool.add(block)
-                self.inactive_split.add(block_bytes if block_bytes < size_bytes else 0)
-        self.segments.add(1)
-        self._follow_device()
         return adopted
 
     def stats(self) -> MemoryStats:
         """The figures now, with the peaks since the allocator was made or `reset_peaks` was called."""
         return MemoryStats(
-            allocated_bytes=self.allocated.current,
-            reserved_bytes=self.reserved.current,
-            active_bytes=self.active.current,
-            inactive_split_bytes=self.inactive_split.current,
-            requested_bytes=self.requested.current,
-            peak_allocated_bytes=self.allocated.peak,
-            peak_reserved_bytes=self.reserved.peak,
+            allocated_bytes=self.allocated_bytes,
+            reserved_bytes=self.reserved_bytes,
+            active_bytes=self.active_bytes,
+            inactive_split_bytes=self.inactive_split_bytes,
+            requested_bytes=self.requested_bytes,
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_reserved_bytes=self._device.peak_reserved_bytes,
             num_alloc_retries=self.num_alloc_retries,
             num_ooms=self.num_ooms,
         )
 
     def reset_peaks(self) -> None:
         """Let the peaks begin anew at the present figures: `torch.cuda.reset_peak_memory_stats`."""
-        for gauge in (self.requested, self.allocated, self.active, self.inactive_split, self.reserved, self.segments):
-            gauge.peak = gauge.current
+        self.peak_allocated_bytes = self.allocated_bytes
+        self._device.peak_reserved_bytes = self._device.reserved_bytes
 
     def snapshot(self) -> list[list[Block]]:
         """The blocks of each segment by address, segments by address; of an expandable one each range with memory behind it counts as one."""
@@ -248,26 +249,26 @@ class CachingAllocator:
 
     def _pool(self, stream: int, *, is_small: bool) -> Pool:
         """The small or the large pool of a stream (`get_pool`)."""
-        return (self._small if is_small else self._large).setdefault(stream, Pool(stream, is_small=is_small))
+        pools = self._small if is_small else self._large
+        if stream not in pools:
+            page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
+            is_expandable = self.settings.expandable_segments
+            pools[stream] = (
+                ExpandablePool(stream, is_small=is_small, page_bytes=page_bytes) if is_expandable else Pool(stream, is_small=is_small)
+            )
+        return pools[stream]
 
     def _pools(self) -> Iterator[Pool]:
         """In the order in which they are released."""
         return (pools[stream] for pools in (self._large, self._small) for stream in sorted(pools))
 
     def _activate(self, block: Block, requested_bytes: int) -> None:
-        block.is_allocated = block.is_active = True
+        block.is_allocated = True
         block.requested_bytes = requested_bytes
-        # As `Gauge.add`; a replay does little else than this.
-        size_bytes, allocated, active, requested = block.size_bytes, self.allocated, self.active, self.requested
-        allocated.current += size_bytes
-        active.current += size_bytes
-        requested.current += requested_bytes
-        if allocated.current > allocated.peak:
-            allocated.peak = allocated.current
-        if active.current > active.peak:
-            active.peak = active.current
-        if requested.current > requested.peak:
-            requested.peak = requested.current
+        self.requested_bytes += requested_bytes
+        self.allocated_bytes = allocated_bytes = self.allocated_bytes + block.size_bytes
+        if allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated_bytes
 
     def _no_longer_allocated(self, block: Block) -> None:
         if not block.is_allocated:
@@ -275,74 +276,38 @@ class CachingAllocator:
                 f"the block at address {block.address} is not allocated; a block is freed once, after it was allocated: leave this free out"
             )
         block.is_allocated = False
-        self.allocated.current -= block.size_bytes
-
-    def _free(self, block: Block) -> None:
-        """Make a block free for reuse and merge it with its free neighbours (`free_block`)."""
-        size_bytes = block.size_bytes
-        block.is_active = False
-        self.active.current -= size_bytes
-        self.requested.current -= block.requested_bytes
-        block.requested_bytes = 0
-        free = block.pool.put_back(block)
-        is_alone = free.previous is None and free.next is None
-        self._splits.add(size_bytes - free.size_bytes if is_alone else size_bytes)
+        self.allocated_bytes -= block.size_bytes
 
     def _from_device(self, size_bytes: int, block_bytes: int, pool: Pool) -> Block:
         """A new block, after giving back what is cached if need be (`malloc`)."""
-        block = self._grow(block_bytes, pool)
+        settings, device = self.settings, self._device
+        block = pool.grow(block_bytes, settings, device)
         if block is None and self._release_oversize(block_bytes, pool):
-            block = self._grow(block_bytes, pool)
+            block = pool.grow(block_bytes, settings, device)
         if block is None:
             self.empty_cache()
             self.num_alloc_retries += 1
-            block = self._grow(block_bytes, pool)
+            block = pool.grow(block_bytes, settings, device)
         if block is None:
             self.num_ooms += 1
-            assert self._device.capacity_bytes is not None
-            raise OutOfMemoryError(size_bytes, self.settings.segment_bytes(block_bytes), self.stats(), self._device.capacity_bytes)
-        return block
-
-    def _grow(self, block_bytes: int, pool: Pool) -> Block | None:
-        """Take memory from the device (`alloc_block`)."""
-        if self.settings.expandable_segments:
-            page_bytes = SMALL_SEGMENT_BYTES if pool.is_small else self.settings.large_segment_bytes
-            block = expandable.grow(pool, block_bytes, page_bytes, self._device)
-        else:
-            segment_bytes = self.settings.segment_bytes(block_bytes)
-            if not self._device.take(segment_bytes):
-                return None
-            block = Block(self._device.new_address(segment_bytes), segment_bytes, pool)
-            self._device.first_blocks[block.address] = block
-            self.segments.add(1)
-        self._follow_device()
+            assert device.capacity_bytes is not None
+            raise OutOfMemoryError(size_bytes, settings.segment_bytes(block_bytes), self.stats(), device.capacity_bytes)
         return block
 
     def _release_oversize(self, block_bytes: int, pool: Pool) -> bool:
         """Give back free blocks that are too large to be split, only as many as needed (`release_available_cached_blocks`)."""
-        if self.settings.max_split_bytes is None or self.settings.expandable_segments:
+        max_split_bytes = self.settings.max_split_bytes
+        if max_split_bytes is None or self.settings.expandable_segments:
             return False
-        needed_bytes = max(block_bytes, self.settings.max_split_bytes)
-        blocks = pool.mapped()
-        large_enough = next((block for block in blocks if block.size_bytes >= needed_bytes), None)
+        needed_bytes = max(block_bytes, max_split_bytes)
+        large_enough = next(pool.blocks(needed_bytes), None)
         if large_enough is not None:
-            self._release(large_enough)
+            pool.give_back(large_enough, self._device)
             return True
         released_bytes = 0
-        for block in reversed(blocks):
-            if released_bytes >= needed_bytes or block.size_bytes < self.settings.max_split_bytes:
+        for block in reversed(list(pool.blocks(max_split_bytes))):
+            if released_bytes >= needed_bytes:
                 break
             released_bytes += block.size_bytes
-            self._release(block)
+            pool.give_back(block, self._device)
         return released_bytes >= needed_bytes
-
-    def _release(self, block: Block) -> None:
-        """Give a whole segment back to the device (`release_block`)."""
-        block.pool.remove(block)
-        del self._device.first_blocks[block.address]
-        self._device.give_back(block.size_bytes)
-        self.segments.add(-1)
-        self._follow_device()
-
-    def _follow_device(self) -> None:
-        self.reserved.add(self._device.reserved_bytes - self.reserved.current)

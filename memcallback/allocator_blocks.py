@@ -1,10 +1,10 @@
-"""What the simulated allocator is made of: figures, the device that it takes memory from, blocks, pools of free blocks."""
+"""What the simulated allocator is made of: the device that it takes memory from, blocks, pools of free blocks."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from operator import attrgetter
 
 from memcallback.allocator_settings import AllocatorSettings
 from memcallback.units import MiB, round_up
@@ -14,26 +14,8 @@ _FIRST_ADDRESS = 1 << 45
 #: cudaMalloc gives ranges that begin at a multiple of this (every segment of the recorded histories does).
 _ALIGNMENT_BYTES = 2 * MiB
 
-
-class Gauge:
-    """A figure and the largest it has been.
-
-    Attributes:
-        current: Now.
-        peak: The largest since the allocator was made or its peaks were reset.
-    """
-
-    __slots__ = ("current", "peak")
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.peak = 0
-
-    def add(self, change: int) -> None:
-        """Change the figure; negative for less."""
-        self.current += change
-        if self.current > self.peak:
-            self.peak = self.current
+#: By what the free blocks of one size are ordered.
+by_address = attrgetter("address")
 
 
 class Device:
@@ -42,16 +24,17 @@ class Device:
     Attributes:
         capacity_bytes: What the allocator can have in all; None means no end.
         reserved_bytes: What it has.
+        peak_reserved_bytes: The most that it has had since it was made, or since that was set anew.
         first_blocks: The first block of each segment, by address.
     """
 
-    __slots__ = ("_new_address", "_next_address", "capacity_bytes", "first_blocks", "reserved_bytes")
+    __slots__ = ("_new_address", "_next_address", "capacity_bytes", "first_blocks", "peak_reserved_bytes", "reserved_bytes")
 
     def __init__(self, capacity_bytes: int | None, new_address: Callable[[int], int] | None) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for no end")
         self.capacity_bytes = capacity_bytes
-        self.reserved_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
         self.first_blocks: dict[int, Block] = {}
         self._new_address = new_address or self._above_the_last
         self._next_address = _FIRST_ADDRESS
@@ -61,6 +44,7 @@ class Device:
         if self.capacity_bytes is not None and self.reserved_bytes + size_bytes > self.capacity_bytes:
             return False
         self.reserved_bytes += size_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
     def give_back(self, size_bytes: int) -> None:
@@ -78,58 +62,30 @@ class Device:
         return address
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """How an expandable segment is divided.
-
-    Attributes:
-        address: Where the segment and its first page begin.
-        size_bytes: The size of a page.
-    """
-
-    address: int
-    size_bytes: int
-
-
 class Block:
-    """A range of addresses within one segment: in use, free, or (in an expandable segment) without memory behind it.
+    """A range of addresses within one segment: in use or free.
 
     Attributes:
         address: Where it begins.
         size_bytes: Its length.
         pool: The pool it belongs to.
-        pages: The pages of its segment if that is expandable; None if not.
         previous: The block before it in its segment; None if it is the first.
         next: The block after it in its segment; None if it is the last.
-        requested_bytes: What was asked for, while it is in use.
-        is_allocated: Handed out and not freed.
-        is_active: Allocated, or freed but still in use by another stream.
+        requested_bytes: What was asked for, while it is in use; 0 while it is free.
+        is_allocated: Handed out and not freed. What is in use all the same was freed while another stream still uses it.
         is_mapped: Has memory behind it; False only in expandable segments.
     """
 
-    __slots__ = (
-        "address",
-        "is_active",
-        "is_allocated",
-        "is_mapped",
-        "next",
-        "pages",
-        "pool",
-        "previous",
-        "requested_bytes",
-        "size_bytes",
-    )
+    __slots__ = ("address", "is_allocated", "is_mapped", "next", "pool", "previous", "requested_bytes", "size_bytes")
 
-    def __init__(self, address: int, size_bytes: int, pool: Pool, pages: Pages | None = None, previous: Block | None = None) -> None:
+    def __init__(self, address: int, size_bytes: int, pool: Pool, previous: Block | None = None, following: Block | None = None) -> None:
         self.address = address
         self.size_bytes = size_bytes
         self.pool = pool
-        self.pages = pages
         self.previous = previous
-        self.next: Block | None = None
+        self.next = following
         self.requested_bytes = 0
         self.is_allocated = False
-        self.is_active = False
         self.is_mapped = True
 
     @property
@@ -151,80 +107,77 @@ class Block:
 
     def split_off(self, size_bytes: int) -> Block:
         """Keep the first `size_bytes` and return the rest as a new block after this one."""
-        rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self.pages, self)
-        rest.is_mapped = self.is_mapped
-        rest.next = after = self.next
+        after = self.next
+        rest = type(self)(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self, after)
         if after is not None:
             after.previous = rest
         self.next = rest
         self.size_bytes = size_bytes
         return rest
 
+    def join(self, after: Block) -> None:
+        """Take in the block after this one, which is no more."""
+        self.size_bytes += after.size_bytes
+        self.next = following = after.next
+        if following is not None:
+            following.previous = self
+
 
 class Pool:
-    """The free blocks of the small or of the large pool of one stream.
+    """The free blocks of the small or of the large pool of one stream, in order of size and then of address.
 
-    Mapped blocks are ordered by size and then by address (`BlockComparatorSize`), unmapped ones by address
-    (`BlockComparatorAddress`, CUDACachingAllocator.cpp). Most of a training's blocks are of few sizes, so equal ones stand together.
+    That order is `BlockComparatorSize`'s (CUDACachingAllocator.cpp). Most of a training's blocks are of few sizes, so equal ones stand
+    together.
 
     Attributes:
         stream: The stream.
         is_small: Whether it is the small pool.
     """
 
-    __slots__ = ("_by_address", "_groups", "_sizes", "_unmapped", "is_small", "stream")
+    __slots__ = ("_groups", "_sizes", "is_small", "stream")
 
     def __init__(self, stream: int, *, is_small: bool) -> None:
         self.stream = stream
         self.is_small = is_small
-        #: The sizes of mapped blocks, in order.
+        #: The sizes, in order.
         self._sizes: list[int] = []
-        #: Size -> the addresses, negative and in order, so that the lowest address is the last, where it is taken from.
-        self._groups: dict[int, list[int]] = {}
-        self._unmapped: list[int] = []
-        self._by_address: dict[int, Block] = {}
+        #: Size -> the blocks, by address.
+        self._groups: dict[int, list[Block]] = {}
 
     def add(self, block: Block) -> None:
         """Put in a block that is not in use."""
-        address, size_bytes = block.address, block.size_bytes
-        self._by_address[address] = block
-        if not block.is_mapped:
-            insort(self._unmapped, address)
-            return
+        size_bytes = block.size_bytes
         group = self._groups.get(size_bytes)
         if group is None:
-            self._groups[size_bytes] = [-address]
+            self._groups[size_bytes] = [block]
             insort(self._sizes, size_bytes)
         else:
-            insort(group, -address)
+            insort(group, block, key=by_address)
 
     def put_back(self, block: Block) -> Block:
-        """Put in a block that is no more in use, as one with the neighbours that are free and as mapped as it.
+        """Put in a block that is no longer in use, as one with the neighbours that are free and as mapped as it.
 
         Returns:
             That one: the first of them, which has grown; the others are no more (`try_merge_blocks`, CUDACachingAllocator.cpp).
         """
         before, after, is_mapped = block.previous, block.next, block.is_mapped
-        if after is not None and not after.is_active and after.is_mapped == is_mapped:
+        block.requested_bytes = 0
+        if after is not None and not after.requested_bytes and after.is_mapped == is_mapped:
             self.remove(after)
-            _join(block, after)
-        if before is not None and not before.is_active and before.is_mapped == is_mapped:
+            block.join(after)
+        if before is not None and not before.requested_bytes and before.is_mapped == is_mapped:
             self.remove(before)
-            _join(before, block)
+            before.join(block)
             block = before
         self.add(block)
         return block
 
     def remove(self, block: Block) -> None:
         """Take a block out."""
-        address, size_bytes = block.address, block.size_bytes
-        del self._by_address[address]
-        if not block.is_mapped:
-            del self._unmapped[bisect_left(self._unmapped, address)]
-            return
+        size_bytes = block.size_bytes
         group = self._groups[size_bytes]
         if len(group) > 1:
-            del group[bisect_left(group, -address)]
+            del group[bisect_left(group, block.address, key=by_address)]
         else:
             del self._groups[size_bytes], self._sizes[bisect_left(self._sizes, size_bytes)]
 
@@ -241,39 +194,37 @@ class Pool:
         if index == len(sizes):
             return None
         size_bytes = sizes[index]
-        if settings.expandable_segments:
-            return self._take_expandable(index, block_bytes, settings)
         if settings.max_split_bytes is not None and not settings.serves(size_bytes, block_bytes):
             return None
         group = self._groups[size_bytes]
         if len(group) == 1:
             del self._groups[size_bytes], sizes[index]
-        return self._by_address.pop(-group.pop())
+        return group.pop(0)
 
-    def _take_expandable(self, index: int, block_bytes: int, settings: AllocatorSettings) -> Block | None:
-        """A block at the growing end counts as large as it can become, so that a smaller hole is filled before it."""
-        blocks = map(self._by_address.__getitem__, self._addresses(index))
-        found = next(blocks)
-        for following in blocks:
-            if _room_bytes(following) >= _room_bytes(found):
-                break
-            found = following
-        if not settings.serves(found.size_bytes, block_bytes):
+    def blocks(self, least_bytes: int = 0) -> Iterator[Block]:
+        """The free blocks of at least a size with memory behind them, in order."""
+        sizes = self._sizes[bisect_left(self._sizes, least_bytes) :]
+        return (block for size_bytes in sizes for block in self._groups[size_bytes])
+
+    def grow(self, block_bytes: int, settings: AllocatorSettings, device: Device) -> Block | None:
+        """Take a segment from the device (`alloc_block`, CUDACachingAllocator.cpp).
+
+        Returns:
+            All of it as one block that is not in the pool; None if the device is full.
+        """
+        segment_bytes = settings.segment_bytes(block_bytes)
+        if not device.take(segment_bytes):
             return None
-        self.remove(found)
-        return found
+        block = Block(device.new_address(segment_bytes), segment_bytes, self)
+        device.first_blocks[block.address] = block
+        return block
 
-    def mapped(self) -> list[Block]:
-        """The free blocks with memory behind them, by size and then by address."""
-        return [self._by_address[address] for address in self._addresses()]
-
-    def unmapped(self) -> Iterator[Block]:
-        """Ranges of expandable segments without memory behind them, by address."""
-        return map(self._by_address.__getitem__, self._unmapped)
-
-    def _addresses(self, first: int = 0) -> Iterator[int]:
-        """By size, from the one at a position on, then by address."""
-        return (-negative for size_bytes in self._sizes[first:] for negative in reversed(self._groups[size_bytes]))
+    def give_back(self, block: Block, device: Device) -> None:
+        """Give a free block back to the device if it is a whole segment (`release_block`, CUDACachingAllocator.cpp)."""
+        if not block.is_split:
+            self.remove(block)
+            del device.first_blocks[block.address]
+            device.give_back(block.size_bytes)
 
 
 def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -296,16 +247,3 @@ def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) 
     if end < address + size_bytes:
         tiles.append((end, 0, address + size_bytes - end))
     return tiles
-
-
-def _room_bytes(block: Block) -> int:
-    after = block.next
-    return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)
-
-
-def _join(block: Block, after: Block) -> None:
-    """Make one block of two neighbours: the first grows, the other is no more."""
-    block.size_bytes += after.size_bytes
-    block.next = following = after.next
-    if following is not None:
-        following.previous = block

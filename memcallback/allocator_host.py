@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memcallback.allocator import OutOfMemoryError
-from memcallback.allocator_blocks import Gauge
 from memcallback.stats import MemoryStats
 
 
@@ -24,7 +23,8 @@ class HostAllocator:
     """Counts what is alive.
 
     Attributes:
-        allocated: In blocks handed out, in bytes.
+        allocated_bytes: In blocks handed out.
+        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was called.
         num_alloc_retries: 0: there is no cache to give back.
     """
 
@@ -34,7 +34,7 @@ class HostAllocator:
         Args:
             capacity_bytes: What it can have; None means no end.
         """
-        self.allocated = Gauge()
+        self.allocated_bytes = self.peak_allocated_bytes = 0
         self.num_alloc_retries = 0
         self._capacity_bytes = capacity_bytes
 
@@ -51,10 +51,11 @@ class HostAllocator:
         Raises:
             OutOfMemoryError: If that is more than the capacity. The allocator can be used further.
         """
-        if self._capacity_bytes is not None and self.allocated.current + size_bytes > self._capacity_bytes:
-            stats = replace(self.stats(), reserved_bytes=self.allocated.current)
+        if self._capacity_bytes is not None and self.allocated_bytes + size_bytes > self._capacity_bytes:
+            stats = replace(self.stats(), reserved_bytes=self.allocated_bytes)
             raise OutOfMemoryError(size_bytes, size_bytes, stats, self._capacity_bytes)
-        self.allocated.add(size_bytes)
+        self.allocated_bytes += size_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return HostBlock(size_bytes)
 
     def free(self, block: HostBlock) -> None:
@@ -63,16 +64,16 @@ class HostAllocator:
         Args:
             block: What `allocate` returned.
         """
-        self.allocated.add(-block.size_bytes)
+        self.allocated_bytes -= block.size_bytes
 
     def stats(self) -> MemoryStats:
         """The figures now, with the peak since the allocator was made or `reset_peaks` was called; reserved memory there is none."""
         return MemoryStats(
-            allocated_bytes=self.allocated.current,
-            requested_bytes=self.allocated.current,
-            peak_allocated_bytes=self.allocated.peak,
+            allocated_bytes=self.allocated_bytes,
+            requested_bytes=self.allocated_bytes,
+            peak_allocated_bytes=self.peak_allocated_bytes,
         )
 
     def reset_peaks(self) -> None:
         """Let the peak begin anew at the present figure."""
-        self.allocated.peak = self.allocated.current
+        self.peak_allocated_bytes = self.allocated_bytes

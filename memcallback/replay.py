@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,6 @@ from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from memcallback.allocator import OutOfMemoryError
-from memcallback.allocator_blocks import Gauge
 from memcallback.events import HELD_CATEGORIES, Alloc, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
 from memcallback.repetition import MAX_WINDOWS, Peaks, Window, growth, last_window, pairs_of, unsettled
 from memcallback.stats import MemoryStats, PhaseMemory, largest
@@ -29,7 +29,7 @@ _Block = TypeVar("_Block", bound=Block)
 class Allocator(Protocol[_Block]):
     """What a trace can be put to."""
 
-    allocated: Gauge
+    allocated_bytes: int
     num_alloc_retries: int
 
     def allocate(self, size_bytes: int, stream: int = 0) -> _Block:
@@ -160,7 +160,7 @@ class _Replayer(Generic[_Block]):
         self.play(0, window.start)
         before, num_earlier = list(self.alive), len(self.result.steps)
         self.play(window.start, window.stop)
-        freed, left = self.allocs(set(before) - self.alive.keys()), self.allocs(self.alive.keys() - set(before))
+        freed, left = self.latest(set(before) - self.alive.keys(), window), self.latest(self.alive.keys() - set(before), window)
         pairs = pairs_of(freed, left)
         if pairs is None:
             self.result.caveats += growth(window, freed, left)
@@ -186,14 +186,21 @@ class _Replayer(Generic[_Block]):
                 return
         self.result.caveats += unsettled(window, peaks)
 
-    def allocs(self, numbers: Set[int]) -> list[Alloc]:
-        """What has these numbers, in the order of allocation."""
-        return [event for event in self.events if type(event) is Alloc and event.id in numbers]
+    def latest(self, numbers: Set[int], window: Window) -> list[Alloc]:
+        """What has these numbers, all of it from before a window's end, in the order of allocation."""
+        found: list[Alloc] = []
+        events = islice(reversed(self.events), len(self.events) - window.stop, None)
+        while len(found) < len(numbers):
+            event = next(events)
+            if type(event) is Alloc and event.id in numbers:
+                found.append(event)
+        return found[::-1]
 
     def play(self, start: int, stop: int) -> None:
         """Put a part of the events to the allocator."""
-        allocate, free, allocated = self.allocator.allocate, self.allocator.free, self.allocator.allocated
-        alive, holders, held, block_bytes = self.alive, self.holders, self.held, self.result.block_bytes
+        allocator = self.allocator
+        allocate, free, alive, holders, held = allocator.allocate, allocator.free, self.alive, self.holders, self.held
+        block_bytes, peak_bytes = self.result.block_bytes, self.peak_bytes()
         for position, event in enumerate(islice(self.events, start, stop), start):
             if type(event) is Alloc:
                 size_bytes = event.size_bytes
@@ -210,18 +217,24 @@ class _Replayer(Generic[_Block]):
                 if event.category in held:
                     holders[number] = event
                     held[event.category] += size_bytes
-                if self.phase and allocated.current > self.peak[0]:
-                    self.peak = (allocated.current, position)
+                if allocator.allocated_bytes > peak_bytes:
+                    peak_bytes = allocator.allocated_bytes
+                    self.peak = (peak_bytes, position)
             elif type(event) is Free:
                 number = event.id
                 freed = alive.pop(number, None)
                 if freed is not None:
                     free(freed)
-                    holder = holders.pop(number, None)
-                    if holder is not None and holder.category:
-                        held[holder.category] -= holder.size_bytes
+                    if number in holders:
+                        holder = holders.pop(number)
+                        held[holder.category] -= holder.size_bytes  # type: ignore[index]  # what is held has a category
             else:
                 self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
+                peak_bytes = self.peak_bytes()
+
+    def peak_bytes(self) -> float:
+        """Above what allocated memory is the peak of the step so far: outside phases nothing is."""
+        return self.peak[0] if self.phase else math.inf
 
     def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
         if isinstance(event, StepStart):
@@ -232,8 +245,8 @@ class _Replayer(Generic[_Block]):
         elif isinstance(event, PhaseStart):
             self.phase, self.covers, self.start = event.phase, event.covers or (event.phase,), self.stats()
             self.allocator.reset_peaks()
-            if self.allocator.allocated.current > self.peak[0]:
-                self.peak = (self.allocator.allocated.current, position)
+            if self.allocator.allocated_bytes > self.peak[0]:
+                self.peak = (self.allocator.allocated_bytes, position)
         else:
             self.end_phase(event.phase)
 

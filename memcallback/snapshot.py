@@ -94,15 +94,15 @@ class _Recorder:
 
     def allocate(self, event: Alloc) -> Block | None:
         """None where memory runs out."""
-        frames, reserved_bytes, retries = self.frames_of(event), self.allocator.reserved.current, self.allocator.num_alloc_retries
+        frames, reserved_bytes, retries = self.frames_of(event), self.allocator.reserved_bytes, self.allocator.num_alloc_retries
         try:
             block = self.allocator.allocate(event.size_bytes, event.stream)
         except OutOfMemoryError as error:
             self.follow_segments(event.stream, frames)
-            free_bytes = error.capacity_bytes - self.allocator.reserved.current
+            free_bytes = error.capacity_bytes - self.allocator.reserved_bytes
             self.entry("oom", 0, event.size_bytes, event.stream, frames, device_free=free_bytes)
             return None
-        if (self.allocator.reserved.current, self.allocator.num_alloc_retries) != (reserved_bytes, retries):
+        if (self.allocator.reserved_bytes, self.allocator.num_alloc_retries) != (reserved_bytes, retries):
             self.follow_segments(event.stream, frames)
         self.entry("alloc", block.address, event.size_bytes, event.stream, frames)
         self.frames[block.address] = frames

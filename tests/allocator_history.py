@@ -54,7 +54,9 @@ class Replay:
         self.blocks = {}
         self.reserved = sum(size for _, size, *_ in history["initial_segments"])
         self.reported = reported(history.get("figures", []))
+        self.peaks = {}
         self.adopt()
+        self.follow_peaks()
 
     def adopt(self):
         blocks = deque(sorted(self.history["initial_blocks"]))
@@ -97,8 +99,14 @@ class Replay:
             code, address, size_bytes, stream = self.events[self.index]
             getattr(self, f"on_{code}")(address, size_bytes, stream)
             self.compare(code)
+            self.follow_peaks()
             self.index += 1
         return self.agreement
+
+    def follow_peaks(self):
+        """The largest of each figure of which the simulation itself keeps no peak."""
+        for name in ("active_bytes", "inactive_split_bytes", "requested_bytes", "num_segments"):
+            self.peaks[name] = max(self.peaks.get(name, 0), getattr(self.allocator, name))
 
     def on_S(self, address, size_bytes, stream):
         self.new.append((address, size_bytes))
@@ -135,9 +143,9 @@ class Replay:
 
     def compare(self, code):
         if code in "arfO":
-            self.agreement.same("reserved", self.allocator.reserved.current, self.reserved, self.index)
+            self.agreement.same("reserved", self.allocator.reserved_bytes, self.reserved, self.index)
         if self.index in self.reported:
-            now = (self.allocator.allocated.current, self.allocator.reserved.current)
+            now = (self.allocator.allocated_bytes, self.allocator.reserved_bytes)
             self.agreement.same("allocated and reserved", now, self.reported[self.index], self.index)
 
 

@@ -14,7 +14,10 @@ class PlainBlock:
     size_bytes: int
     requested_bytes: int = 0
     is_allocated: bool = False
-    is_active: bool = False
+
+    @property
+    def is_active(self):
+        return self.requested_bytes > 0
 
 
 @dataclass(eq=False)
@@ -69,7 +72,7 @@ class PlainAllocator:
         if rest_bytes >= 512 if is_small else rest_bytes > MiB and block_bytes < self.max_split_bytes:
             block.size_bytes = block_bytes
             segment.blocks.insert(segment.blocks.index(block) + 1, PlainBlock(block.address + block_bytes, rest_bytes))
-        block.requested_bytes, block.is_allocated, block.is_active = size_bytes, True, True
+        block.requested_bytes, block.is_allocated = size_bytes, True
         return block
 
     def best(self, block_bytes, stream, is_small):
@@ -138,7 +141,7 @@ class PlainAllocator:
         block.is_allocated = False
 
     def complete_free(self, block):
-        block.is_active = False
+        block.requested_bytes = 0
         segment = next(segment for segment in self.segments if block in segment.blocks)
         merged = []
         for each in segment.blocks:

@@ -168,8 +168,8 @@ def test_a_prediction_is_the_replay_of_its_trace(batch_size):
             blocks[event.id] = allocator.allocate(event.size_bytes, event.stream)
         elif isinstance(event, Free) and event.id in blocks:
             allocator.free(blocks.pop(event.id))
-    assert max(step.peak_allocated_bytes for step in predicted.steps) == allocator.allocated.peak
-    assert max(step.peak_reserved_bytes for step in predicted.steps) == allocator.reserved.peak
+    assert max(step.peak_allocated_bytes for step in predicted.steps) == allocator.peak_allocated_bytes
+    assert max(step.peak_reserved_bytes for step in predicted.steps) == allocator.stats().peak_reserved_bytes
 
 
 def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_budget():
