@@ -39,24 +39,27 @@ def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Cal
         mode.assumed[_AS_COMPILED] = None
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
-        with mode.unrecorded():
-            captured = _captured(score_mod, query) if torch.is_grad_enabled() else []
-        masks = [leaf for leaf in tree_leaves(block_mask) if isinstance(leaf, torch.Tensor)]
-        return _FlexAttention.apply(len(captured), query, key, value, *captured, *masks)[:num_outputs]  # type: ignore[no-untyped-call]
+        trained, kept = [], [leaf for leaf in tree_leaves(block_mask) if isinstance(leaf, torch.Tensor)]
+        if torch.is_grad_enabled():
+            with mode.unrecorded():
+                captured = _captured(score_mod, block_mask[-1], query)
+            trained = [tensor for tensor in captured if tensor.requires_grad]
+            kept += [tensor for tensor in captured if not tensor.requires_grad]
+        return _FlexAttention.apply(len(trained), query, key, value, *trained, *kept)[:num_outputs]  # type: ignore[no-untyped-call]
 
     # It would tell those who do compile it that they should: nothing is compiled while a step is traced.
     yield module, {"flex_attention_hop": operator, "_warn_once": lambda *args, **kwargs: None}
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The fused kernels of attention. Tensors that `score_mod` captures get gradients, those of a block mask are kept."""
+    """The fused kernels of attention. Tensors that `score_mod` captures get gradients; others, and those of a block mask, are kept."""
 
     @staticmethod
-    def forward(ctx: Any, num_captured: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, num_trained: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, _, value = tensors[:3]
         logsumexp, max_scores = (query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(2))
         output = _empty_like(query, (*query.shape[:-1], value.shape[-1]))
-        ctx.num_captured = num_captured
+        ctx.num_trained = num_trained
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(max_scores)
         ctx.save_for_backward(*tensors, output, logsumexp)
@@ -71,12 +74,12 @@ class _FlexAttention(torch.autograd.Function):
         grad_query = _empty_like(query, query.shape)
         # A key for all samples has a gradient for each of them, whose sum is taken then.
         grad_value, grad_key = (_empty_like(tensor, (query.shape[0], *tensor.shape[1:])) for tensor in (value, key))
-        of_captured = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in others[: ctx.num_captured]]
+        of_trained = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in others[: ctx.num_trained]]
         del delta
         if key.shape[0] != query.shape[0]:
             grad_key, grad_value = grad_key.sum(0, keepdim=True), grad_value.sum(0, keepdim=True)
-        cast = [grad.to(tensor.dtype) for grad, tensor in zip(of_captured, others, strict=False)]
-        return None, grad_query, grad_key, grad_value, *cast, *(None for _ in others[ctx.num_captured :])
+        cast = [grad.to(tensor.dtype) for grad, tensor in zip(of_trained, others, strict=False)]
+        return None, grad_query, grad_key, grad_value, *cast, *(None for _ in others[ctx.num_trained :])
 
 
 def _empty_like(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
@@ -86,32 +89,39 @@ def _empty_like(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     return tensor.new_empty([size[dim] for dim in order]).permute([order.index(dim) for dim in range(last + 1)])
 
 
-def _captured(score_mod: Callable[..., torch.Tensor], query: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors from outside of it which `score_mod` reads and which need gradients."""
+def _captured(score_mod: Callable[..., torch.Tensor], mask_mod: Callable[..., torch.Tensor], query: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors from outside of them which the two functions read, each once: the kernels backward read them again."""
     score = query.new_zeros(1)
-    with _Given() as given:
-        score_mod(score, *(torch.zeros_like(score, dtype=torch.int32) for _ in range(4)))
+    position = [torch.zeros_like(score, dtype=torch.int32) for _ in range(4)]
+    with _Given([score, *position]) as given:
+        score_mod(score, *position)
+        mask_mod(*position)
     tensors: list[torch.Tensor] = given.tensors
     return tensors
 
 
 class _Given(TorchFunctionMode):
-    """Keeps the tensors with gradients that functions of torch are called with, and did not make inside.
+    """Keeps the tensors that functions of torch are called with, and did not make inside.
 
     Attributes:
         tensors: Them, each once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        """Begin with nothing.
+
+        Args:
+            known: Tensors that are not kept.
+        """
         super().__init__()
         self.tensors: list[torch.Tensor] = []
-        self._made: list[Any] = []
+        self._known: list[Any] = list(known)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not any(leaf is known for known in (*self._made, *self.tensors)):
+            if isinstance(leaf, torch.Tensor) and not any(leaf is known for known in (*self._known, *self.tensors)):
                 self.tensors.append(leaf)
         outputs = func(*args, **kwargs)
-        self._made.extend(tree_leaves(outputs))
+        self._known.extend(tree_leaves(outputs))
         return outputs

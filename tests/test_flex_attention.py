@@ -41,6 +41,24 @@ def alibi(score, sample, head, query, key):
     return torch.where(query >= key, score + (key - query) * torch.exp2(-head), -float("inf"))
 
 
+class Captured(Attention):
+    """Its functions read tensors that a forward pass makes, and nothing else keeps."""
+
+    def __init__(self, *, in_score=False, in_mask=False):
+        super().__init__()
+        self.in_score, self.in_mask = in_score, in_mask
+
+    def forward(self, x):
+        query, key, value = self.project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2).chunk(3, 1)
+        bias = x.new_zeros(LENGTH, LENGTH)
+        mask = flex.create_block_mask(causal, None, None, LENGTH, LENGTH, device=x.device)
+        if self.in_mask:
+            mask.mask_mod = lambda sample, head, query, key: bias[query, key] == 0
+        score_mod = (lambda score, sample, head, query, key: score + bias[query, key]) if self.in_score else None
+        output = flex.flex_attention(query, key, value, score_mod=score_mod, block_mask=mask)
+        return self.join(output.transpose(1, 2).flatten(2))
+
+
 def step(model, precision="32-true", batch_size=4):
     return TrainingStep(
         model,
@@ -88,6 +106,12 @@ def test_a_captured_parameter_gets_a_gradient():
     ends = [predict(step(one), device="NVIDIA H200").step.windows[-1].end for one in (model, Attention())]
     gradients = [end.by_category[Category.GRADIENT] for end in ends]
     assert gradients[0] - gradients[1] == model.bias.numel() * 4
+
+
+@pytest.mark.parametrize("options", [{"in_score": True}, {"in_mask": True}, {"in_score": True, "in_mask": True}], ids=str)
+def test_captured_tensors_are_kept_until_the_backward_pass(options):
+    ends = [predict(step(one), device="NVIDIA H200").step.windows[0].end for one in (Captured(**options), Captured())]
+    assert ends[0].allocated_bytes - ends[1].allocated_bytes == LENGTH * LENGTH * 4
 
 
 def test_a_compiled_call_is_predicted_without_a_warning_and_leaves_the_module_as_it_was():
