@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memcallback.oom import out_of_memory_in
 from memcallback.saved_tensors import parameters_of
 
 
@@ -67,6 +68,11 @@ def forget() -> None:
     """The last moment is past: what comes next is another error."""
     global _last
     _last = None
+
+
+def shortage_in(error: BaseException) -> BaseException | None:
+    """As `out_of_memory_in`, by what the allocator told: once it has given up, errors with other causes too say that memory ran out."""
+    return out_of_memory_in(error, is_memory_short=_last is not None)
 
 
 def _note(device_index: int, requested_bytes: int, capacity_bytes: int, free_bytes: int) -> None:

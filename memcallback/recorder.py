@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,16 +18,16 @@ from memcallback.meters import AllocatorMeter, Meter, default_device
 from memcallback.module_hooks import module_infos
 from memcallback.module_memory import ModuleInfo
 from memcallback.module_watch import ModuleWatch
-from memcallback.oom import out_of_memory_in
 from memcallback.oom_explained import explain
-from memcallback.oom_moments import forget, last_moment
+from memcallback.oom_moments import forget, shortage_in
 from memcallback.oom_moments import listen as listen_for_moments
 from memcallback.oom_report import OutOfMemoryReport
+from memcallback.open_step import OpenStep
 from memcallback.optimizer_copy import unwrapped
-from memcallback.phase_windows import PhaseWindows, phase_of
+from memcallback.phase_windows import PhaseWindows
 from memcallback.predicted import StepPrediction
 from memcallback.recording import Recording
-from memcallback.stats import Kind, MemoryStats, StepMemory, measured_window
+from memcallback.stats import StepMemory
 from memcallback.steps import INFERRED, infer_batch_size
 from memcallback.warn import warn_and_go_on
 from memcallback.watching import FirstCall, Watch
@@ -58,20 +57,6 @@ class StepListener(Protocol):
 
     def close(self) -> None:
         """The recorder is closed."""
-
-
-@dataclass
-class _OpenStep:
-    """A step under way: its windows are pairs of boundaries, each a reading of the meter."""
-
-    batch: object
-    batch_size: int | None
-    is_sampled: bool
-    num_updates_before: int
-    phases: PhaseWindows
-    watch: ModuleWatch | None
-    stats: tuple[MemoryStats, ...] | None = None
-    failed_in: Phase | None = None
 
 
 class MemoryRecorder(Recording):
@@ -150,7 +135,7 @@ class MemoryRecorder(Recording):
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
-        self._open: _OpenStep | None = None
+        self._open: OpenStep | None = None
         self._is_skipping = False
         self._watch: Watch | None = None
         self._listeners: list[StepListener] = []
@@ -251,7 +236,7 @@ class MemoryRecorder(Recording):
         self._is_skipping = False
         if self._open is not None:
             step, self._open = self._open, None
-            self._stats(step)
+            step.end_reading()
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
@@ -309,7 +294,7 @@ class MemoryRecorder(Recording):
     @property
     def current_phase(self) -> Phase | None:
         """The phase that is open and did begin; None between phases, and in one that is provisional."""
-        return self._open.phases.current_phase if self._open else None
+        return self._open.current_phase if self._open else None
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -353,11 +338,21 @@ class MemoryRecorder(Recording):
             self._num_steps += 1
             return
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-        watch = self._new_module_watch() if is_sampled and self._per_module and self._modules else None
-        self._open = _OpenStep(batch, size, is_sampled, self._num_updates, PhaseWindows(self._read), watch)
-        self.meter.begin()
-        if watch is not None:
-            watch.begin()
+        is_split = is_sampled and bool(self._modules)
+        self._open = OpenStep(
+            batch,
+            size,
+            is_sampled=is_split,
+            num_updates_before=self._num_updates,
+            phases=PhaseWindows(self._read),
+            meter=self.meter,
+            watch=self._new_module_watch() if is_split and self._per_module else None,
+        )
+
+    def _read(self) -> None:
+        step = self._open
+        assert step is not None
+        step.read(holdings(self._modules, self._optimizers, step.batch, self.meter.device) if step.is_sampled else None)
 
     def _new_module_watch(self) -> ModuleWatch:
         if self._module_infos is None:
@@ -383,8 +378,8 @@ class MemoryRecorder(Recording):
                 phase or an optimizer step begins without a reading in between.
         """
         forget()
-        if self._open is not None and self._open.stats is None:
-            self._open.phases.open_phase(phase, is_provisional=is_provisional)
+        if self._open is not None:
+            self._open.open_phase(phase, is_provisional=is_provisional)
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
         """End the open phase, if there is one.
@@ -392,14 +387,14 @@ class MemoryRecorder(Recording):
         Args:
             covers: All the phases that were in this window, where nothing marked the boundary between them.
         """
-        if self._open is not None and self._open.stats is None:
-            self._open.phases.close_phase(covers=covers)
+        if self._open is not None:
+            self._open.close_phase(covers=covers)
 
     def end_reading(self) -> None:
         """No boundary of the open step is read from here on: on a CPU, PyTorch's profiler is free."""
-        if self._open is not None and self._open.stats is None:
-            self.close_phase()
-            self._stats(self._open)
+        if self._open is not None:
+            self._open.close_phase()
+            self._open.end_reading()
 
     def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
         """End the step and keep its record.
@@ -417,34 +412,17 @@ class MemoryRecorder(Recording):
         step = self._open
         if step is None:
             return None
-        if step.stats is None:
-            step.phases.end_step()
-        self._open, windows = None, step.phases.windows
+        step.end_phases()
+        self._open = None
         self._num_steps += 1
-        if not self._hooks and not is_interrupted and any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in windows):
+        if not self._hooks and not is_interrupted and step.has_update:
             self._num_updates += 1
-        stats = self._stats(step)
-        windows = windows if step.watch is None else step.watch.windows(windows)
-        record = StepMemory(
-            kind=Kind.MEASURED,
-            source=self.meter.source,
-            device_name=self.meter.device_name,
-            windows=tuple(measured_window(phase_of(covers), covers, stats[start : end + 1]) for covers, start, end in windows),
-            index=self._num_steps - 1,
-            batch_size=step.batch_size,
-            is_warm_up=step.num_updates_before == 0,
-            num_optimizer_updates=self._num_updates - step.num_updates_before if self._hooks else None,
-            is_interrupted=is_interrupted,
-        )
-        modules = None if step.watch is None else step.watch.recording(windows, stats, batch_size=step.batch_size)
-        self._keep(record, stats, modules)
+        num_updates = self._num_updates - step.num_updates_before if self._hooks else None
+        record, modules = step.to_memory(index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted)
+        self._keep(record, step.end_reading(), modules)
         for listener in tuple(self._listeners):
             listener.on_step(record)
         return record
-
-    @staticmethod
-    def _shortage_in(error: BaseException) -> BaseException | None:
-        return out_of_memory_in(error, is_memory_short=last_moment() is not None)
 
     def failed(self, error: BaseException | None) -> None:
         """An error has ended a step, or goes through the loop between steps: if memory ran out, that is said, once.
@@ -454,7 +432,7 @@ class MemoryRecorder(Recording):
         Args:
             error: The error, with the frames that it went through; None for none.
         """
-        shortage = None if error is None else self._shortage_in(error)
+        shortage = None if error is None else shortage_in(error)
         if error is None or shortage is None or getattr(shortage, _TOLD, False):
             return
         for listener in tuple(self._listeners):
@@ -483,13 +461,13 @@ class MemoryRecorder(Recording):
         Returns:
             The report, which is also kept in `out_of_memory`; None if the error is another one, or, with a warning, if nothing can be said.
         """
-        shortage = self._shortage_in(error)
+        shortage = shortage_in(error)
         if shortage is None:
             return None
         with suppress(Exception):  # an error of a kind that takes no attributes is told again
             setattr(shortage, _TOLD, True)
         step = self._open
-        phase = (step.failed_in or step.phases.current_phase) if step else None
+        phase = (step.failed_in or step.current_phase) if step else None
         batch = step.batch if step else batch
         try:
             self.out_of_memory = explain(
@@ -511,23 +489,6 @@ class MemoryRecorder(Recording):
             )
             return None
         return self.out_of_memory
-
-    def _stats(self, step: _OpenStep) -> tuple[MemoryStats, ...]:
-        """The step's readings; with them its reading is over."""
-        if step.stats is None:
-            if step.watch is not None:
-                step.watch.end()
-            step.stats = self.meter.end()
-        return step.stats
-
-    def _read(self) -> None:
-        step, held = self._open, None
-        assert step is not None
-        if step.is_sampled and self._modules:
-            held = holdings(self._modules, self._optimizers, step.batch, self.meter.device)
-        self.meter.read(held)
-        if step.watch is not None:
-            step.watch.boundary()
 
 
 def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:

@@ -148,6 +148,7 @@ MEASURING = [
     "uncaught",
     "watching",
     "recording",
+    "open_step",
     "recorder",
     "rank_exchange",
     "resizing",

@@ -1,5 +1,8 @@
 """`MemoryRecorder` in a loop without Lightning, on a CPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -27,6 +30,28 @@ def train_step(recorder, model, optimizer, batch=BATCH, batch_size=None):
             loss.backward()
         with recorder.phase(Phase.OPTIMIZER_STEP):
             optimizer.step()
+
+
+@pytest.fixture
+def no_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_batch_is_gone_after_its_step(parts, is_dropped):
+    recorder, batch = MemoryRecorder(*parts, per_module=True), torch.ones(16, 50)
+    gone = weakref.ref(batch)
+    if is_dropped:
+        recorder.begin_step(batch)
+        recorder.drop_step()
+    else:
+        train_step(recorder, *parts, batch=batch)
+    del batch
+    assert gone() is None
 
 
 def test_a_step_has_its_phases_with_start_end_and_peak(parts):
