@@ -300,12 +300,13 @@ class CachingAllocator:
         if max_split_bytes is None or self.settings.expandable_segments:
             return False
         needed_bytes = max(block_bytes, max_split_bytes)
-        large_enough = next(pool.blocks(needed_bytes), None)
+        oversize = [block for block in pool.blocks(max_split_bytes) if not block.is_split]
+        large_enough = next((block for block in oversize if block.size_bytes >= needed_bytes), None)
         if large_enough is not None:
             pool.give_back(large_enough, self._device)
             return True
         released_bytes = 0
-        for block in reversed(list(pool.blocks(max_split_bytes))):
+        for block in reversed(oversize):
             if released_bytes >= needed_bytes:
                 break
             released_bytes += block.size_bytes

@@ -1,7 +1,8 @@
 """`flex_attention` as `torch.compile` runs it on CUDA: one fused kernel forward and one backward; the scores are never in memory.
 
 It is a higher-order operator, which takes Python functions: fake tensors do not reach a kernel of it. What stands in for it allocates
-what Inductor's code does: `flex_attention` and `flex_attention_backward` in torch/_inductor/kernel/flex/flex_attention.py.
+what Inductor's code does: `flex_attention` and `flex_attention_backward` in torch/_inductor/kernel/flex/flex_attention.py. What is kept is what
+`FlexAttentionAutogradOp` saves, torch/_higher_order_ops/flex_attention.py.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Cal
         trained, kept = [], [leaf for leaf in tree_leaves(block_mask) if isinstance(leaf, torch.Tensor)]
         if torch.is_grad_enabled():
             with mode.unrecorded():
-                captured = _captured(score_mod, block_mask[-1], query)
-            trained = [tensor for tensor in captured if tensor.requires_grad]
-            kept += [tensor for tensor in captured if not tensor.requires_grad]
+                score, *position = (query.new_zeros((), dtype=dtype) for dtype in (query.dtype, *(torch.int32,) * 4))
+                of_score, of_mask = _captured(score_mod, score, *position), _captured(block_mask[-1], *position)
+            trained = [tensor for tensor in of_score if tensor.requires_grad]
+            kept += [tensor for tensor in of_score if not tensor.requires_grad] + of_mask
         return _FlexAttention.apply(len(trained), query, key, value, *trained, *kept)[:num_outputs]  # type: ignore[no-untyped-call]
 
     # It would tell those who do compile it that they should: nothing is compiled while a step is traced.
@@ -52,7 +54,7 @@ def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Cal
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The fused kernels of attention. Tensors that `score_mod` captures get gradients; others, and those of a block mask, are kept."""
+    """The fused kernels of attention. Their inputs are kept until the backward pass; the first `num_trained` after the value get gradients."""
 
     @staticmethod
     def forward(ctx: Any, num_trained: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,19 +91,24 @@ def _empty_like(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     return tensor.new_empty([size[dim] for dim in order]).permute([order.index(dim) for dim in range(last + 1)])
 
 
-def _captured(score_mod: Callable[..., torch.Tensor], mask_mod: Callable[..., torch.Tensor], query: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors from outside of them which the two functions read, each once: the kernels backward read them again."""
-    score = query.new_zeros(1)
-    position = [torch.zeros_like(score, dtype=torch.int32) for _ in range(4)]
-    with _Given([score, *position]) as given:
-        score_mod(score, *position)
-        mask_mod(*position)
+def _captured(function: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors besides its arguments whose values a `score_mod` or `mask_mod` reads, each once.
+
+    Args:
+        function: It.
+        arguments: A score and a position, without dimensions, as PyTorch gives it.
+    """
+    # A position is no number there: `table[query]` gathers.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    with TransformGetItemToIndex(), _Given(arguments) as given:
+        function(*arguments)
     tensors: list[torch.Tensor] = given.tensors
     return tensors
 
 
 class _Given(TorchFunctionMode):
-    """Keeps the tensors that functions of torch are called with, and did not make inside.
+    """Keeps the tensors from which functions of torch make others: not those of which only the shape is asked, nor those made inside.
 
     Attributes:
         tensors: Them, each once.
@@ -119,9 +126,10 @@ class _Given(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and not any(leaf is known for known in (*self._known, *self.tensors)):
-                self.tensors.append(leaf)
         outputs = func(*args, **kwargs)
-        self._known.extend(tree_leaves(outputs))
+        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        if made:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.tensors += [leaf for leaf in given if not any(leaf is known for known in (*self._known, *self.tensors))]
+        self._known += made
         return outputs

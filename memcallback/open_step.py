@@ -19,18 +19,18 @@ class OpenStep:
     Args:
         batch: Its batch.
         batch_size: Samples in the batch; None if unknown.
-        is_sampled: Whether what is held is counted at its boundaries.
+        counts_holdings: Whether what is held is counted at its boundaries.
         num_updates_before: Optimizer updates since the recording began.
-        phases: Its windows; at each boundary `read` is to be called. They do not belong to the step alone, which with its batch would
-            then live on until garbage is collected.
-        meter: What is read; the step begins its reading.
+        phases: Its windows. At a boundary they lead to `read`, without a reference to the step: of a cycle the batch would live on until garbage
+            is collected.
+        meter: What is read.
         watch: Reads it between the boundaries too; None if it is not recorded by module.
 
     Attributes:
-        batch: As above.
-        batch_size: As above.
-        is_sampled: As above.
-        num_updates_before: As above.
+        batch: As given.
+        batch_size: As given.
+        counts_holdings: As given.
+        num_updates_before: As given.
         failed_in: The phase that an exception has ended; None if none has.
     """
 
@@ -39,7 +39,7 @@ class OpenStep:
         batch: object,
         batch_size: int | None,
         *,
-        is_sampled: bool,
+        counts_holdings: bool,
         num_updates_before: int,
         phases: PhaseWindows,
         meter: Meter,
@@ -47,16 +47,19 @@ class OpenStep:
     ) -> None:
         self.batch = batch
         self.batch_size = batch_size
-        self.is_sampled = is_sampled
+        self.counts_holdings = counts_holdings
         self.num_updates_before = num_updates_before
         self.failed_in: Phase | None = None
         self._phases = phases
         self._meter = meter
         self._watch = watch
         self._stats: tuple[MemoryStats, ...] | None = None
-        meter.begin()
-        if watch is not None:
-            watch.begin()
+
+    def begin(self) -> None:
+        """Begin the reading."""
+        self._meter.begin()
+        if self._watch is not None:
+            self._watch.begin()
 
     @property
     def current_phase(self) -> Phase | None:
@@ -107,7 +110,7 @@ class OpenStep:
 
     def to_memory(
         self, *, index: int, num_updates: int | None, is_interrupted: bool
-    ) -> tuple[StepMemory, Callable[[], ModuleTable] | None]:
+    ) -> tuple[StepMemory, tuple[MemoryStats, ...], Callable[[], ModuleTable] | None]:
         """What the step took; its reading is over with that.
 
         Args:
@@ -116,7 +119,7 @@ class OpenStep:
             is_interrupted: An exception ended it.
 
         Returns:
-            The record, and what makes its table of modules; None if it was not recorded by module.
+            The record, the readings, and what makes its table of modules; None if it was not recorded by module.
         """
         stats = self.end_reading()
         windows: list[PhaseWindow] = self._phases.windows if self._watch is None else self._watch.windows(self._phases.windows)
@@ -131,4 +134,4 @@ class OpenStep:
             num_optimizer_updates=num_updates,
             is_interrupted=is_interrupted,
         )
-        return record, None if self._watch is None else self._watch.recording(windows, stats, batch_size=self.batch_size)
+        return record, stats, None if self._watch is None else self._watch.recording(windows, stats, batch_size=self.batch_size)

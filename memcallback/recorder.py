@@ -338,21 +338,22 @@ class MemoryRecorder(Recording):
             self._num_steps += 1
             return
         size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-        is_split = is_sampled and bool(self._modules)
+        counts_holdings = is_sampled and bool(self._modules)
         self._open = OpenStep(
             batch,
             size,
-            is_sampled=is_split,
+            counts_holdings=counts_holdings,
             num_updates_before=self._num_updates,
             phases=PhaseWindows(self._read),
             meter=self.meter,
-            watch=self._new_module_watch() if is_split and self._per_module else None,
+            watch=self._new_module_watch() if counts_holdings and self._per_module else None,
         )
+        self._open.begin()
 
     def _read(self) -> None:
         step = self._open
         assert step is not None
-        step.read(holdings(self._modules, self._optimizers, step.batch, self.meter.device) if step.is_sampled else None)
+        step.read(holdings(self._modules, self._optimizers, step.batch, self.meter.device) if step.counts_holdings else None)
 
     def _new_module_watch(self) -> ModuleWatch:
         if self._module_infos is None:
@@ -418,8 +419,8 @@ class MemoryRecorder(Recording):
         if not self._hooks and not is_interrupted and step.has_update:
             self._num_updates += 1
         num_updates = self._num_updates - step.num_updates_before if self._hooks else None
-        record, modules = step.to_memory(index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted)
-        self._keep(record, step.end_reading(), modules)
+        record, stats, modules = step.to_memory(index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted)
+        self._keep(record, stats, modules)
         for listener in tuple(self._listeners):
             listener.on_step(record)
         return record

@@ -233,6 +233,14 @@ def test_a_segment_of_a_running_program_is_taken_over():
     assert (allocator.stats().inactive_split_bytes, allocator.num_segments) == (0, 1)
 
 
+def test_a_free_part_of_a_large_segment_that_was_taken_over_is_not_given_back():
+    allocator = CachingAllocator(AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=80 * MiB)
+    allocator.adopt_segment(0, 60 * MiB, 0, is_small=False, blocks=[(0, 5, 512)])
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(30 * MiB)
+    assert (allocator.reserved_bytes, allocator.num_alloc_retries) == (60 * MiB, 1)
+
+
 def refused(action):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the callers compare the text
         action()

@@ -42,21 +42,37 @@ def alibi(score, sample, head, query, key):
 
 
 class Captured(Attention):
-    """Its functions read tensors that a forward pass makes, and nothing else keeps."""
+    """Its functions read what a forward pass makes and nothing else keeps, each in a way of its own."""
 
-    def __init__(self, *, in_score=False, in_mask=False):
+    def __init__(self, *, in_score=None, in_mask=None):
         super().__init__()
         self.in_score, self.in_mask = in_score, in_mask
 
     def forward(self, x):
         query, key, value = self.project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2).chunk(3, 1)
-        bias = x.new_zeros(LENGTH, LENGTH)
+        table = x.new_zeros(LENGTH, LENGTH)
         mask = flex.create_block_mask(causal, None, None, LENGTH, LENGTH, device=x.device)
         if self.in_mask:
-            mask.mask_mod = lambda sample, head, query, key: bias[query, key] == 0
-        score_mod = (lambda score, sample, head, query, key: score + bias[query, key]) if self.in_score else None
+            mask.mask_mod = lambda sample, head, query, key: self.in_mask(table, query, key) >= 0
+        score_mod = (lambda score, sample, head, query, key: score + self.in_score(table, query, key)) if self.in_score else None
         output = flex.flex_attention(query, key, value, score_mod=score_mod, block_mask=mask)
         return self.join(output.transpose(1, 2).flatten(2))
+
+
+def entry(table, query, key):
+    return table[query, key]
+
+
+def row_and_number(table, query, key):
+    return table[query][1]
+
+
+def transposed(table, query, key):
+    return table.T[query, key]
+
+
+def only_its_length(table, query, key):
+    return query - key + table.shape[0] + table.size(1)
 
 
 def step(model, precision="32-true", batch_size=4):
@@ -108,10 +124,39 @@ def test_a_captured_parameter_gets_a_gradient():
     assert gradients[0] - gradients[1] == model.bias.numel() * 4
 
 
-@pytest.mark.parametrize("options", [{"in_score": True}, {"in_mask": True}, {"in_score": True, "in_mask": True}], ids=str)
-def test_captured_tensors_are_kept_until_the_backward_pass(options):
-    ends = [predict(step(one), device="NVIDIA H200").step.windows[0].end for one in (Captured(**options), Captured())]
-    assert ends[0].allocated_bytes - ends[1].allocated_bytes == LENGTH * LENGTH * 4
+def held_after_forward(model):
+    return predict(step(model), device="NVIDIA H200").step.windows[0].end.allocated_bytes
+
+
+@pytest.mark.parametrize("where", [("in_score",), ("in_mask",), ("in_score", "in_mask")], ids=" and ".join)
+@pytest.mark.parametrize(
+    ("read", "kept_bytes"),
+    [(entry, LENGTH * LENGTH * 4), (row_and_number, LENGTH * LENGTH * 4), (transposed, LENGTH * LENGTH * 4), (only_its_length, 0)],
+)
+def test_captured_tensors_are_kept_until_the_backward_pass(where, read, kept_bytes):
+    assert held_after_forward(Captured(**dict.fromkeys(where, read))) - held_after_forward(Captured()) == kept_bytes
+
+
+def test_what_is_captured_without_a_gradient_gets_none():
+    gradients = [
+        predict(step(model), device="NVIDIA H200").step.windows[-1].end.by_category[Category.GRADIENT]
+        for model in (Captured(in_score=entry, in_mask=entry), Captured())
+    ]
+    assert gradients[0] == gradients[1]
+
+
+def test_without_gradients_nothing_is_kept():
+    class Frozen(nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.attention, self.head = attention, nn.Linear(WIDTH, 1)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.attention(x)
+            return self.head(x)
+
+    assert held_after_forward(Frozen(Captured(in_score=entry, in_mask=entry))) == held_after_forward(Frozen(Captured()))
 
 
 def test_a_compiled_call_is_predicted_without_a_warning_and_leaves_the_module_as_it_was():

@@ -54,6 +54,24 @@ def test_a_batch_is_gone_after_its_step(parts, is_dropped):
     assert gone() is None
 
 
+@pytest.mark.parametrize("ending", ["drop_step", "close"])
+def test_an_interrupt_while_a_step_begins_leaves_nothing_on_the_model(parts, ending):
+    class Interrupting(nn.Linear):
+        def register_forward_pre_hook(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(50, 30), Interrupting(30, 1))
+    recorder = MemoryRecorder(model, per_module=True)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.begin_step(BATCH)
+    getattr(recorder, ending)()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    # PyTorch's profiler, of which there is one, is free.
+    other = MemoryRecorder(*parts)
+    train_step(other, *parts)
+    assert [window.phase for window in other.steps[-1].windows] == list(Phase)
+
+
 def test_a_step_has_its_phases_with_start_end_and_peak(parts):
     model, optimizer = parts
     recorder = MemoryRecorder(model, optimizer)
