@@ -16,7 +16,8 @@ Needs no GPU; takes about 20 minutes. It does five things, one after the other, 
    begins with importing PyTorch and is measured as a whole: `--only-large "70 B"` is that process.
 4. Growth with layers, parameters and events: `tracing_growth.py`.
 5. The curve over batch sizes, of GPT-2 small and ResNet-50, from a prediction that is there: the reserved peaks at each power of two up to
-   4,096, as `BatchSizeAdvice.curve` has them, each a replay to the byte. And what every size up to there would take, by 64 of them.
+   4,096, as `BatchSizeAdvice.curve` has them, each a replay to the byte. And by 64 other sizes what every one up to there would take, and how far a
+   line between the powers is off.
 
 What is asked of the figures (`judged`) is set against them; the exit code is 1 if something is not met. The result goes to
 `benchmarks/results/cpu-<date>/`, or the folder that is named, as `tracing.json` and `tracing.md`, and the latter to stdout.
@@ -201,12 +202,14 @@ class Curve:
         num_sizes: How many sizes it has.
         cpu_seconds: The processor's time for these.
         every_seconds: What every size up to the largest would take, by some of them.
+        most_off_percent: How far at most a straight line between two sizes of the curve is from a replay, at these.
     """
 
     case: str
     num_sizes: int
     cpu_seconds: float
     every_seconds: float
+    most_off_percent: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,15 +342,29 @@ def curve(config: Config) -> dict[str, Any]:
     prediction = predict(training_step(config, config.make(initialise=False)), device=DEVICE).on(NO_END)
     powers = [1 << power for power in range(LARGEST.bit_length())]
     spread = range(LARGEST // NUM_TIMED, LARGEST + 1, LARGEST // NUM_TIMED)
-    seconds = []
+    seconds, peaks = [], []
     for sizes in (powers, spread):
         line = TracedPeak(prediction=prediction)
         gc.collect()
         began = time.process_time()
-        for size in sizes:
-            line.at(size)
+        peaks.append({size: line.at(size) for size in sizes})
         seconds.append(time.process_time() - began)
-    return asdict(Curve(case=config.name, num_sizes=len(powers), cpu_seconds=seconds[0], every_seconds=seconds[1] * LARGEST / len(spread)))
+    found = Curve(
+        case=config.name,
+        num_sizes=len(powers),
+        cpu_seconds=seconds[0],
+        every_seconds=seconds[1] * LARGEST / len(spread),
+        most_off_percent=max(100 * abs(between(size, peaks[0]) / peak - 1) for size, peak in peaks[1].items()),
+    )
+    return asdict(found)
+
+
+def between(size: int, peaks: Mapping[int, int]) -> float:
+    """The straight line through the peaks of neighbouring powers of two, at a size."""
+    low = 1 << (size.bit_length() - 1)
+    if size == low:
+        return peaks[low]
+    return peaks[low] + (peaks[2 * low] - peaks[low]) * (size - low) / low
 
 
 # What comes out.
@@ -465,12 +482,20 @@ def to_markdown(
         for name, one in larges.items()
     ]
     lines += growth_to_markdown(points)
-    lines += ["", "## The curve over batch sizes", "", "| case | sizes | seconds | every size would take, s |", "|:---|---:|---:|---:|"]
-    lines += [f"| {one.case} | {one.num_sizes} | {one.cpu_seconds:.2f} | {one.every_seconds:.0f} |" for one in curves]
     lines += [
         "",
-        "Reserved peaks, each replayed to the byte. What lies between two sizes of reserved memory is known by a replay alone: every block and segment is "
-        "rounded, so no line goes through them.",
+        "## The curve over batch sizes",
+        "",
+        "| case | sizes | seconds | every size would take, s | a line between them is off by at most, % |",
+        "|:---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {one.case} | {one.num_sizes} | {one.cpu_seconds:.2f} | {one.every_seconds:.0f} | {one.most_off_percent:.2f} |" for one in curves
+    ]
+    lines += [
+        "",
+        f"Reserved peaks, each replayed to the byte. Every block and segment is rounded, so that no line goes through all of them: how far one is off was "
+        f"looked at in {NUM_TIMED} sizes, from {LARGEST // NUM_TIMED} to {LARGEST:,}.",
         "",
         "Not reported:",
         "",
