@@ -12,6 +12,9 @@ from hypothesis import settings
 # operators take for themselves on a CPU is not predicted. oneDNN reads this when it is first used, here and in the programs that tests start.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+# Workers of pytest-xdist share the cores; threads of their own would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes on a busy machine says nothing of what it shows.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -28,8 +31,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish():
-    # Importing everything has made some 700,000 objects. Set aside, no collection and no search for tensors goes through them in every test.
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_is_set_aside():
+    """No collection and no search for tensors goes through what imports made (some 700,000 objects) and what other modules' tests keep."""
     gc.collect()
     gc.freeze()
 
