@@ -37,10 +37,10 @@ from peak_errors import all_peak_errors, peaks_table
 from training_loop import NUM_WINDOWS, train
 
 from memcallback import __version__
-from memcallback.events import Phase
-from memcallback.recorder import MemoryRecorder
-from memcallback.stats import PhaseMemory, StepMemory
-from memcallback.steps import TrainingStep
+from memcallback.core.step_memory import PhaseMemory, StepMemory
+from memcallback.core.types import Phase
+from memcallback.record.recorder import MemoryRecorder
+from memcallback.step.training_step import TrainingStep
 
 #: What is kept of each boundary.
 STATS = ("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes")
@@ -220,7 +220,7 @@ def training_step(config: Config, parts: Parts) -> TrainingStep:
 
 def predict(config: Config, device: str) -> Answer:
     """The steady step of one configuration on a device, in this process; and how long that took."""
-    from memcallback.tracing import predict as predict_step
+    from memcallback.prediction.predict import predict as predict_step
 
     began = time.perf_counter()
     prediction = predict_step(training_step(config, config.make(initialise=False)), device=device)

@@ -9,7 +9,7 @@ from typing import Any
 
 from machine import not_reported
 
-from memcallback.differences import ALLOCATED_SHARE, RESERVED_SHARE, allocated_band
+from memcallback.prediction.comparison import ALLOCATED_SHARE, RESERVED_SHARE, allocated_band
 
 #: For this share of the configurations all figures are to be within the bands in which a report calls a prediction right,
 REQUIRED_SHARE = 0.95

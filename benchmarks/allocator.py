@@ -9,7 +9,7 @@ Needs no GPU and no PyTorch. Two kinds of histories, each with 10,000, 100,000 a
 - *random*: sizes from 1 byte to 64 MiB, each as likely on a logarithmic scale, freed in any order; of the events a twentieth stands at once.
   Free blocks of all sizes are many: the worst that a pool can be asked.
 
-*Replay* is what a prediction does: `memcallback.replay.replay`, with the figures of every phase. *Allocator* is `CachingAllocator` alone. Both
+*Replay* is what a prediction does: `memcallback.prediction.replay.replay`, with the figures of every phase. *Allocator* is `CachingAllocator` alone. Both
 stand beside a bare loop that keeps a dict of what is alive and adds up sizes, in the same round. Times are of the processor, medians over the rounds.
 
 The result goes to `benchmarks/results/cpu-<date>/`, or the folder that is named, as `allocator.json` and `allocator.md`; the exit code is 1 if what is asked of
@@ -35,11 +35,12 @@ from random import Random
 from machine import processor, results_folder, today
 
 from memcallback import __version__
-from memcallback.allocator import CachingAllocator
-from memcallback.allocator_blocks import Block
-from memcallback.events import Alloc, Category, Event, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
-from memcallback.replay import replay
-from memcallback.units import MiB
+from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.types import Category, Phase
+from memcallback.core.units import MiB
+from memcallback.prediction.allocator.blocks import Block
+from memcallback.prediction.allocator.caching import CachingAllocator
+from memcallback.prediction.replay import replay
 
 NUM_EVENTS = (10_000, 100_000, 1_000_000)
 #: What is asked: events a second in a replay of the longest training, and how much more than n log n the longest may take.

@@ -54,9 +54,9 @@ from batch_size_runs import Found, Suggestion, Trial, by_accelerate, by_fit, by_
 from machine import RESULTS, command, driver, is_virtual, processor, results_folder, today
 
 from memcallback import __version__
-from memcallback.advice import DEFAULT_HEADROOM
-from memcallback.search import largest
-from memcallback.units import GiB
+from memcallback.batch_size.advice import DEFAULT_HEADROOM
+from memcallback.core.units import GiB
+from memcallback.prediction.search import largest
 
 #: Capacity in GiB -> the card of that virtual device.
 CARDS = {8: "rtx3090", 16: "t4", 24: "rtx4090", 40: "a100", 80: "h100"}

@@ -10,7 +10,7 @@ from typing import Any
 from batch_size_runs import NUM_SEARCHED, Found, Suggestion, Trial
 from machine import not_reported
 
-from memcallback.units import GiB
+from memcallback.core.units import GiB
 
 #: The least share of the truth that a suggestion is to be.
 LEAST_SHARE = 0.97

@@ -58,5 +58,5 @@ part predictions 200 "$python" benchmarks/accuracy.py compare --jobs "$jobs" --m
 part overhead 90 "$python" benchmarks/overhead.py --device cuda --rounds 5 --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
 part batch_size 380 "$python" benchmarks/batch_size.py --here 12 --jobs "$jobs" --out "$out"
-part tests 150 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_cuda.py tests/test_modules_cuda.py tests/test_out_of_memory_cuda.py
+part tests 150 "$python" -m pytest -q -m cuda -p no:cacheprovider tests/record/test_recorder_cuda.py tests/prediction/test_modules_cuda.py tests/diagnose/test_out_of_memory_cuda.py
 exit $failed

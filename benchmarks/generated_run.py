@@ -1,4 +1,4 @@
-"""A long run of programs drawn at random: each check of `tests/test_generated.py` with many seeds, a process for each.
+"""A long run of programs drawn at random: each check of `tests/prediction/test_generated_programs.py` with many seeds, a process for each.
 
     python benchmarks/generated_run.py --seeds 1-10 --programs 500 [--checks boundaries observer card] [--out FOLDER]
 
@@ -79,7 +79,7 @@ def run(check: str, seed: int, num_programs: int) -> Run:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        test = f"tests/test_generated.py::{CHECKS[check]}"
+        test = f"tests/prediction/test_generated_programs.py::{CHECKS[check]}"
         options = [f"--hypothesis-seed={seed}", f"--num-programs={num_programs}", f"--junitxml={report}", "-p", "no:cacheprovider"]
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", test, *options], cwd=ROOT, capture_output=True, text=True, check=False

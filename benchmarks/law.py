@@ -3,7 +3,7 @@
     python benchmarks/law.py [--only NAME ...] [--out FOLDER]
 
 Needs no GPU: what was measured is that of the accuracy proof (the newest on a virtual H200 in `benchmarks/results/`). All its configurations in float32 and in
-bf16-mixed that neither accumulate nor recompute nor clip, with one loss, are predicted by the law (`memcallback.textbook`: an upper and
+bf16-mixed that neither accumulate nor recompute nor clip, with one loss, are predicted by the law (`memcallback.prediction.textbook.predict`: an upper and
 a lower edge) and by a trace (`memcallback.predict`), and the largest allocated figure of a steady step is compared.
 
 *Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts what autograd saves, once. The
@@ -27,9 +27,9 @@ from accuracy_configs import CONFIGS, Config
 from machine import command, latest_result, not_reported, results_folder, today
 
 from memcallback import PredictionError, __version__, format_bytes, predict
-from memcallback.stats import error_pct
-from memcallback.tables import Table
-from memcallback.textbook import predict as predict_by_law
+from memcallback.core.step_memory import error_pct
+from memcallback.core.tables import Table
+from memcallback.prediction.textbook.predict import predict as predict_by_law
 
 DEVICE = "NVIDIA H200"
 NOT_REPORTED = (

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from memcallback import TrainingStep, __version__, format_bytes, suggest_batch_size
-from memcallback.cudnn import version as cudnn_version
-from memcallback.devices import find_device
-from memcallback.tables import Table
+from memcallback.core.tables import Table
+from memcallback.cuda.convolution.workspace import version as cudnn_version
+from memcallback.devices.catalogue import find_device
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"

@@ -24,6 +24,7 @@ from training_loop import NUM_WINDOWS, to_device
 
 import memcallback
 from memcallback import MemoryCallback, MemoryRecorder, Phase, StepMemory
+from memcallback.savings.mixed_precision import Amp
 
 #: Savings by name, each with its line.
 Lines = Mapping[str, str]
@@ -50,7 +51,7 @@ class Training:
         self.optimizer = config.optimizer
         self.make_optimizer = OPTIMIZERS[config.optimizer]
         self.accumulate = 1
-        self.amp: memcallback.savings.Amp | None = None
+        self.amp: Amp | None = None
         self.trainer_options: dict[str, Any] = {}
         self.callback_options: dict[str, Any] = {}
         for name, line in lines.items():

@@ -39,10 +39,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memcallback import Ranks, TrainingStep, __version__, format_bytes
-from memcallback.allocator_settings import AllocatorSettings
-from memcallback.devices import DeviceSpec, find_device
-from memcallback.tracing import predict, predict_once
-from memcallback.units import GiB
+from memcallback.core.units import GiB
+from memcallback.devices.catalogue import DeviceSpec, find_device
+from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.predict import predict, predict_once
 
 LENGTH, VOCABULARY = 8192, 128_256
 #: Ranks of which the cost is told, and what is asked of it.

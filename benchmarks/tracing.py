@@ -66,10 +66,10 @@ from tracing_growth import measure as measure_growth  # noqa: E402
 from tracing_growth import to_markdown as growth_to_markdown  # noqa: E402
 
 from memcallback import __version__, format_bytes  # noqa: E402
-from memcallback.devices import DeviceSpec, find_device  # noqa: E402
-from memcallback.peak_lines import TracedPeak  # noqa: E402
-from memcallback.tracer import trace  # noqa: E402
-from memcallback.tracing import predict  # noqa: E402
+from memcallback.batch_size.peaks import TracedPeak  # noqa: E402
+from memcallback.devices.catalogue import DeviceSpec, find_device  # noqa: E402
+from memcallback.prediction.predict import predict  # noqa: E402
+from memcallback.trace.tracer import trace  # noqa: E402
 
 MEASURED = latest_result("nvidia-h200-virtual", "accuracy.json.gz")
 GPT2_8 = "gpt2-adamw-32-true, batch 8 x 512"

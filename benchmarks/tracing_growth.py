@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memcallback import TrainingStep, format_bytes
-from memcallback.devices import DeviceSpec, find_device
-from memcallback.fakes import fake_copy
-from memcallback.tracer import trace
+from memcallback.devices.catalogue import DeviceSpec, find_device
+from memcallback.step.copies.fakes import fake_copy
+from memcallback.trace.tracer import trace
 
 DEVICE = "NVIDIA H200"
 NUM_STEPS = 2

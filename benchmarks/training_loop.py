@@ -28,8 +28,8 @@ from models.workloads import Batch, Loss
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memcallback.events import Phase
-from memcallback.recorder import MemoryRecorder
+from memcallback.core.types import Phase
+from memcallback.record.recorder import MemoryRecorder
 
 #: Updates. In the first, gradients and the optimizer's state appear. From the second on every update asks for the same, but the
 #: allocator finds other free blocks until it has settled, seldom later than in the fifth; in some models it comes to alternate

@@ -36,7 +36,7 @@ from savings_loop import Module, Training
 from torch import nn
 
 from memcallback import PlanRow, TrainingStep, __version__, what_if
-from memcallback.units import format_bytes
+from memcallback.core.units import format_bytes
 
 #: A row's figures are right within this share of what was measured, in percent.
 BAR_PCT = 1.0

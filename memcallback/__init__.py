@@ -13,34 +13,38 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from memcallback.advice import BatchSizeAdvice
-from memcallback.events import Category, Phase
-from memcallback.fitted import FittedBatchSize
-from memcallback.layer_table import Layer, LayerTable
-from memcallback.module_memory import ModuleTable
-from memcallback.oom_report import OutOfMemoryReport
-from memcallback.plan import Plan, PlanRow
-from memcallback.prediction import Prediction
-from memcallback.stats import DeviceMemory, Kind, MemoryStats, PhaseMemory, StepMemory
-from memcallback.tensor_changes import TensorChange
-from memcallback.textbook_law import TextbookPrediction
-from memcallback.units import format_bytes, parse_bytes
-from memcallback.warn import MemoryWarning
+from memcallback.batch_size.advice import BatchSizeAdvice
+from memcallback.batch_size.fitted import FittedBatchSize
+from memcallback.core.errors import MemoryWarning
+from memcallback.core.module_table import ModuleTable
+from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
+from memcallback.core.types import Category, Kind, Phase
+from memcallback.core.units import format_bytes, parse_bytes
+from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
+from memcallback.diagnose.tensors.change import TensorChange
+from memcallback.prediction.prediction import Prediction
+from memcallback.prediction.textbook.law import TextbookPrediction
+from memcallback.prediction.textbook.layer_table import Layer, LayerTable
+from memcallback.savings.plan import Plan, PlanRow
 
 if TYPE_CHECKING:
-    from memcallback.callback import MemoryCallback
-    from memcallback.fit import fit_batch_size
-    from memcallback.huggingface_callback import MemoryTrainerCallback
-    from memcallback.memory_log import MemoryLog
-    from memcallback.planning import what_if
-    from memcallback.ranks import Ranks
-    from memcallback.recorder import MemoryRecorder
-    from memcallback.savings import DryRun, accumulate, amp, checkpoint, dry_run
-    from memcallback.shape_pass import layers
-    from memcallback.steps import PredictionError, TrainingStep
-    from memcallback.suggestion import suggest_batch_size
-    from memcallback.tensor_diff import TensorDiff
-    from memcallback.tracing import predict
+    from memcallback.batch_size.suggest import suggest_batch_size
+    from memcallback.core.errors import PredictionError
+    from memcallback.diagnose.tensors.diff import TensorDiff
+    from memcallback.integrations.huggingface import MemoryTrainerCallback
+    from memcallback.integrations.lightning.callback import MemoryCallback
+    from memcallback.integrations.lightning.fit.fit_batch_size import fit_batch_size
+    from memcallback.prediction.predict import predict
+    from memcallback.prediction.textbook.shape_pass import layers
+    from memcallback.record.memory_log import MemoryLog
+    from memcallback.record.recorder import MemoryRecorder
+    from memcallback.savings.accumulation import accumulate
+    from memcallback.savings.checkpointing import checkpoint
+    from memcallback.savings.dry_run import DryRun, dry_run
+    from memcallback.savings.mixed_precision import amp
+    from memcallback.savings.planner import what_if
+    from memcallback.step.ranks import Ranks
+    from memcallback.step.training_step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -87,24 +91,24 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "DryRun": "savings",
-    "MemoryCallback": "callback",
-    "MemoryLog": "memory_log",
-    "MemoryRecorder": "recorder",
-    "MemoryTrainerCallback": "huggingface_callback",
-    "PredictionError": "steps",
-    "Ranks": "ranks",
-    "TensorDiff": "tensor_diff",
-    "TrainingStep": "steps",
-    "accumulate": "savings",
-    "amp": "savings",
-    "checkpoint": "savings",
-    "dry_run": "savings",
-    "fit_batch_size": "fit",
-    "layers": "shape_pass",
-    "predict": "tracing",
-    "suggest_batch_size": "suggestion",
-    "what_if": "planning",
+    "DryRun": "savings.dry_run",
+    "MemoryCallback": "integrations.lightning.callback",
+    "MemoryLog": "record.memory_log",
+    "MemoryRecorder": "record.recorder",
+    "MemoryTrainerCallback": "integrations.huggingface",
+    "PredictionError": "core.errors",
+    "Ranks": "step.ranks",
+    "TensorDiff": "diagnose.tensors.diff",
+    "TrainingStep": "step.training_step",
+    "accumulate": "savings.accumulation",
+    "amp": "savings.mixed_precision",
+    "checkpoint": "savings.checkpointing",
+    "dry_run": "savings.dry_run",
+    "fit_batch_size": "integrations.lightning.fit.fit_batch_size",
+    "layers": "prediction.textbook.shape_pass",
+    "predict": "prediction.predict",
+    "suggest_batch_size": "batch_size.suggest",
+    "what_if": "savings.planner",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line. Each sub-command imports what it needs when it runs, so that `--help` answers at once."""
+"""Command line: predict, suggest, what-if, layers, export, devices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from dataclasses import asdict
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
-from memcallback.devices import Device, find_device, is_cuda_here
-from memcallback.length_trace import MIN_SEQUENCE_LENGTH
-from memcallback.tables import for_console
-from memcallback.targets import TARGET_HELP, UsageError, load_model, load_step, said
+from memcallback.core.tables import for_console
+from memcallback.core.validation import MIN_SEQUENCE_LENGTH
+from memcallback.devices.catalogue import Device, find_device, is_cuda_here
+from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, said
 
 if TYPE_CHECKING:
     import torch
 
-    from memcallback.prediction import Prediction
+    from memcallback.prediction.prediction import Prediction
+
 
 _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
 _STEP = "package.module:make_step"
@@ -189,7 +190,7 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
     if arguments.sequence_lengths is not None:
         lengths = arguments.sequence_lengths.split(",")
         options["sequence_lengths"] = [_parse_number(length.strip(), "--sequence-lengths", "length of a sequence") for length in lengths]
-    advice = _ask(arguments, "suggestion", "suggest_batch_size", headroom=_parse_headroom(arguments.headroom), **options)
+    advice = _ask(arguments, "batch_size.suggest", "suggest_batch_size", headroom=_parse_headroom(arguments.headroom), **options)
     accumulation = None
     if effective is not None:
         try:
@@ -212,7 +213,7 @@ def _run_what_if(arguments: argparse.Namespace) -> None:
     headroom = _parse_headroom(arguments.headroom)
     world_size = _parse_number(arguments.world_size, "--world-size", "number of ranks")
     ranks = {} if world_size is None else {"ranks": world_size}
-    plan = _ask(arguments, "planning", "what_if", of="savings", headroom=headroom, batch_size=batch_size, **ranks)
+    plan = _ask(arguments, "savings.planner", "what_if", of="savings", headroom=headroom, batch_size=batch_size, **ranks)
     _show(plan, is_json=arguments.json)
 
 
@@ -228,7 +229,7 @@ def _parse_headroom(text: str) -> float:
 
 def _run_devices(arguments: argparse.Namespace) -> None:
     seconds = None if arguments.watch is None else _parse_seconds(arguments.watch)
-    device_states = importlib.import_module("memcallback.device_states").device_states
+    device_states = importlib.import_module("memcallback.devices.usage").device_states
     if seconds is None:
         states = device_states()
         _show(states, is_json=arguments.json)
@@ -252,7 +253,7 @@ def _parse_seconds(text: str) -> float:
 
 def _run_export(arguments: argparse.Namespace) -> None:
     prediction = _predict(arguments)
-    from memcallback.snapshot import dump_snapshot
+    from memcallback.prediction.memory_viz import dump_snapshot
 
     try:
         dump_snapshot(prediction, arguments.output)
@@ -271,7 +272,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
 def _predict(arguments: argparse.Namespace) -> Prediction:
     batch_size = _parse_number(arguments.batch_size, "--batch-size", "number of samples")
     sequence_length = _parse_number(arguments.sequence_length, "--sequence-length", "length of a sequence", least=MIN_SEQUENCE_LENGTH)
-    prediction: Prediction = _ask(arguments, "tracing", "predict", batch_size=batch_size, sequence_length=sequence_length)
+    prediction: Prediction = _ask(arguments, "prediction.predict", "predict", batch_size=batch_size, sequence_length=sequence_length)
     return prediction
 
 
@@ -281,10 +282,10 @@ def _ask(arguments: argparse.Namespace, module: str, function: str, *, of: str =
     device: str | Device = arguments.device if is_cuda_here(arguments.device) else _parse_device(arguments.device, find_device)
     step = load_step(arguments.target)
     if is_cuda_here(device):
-        _parse_device(arguments.device, importlib.import_module("memcallback.device_here").any_device)
+        _parse_device(arguments.device, importlib.import_module("memcallback.devices.local").any_device)
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    tracing = importlib.import_module("memcallback.tracing")
+    tracing = importlib.import_module("memcallback.prediction.predict")
     progress = tracing.how_far(lambda part: print(f"memcallback: {part}", file=sys.stderr), of)
     try:
         with redirect_stdout(sys.stderr):
@@ -311,7 +312,7 @@ def _parse_device(text: str, find: Callable[[str], Device]) -> Device:
 def _run_layers(arguments: argparse.Namespace) -> None:
     sizes = [_parse_input(text) for text in arguments.input]
     model = load_model(arguments.target)
-    from memcallback.shape_pass import input_dtype, layers
+    from memcallback.prediction.textbook.shape_pass import input_dtype, layers
 
     inputs = [_meta_tensor(size, dtype_name, input_dtype(model)) for size, dtype_name in sizes]
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one line.

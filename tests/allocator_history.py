@@ -6,9 +6,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from memcallback.allocator import CachingAllocator, OutOfMemoryError
-from memcallback.allocator_settings import AllocatorSettings
-from memcallback.units import MiB, round_up
+from memcallback.core.units import MiB, round_up
+from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
+from memcallback.prediction.allocator.settings import AllocatorSettings
 
 
 def load(path):

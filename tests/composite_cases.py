@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from memcallback.cuda_rnn import flatten_rnn_weights
-from memcallback.fakes import fake_copy
+from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
+from memcallback.step.copies.fakes import fake_copy
 
 
 class Maker:

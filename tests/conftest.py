@@ -48,5 +48,5 @@ def pytest_runtest_setup(item):
 def pytest_addoption(parser):
     parser.addoption("--overwrite-golden", action="store_true", help="write the golden files anew instead of comparing with them")
     parser.addoption(
-        "--num-programs", type=int, default=0, help="how many programs test_generated.py draws anew; else few, and always the same"
+        "--num-programs", type=int, default=0, help="how many programs test_generated_programs.py draws anew; else few, and always the same"
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from memcallback.convolution_layout import Layout
-from memcallback.cudnn import Convolution, Direction
-from memcallback.devices import DeviceSpec
-from memcallback.kernels import Give, Make, Take
-from memcallback.units import MiB
+from memcallback.core.kernel import Give, Make, Take
+from memcallback.core.units import MiB
+from memcallback.cuda.convolution.layout import Layout
+from memcallback.cuda.convolution.workspace import Convolution, Direction
+from memcallback.devices.catalogue import DeviceSpec
 
 aten = torch.ops.aten
 

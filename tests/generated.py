@@ -1,4 +1,4 @@
-"""Training programs that can be drawn at random, and what must hold of each; test_generated.py draws them.
+"""Training programs that can be drawn at random, and what must hold of each; test_generated_programs.py draws them.
 
 A program is plain data, so that one that fails can be written down as a test of its own.
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from test_tracer import boundaries
+from hand_made import boundaries
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
 from memcallback import MemoryRecorder, Phase, TrainingStep
-from memcallback.tracer import trace
+from memcallback.trace.tracer import trace
 
 NUM_CLASSES = 5
 NUM_TOKENS = 30

@@ -1,11 +1,13 @@
 """Traces made by hand: a linear model with Adam, as an allocator sees it, small enough to add up."""
 
-from memcallback.batch_trace import BatchTrace
-from memcallback.devices import find_device
-from memcallback.events import Alloc, AllocationTrace, Category, Free, Phase, PhaseEnd, PhaseStart, StepEnd, StepStart
-from memcallback.prediction import Prediction
-from memcallback.traced_step import TracedStep
-from memcallback.units import MiB
+from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.types import Category, Phase
+from memcallback.core.units import MiB
+from memcallback.devices.catalogue import find_device
+from memcallback.prediction.batch_trace import BatchTrace
+from memcallback.prediction.prediction import Prediction
+from memcallback.prediction.textbook.law import BytesLaw, TextbookPrediction
+from memcallback.trace.traced_step import TracedStep
 
 WEIGHT_BYTES = 4 * MiB
 SAMPLE_BYTES = MiB
@@ -59,7 +61,39 @@ def batch_trace(**changes):
 
 
 def prediction(batch_size=16, device="NVIDIA A100-SXM4-80GB", **changes):
-    from memcallback.allocator_settings import AllocatorSettings
+    from memcallback.prediction.allocator.settings import AllocatorSettings
 
     spec = find_device(device)
     return Prediction.of(batch_trace(**changes), spec, batch_size=batch_size, settings=AllocatorSettings())
+
+
+def boundaries(traced):
+    """Bytes alive at the start and the end of each phase, step by step."""
+    sizes, alive, steps = {}, 0, []
+    for event in traced.trace.events:
+        if isinstance(event, Alloc):
+            sizes[event.id] = event.size_bytes
+            alive += event.size_bytes
+        elif isinstance(event, Free):
+            alive -= sizes[event.id]
+        elif isinstance(event, StepStart):
+            steps.append([])
+        elif isinstance(event, (PhaseStart, PhaseEnd)):
+            steps[-1].append(alive)
+    return steps
+
+
+def law(**changes):
+    """The textbook law of a step with round numbers."""
+    values = {
+        "source": "textbook law",
+        "device_name": "any device",
+        "batch_size": 10,
+        "held": {Category.PARAMETER: 1000, Category.BUFFER: 10, Category.GRADIENT: 1000, Category.OPTIMIZER_STATE: 2000},
+        "input": BytesLaw(fixed_bytes=0, per_sample_bytes=5),
+        "outputs": BytesLaw(fixed_bytes=100, per_sample_bytes=300),
+        "kept": BytesLaw(fixed_bytes=100, per_sample_bytes=320),
+        "saved": BytesLaw(fixed_bytes=0, per_sample_bytes=200),
+        "optimizer_transient_bytes": 500,
+    }
+    return TextbookPrediction(**(values | changes))

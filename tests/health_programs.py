@@ -1,4 +1,4 @@
-"""Trainings that are healthy and trainings that are not, small and whole, each named for what it does; run by test_warnings.py."""
+"""Trainings that are healthy and trainings that are not, small and whole, each named for what it does; run by test_health_of_trainings.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from memcallback.units import MiB
+from memcallback.core.units import MiB
 
 NUM_STEPS = 20  # of an epoch
 SAMPLES = 8

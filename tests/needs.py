@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcallback.saved_tensors import READS_SAVED
+from memcallback.diagnose.tensors.saved import READS_SAVED
 
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 needs_saved = pytest.mark.skipif(not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors")

@@ -1,4 +1,4 @@
-"""Trains with or without the callback and gives everything that must not differ; run by test_observer.py and test_cuda.py."""
+"""Trains with or without the callback and gives everything that must not differ; run by test_observer.py and test_recorder_cuda.py."""
 
 from __future__ import annotations
 

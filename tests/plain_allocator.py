@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from memcallback.allocator import OutOfMemoryError
-from memcallback.allocator_settings import AllocatorSettings
-from memcallback.stats import MemoryStats
-from memcallback.units import MiB
+from memcallback.core.step_memory import MemoryStats
+from memcallback.core.units import MiB
+from memcallback.prediction.allocator.caching import OutOfMemoryError
+from memcallback.prediction.allocator.settings import AllocatorSettings
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional as F
 
 import memcallback as mc
-from memcallback.pipelines import Pipeline
+from memcallback.step.pipeline import Pipeline
 
 NUM_STEPS = 6
 

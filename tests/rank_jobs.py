@@ -1,4 +1,4 @@
-"""Jobs of several processes on CPUs, small and quick; what each rank saw of them is what `run` gives. Used by test_ranks.py."""
+"""Jobs of several processes on CPUs, small and quick; what each rank saw of them is what `run` gives. Used by test_ranks_exchanged.py."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.utils.tensorboard",
         "matplotlib.pyplot",
-        "memcallback.memory_log",
-        "memcallback.planning",
+        "memcallback.record.memory_log",
+        "memcallback.savings.planner",
     ]
 )
 #: A job that hangs is ended after that long, and has failed.

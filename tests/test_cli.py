@@ -11,10 +11,10 @@ import pytest
 from hand_made import batch_trace
 
 import memcallback
-from memcallback.allocator_settings import AllocatorSettings
 from memcallback.cli import main
-from memcallback.devices import Device
-from memcallback.prediction import Prediction
+from memcallback.devices.catalogue import Device
+from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.prediction import Prediction
 
 MODELS = """
 import torch
@@ -236,7 +236,7 @@ class StandIn:
 @pytest.fixture
 def tracing(monkeypatch):
     stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, "memcallback.tracing", stand_in)
+    monkeypatch.setitem(sys.modules, "memcallback.prediction.predict", stand_in)
     return stand_in
 
 

@@ -8,16 +8,16 @@ TESTS = Path(__file__).parent
 RECORDED = TESTS / "recorded"
 #: What was recorded -> the test that replays it, and the module that opens it.
 READERS = {
-    "allocator/*.json.gz": ("test_allocator_recorded.py", "test_allocator_recorded.py"),
-    "allocator_long/*.json.gz": ("test_allocator_recorded.py", "test_allocator_recorded.py"),
-    "convolutions/*.json.gz": ("test_cuda_convolution.py", "convolution_cases.py"),
-    "kernels/a100.json": ("test_cuda_kernels.py", "test_cuda_kernels.py"),
-    "kernels/h200.json": ("test_cuda_kernels.py", "test_cuda_kernels.py"),
-    "kernels/t4.json": ("test_cuda_kernels.py", "test_cuda_kernels.py"),
-    "composites.json": ("test_cuda_composites.py", "test_cuda_composites.py"),
-    "bfloat16.json": ("test_bfloat16.py", "bfloat16_steps.py"),
-    "user_code.json": ("test_tracer_user_code.py", "test_tracer_user_code.py"),
-    "sparse.json": ("test_sparse_operators.py", "sparse_cases.py"),
+    "allocator/*.json.gz": ("prediction/test_allocator_recorded.py", "prediction/test_allocator_recorded.py"),
+    "allocator_long/*.json.gz": ("prediction/test_allocator_recorded.py", "prediction/test_allocator_recorded.py"),
+    "convolutions/*.json.gz": ("cuda/test_convolution.py", "convolution_cases.py"),
+    "kernels/a100.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
+    "kernels/h200.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
+    "kernels/t4.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
+    "composites.json": ("cuda/test_decompositions.py", "cuda/test_decompositions.py"),
+    "bfloat16.json": ("trace/test_bfloat16.py", "bfloat16_steps.py"),
+    "user_code.json": ("trace/test_user_code.py", "trace/test_user_code.py"),
+    "sparse.json": ("cuda/test_sparse_operators.py", "sparse_cases.py"),
 }
 
 

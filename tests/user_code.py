@@ -26,9 +26,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from memcallback.loop_parts import Copies
-from memcallback.loops import run_window
-from memcallback.steps import TrainingStep
+from memcallback.step.training_step import TrainingStep
+from memcallback.trace.loops.loop import run_window
+from memcallback.trace.loops.passes import Copies
 
 STEPS = {}
 NEEDS_CUDA = set()

@@ -3,7 +3,7 @@
     python tests/recorded/record_allocator.py            # all runs, each in a process of its own, into tests/recorded/allocator/
     python tests/recorded/record_allocator.py --steps 32 --only cnn mlp transformer-fp32 --out tests/recorded/allocator_long      # long ones
 
-Needs a CUDA device, real or virtual. The files are read by tests/test_allocator_recorded.py; README.md beside this script tells the format.
+Needs a CUDA device, real or virtual. The files are read by tests/prediction/test_allocator_recorded.py; README.md beside this script tells the format.
 """
 
 from __future__ import annotations

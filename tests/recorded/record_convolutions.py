@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python tests/recorded/record_convolutions.py            # into tests/recorded/convolutions/
 
-Needs a CUDA device, real or virtual; tests/test_cuda_convolution.py reads those of tests/convolution_cases.py's CARDS.
+Needs a CUDA device, real or virtual; tests/cuda/test_convolution.py reads those of tests/convolution_cases.py's CARDS.
 README.md beside this script tells the format.
 """
 
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from convolution_cases import CARDS, CASES, key, once, truth
 
-from memcallback import convolution_workspace, cudnn
-from memcallback.cuda_convolution import convolution_kernel
-from memcallback.device_here import device_here
+from memcallback.cuda.convolution import workspace as convolution_workspace
+from memcallback.cuda.convolution import workspace as cudnn
+from memcallback.cuda.convolution.rule import convolution_kernel
+from memcallback.devices.local import device_here
 
 OUT = Path(__file__).parent / "convolutions"
 

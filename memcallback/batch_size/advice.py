@@ -1,0 +1,325 @@
+"""BatchSizeAdvice: the suggestion and what bounds it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from memcallback.batch_size.peaks import PeakLine, TracedPeak
+from memcallback.core.tables import Shown, Table
+from memcallback.core.units import format_bytes
+from memcallback.core.validation import whole_number
+
+DEFAULT_HEADROOM = 0.05
+#: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication Background User's Guide).
+DEFAULT_MULTIPLE = 8
+_WIDTH = 100
+_INDENT = "  "
+_NUM_RANKS_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeBounds:
+    """What bounds a batch size besides memory.
+
+    Attributes:
+        multiple_of: It is to be a multiple of this, if at least so many samples fit; at least 1.
+        max_batch_size: It is at most this, at least 1; None for no such bound.
+        dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if unknown.
+        world_size: How many ranks train with a batch of their own, at least 1.
+        num_microbatches: How many batches of that size a pipeline has in each of its steps, at least 1.
+
+    Raises:
+        TypeError: If one of them is no whole number.
+        ValueError: If one of them is out of range, or a batch has no sample.
+    """
+
+    multiple_of: int = DEFAULT_MULTIPLE
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+    world_size: int = 1
+    num_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
+        whole_number("world_size", self.world_size, "1 is for one device.")
+        whole_number("num_microbatches", self.num_microbatches, "1 is for no pipeline.")
+        for name in ("max_batch_size", "dataset_size"):
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, "Leave it out if there is no such bound.")
+        if self.dataset_size is not None and self.dataset_size < self.num_batches:
+            microbatches = f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+            raise ValueError(
+                f"dataset_size must be at least {self.num_batches}, got {self.dataset_size} samples for {self.world_size} ranks{microbatches}: each "
+                "needs one."
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches there are at a time, of all ranks."""
+        return self.world_size * self.num_microbatches
+
+    @property
+    def most(self) -> int | None:
+        """The most samples that are wanted, or are there for a rank; None if there is no such bound."""
+        of_rank = None if self.dataset_size is None else self.dataset_size // self.num_batches
+        return min((bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None)
+
+    def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
+        """The largest batch size within the bounds.
+
+        Args:
+            num_samples: How many samples fit, at least 0.
+            fits: Whether fewer fit, which is not sure: fewer samples can need more reserved memory.
+        """
+        most = num_samples if self.most is None else min(num_samples, self.most)
+        sizes = chain(range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1))
+        return next((size for size in sizes if size == num_samples or fits(size)), 0)
+
+
+DEFAULT_BOUNDS = BatchSizeBounds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationPlan:
+    """Batches that together make an effective batch size, exactly.
+
+    Attributes:
+        batch_size: Samples in one forward pass on one rank.
+        accumulate: Forward passes between two updates.
+        world_size: How many ranks train.
+    """
+
+    batch_size: int
+    accumulate: int
+    world_size: int = 1
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples between two updates, of all ranks."""
+        return self.batch_size * self.accumulate * self.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatchSize:
+    """What some ranks of a job that are alike could have alone.
+
+    Attributes:
+        ranks: Which ones.
+        device_name: The device of each.
+        batch_size: The suggestion for them; 0 if not even one sample is sure to fit.
+    """
+
+    ranks: tuple[int, ...]
+    device_name: str
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeAdvice(Shown):
+    """The largest batch size that stays within a device.
+
+    Attributes:
+        largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
+        bounds: What bounds the batch size besides.
+        line: What is expected at each batch size.
+        capacity_bytes: The device's memory.
+        outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
+        headroom: The fraction of the capacity that is kept free.
+        is_measured: Whether the line is that of a measured step of this training on this device; else it is predicted.
+        basis: How it knows, as a part of a sentence.
+        leaves_out: What it does not know, as parts of a sentence.
+        by_sequence_length: The batch size for sequences of each of these lengths, where they were asked for; the advice itself is for the
+            longest.
+        by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices are unlike: the advice itself is the smallest.
+    """
+
+    largest: int
+    line: PeakLine | TracedPeak
+    capacity_bytes: int
+    outside_bytes: int | None
+    headroom: float
+    is_measured: bool
+    basis: str
+    leaves_out: tuple[str, ...]
+    bounds: BatchSizeBounds = DEFAULT_BOUNDS
+    by_sequence_length: Mapping[int, int] = field(default_factory=dict)
+    by_rank: tuple[RankBatchSize, ...] = ()
+
+    @cached_property
+    def batch_size(self) -> int:
+        """The suggestion: the largest within the bounds; 0 if not even one sample is sure to fit."""
+        return self.bounds.within(self.largest, self.fits)
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether the peak of a batch size, at least 1, plus the headroom stays within the device."""
+        return self.line.fits(batch_size, self.budget_bytes)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in the batches of all ranks, and in all microbatches of a pipeline."""
+        return self.batch_size * self.bounds.num_batches
+
+    @property
+    def current_batch_size(self) -> int:
+        """The batch size that it starts from."""
+        return self.line.batch_size
+
+    @property
+    def multiple(self) -> float:
+        """How many times the current batch size the suggestion is."""
+        return self.batch_size / self.current_batch_size
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the process's allocator may take: capacity less headroom less what is used outside."""
+        return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
+
+    @cached_property
+    def limit_without_retry(self) -> int | None:
+        """The most samples that fit without headroom and without a retry of the allocator; None if there is no end."""
+        return self.line.largest_within(self.capacity_bytes - (self.outside_bytes or 0))
+
+    @cached_property
+    def limit(self) -> int | None:
+        """The most samples that fit at all; None if there is no end, or without a traced step."""
+        if not isinstance(self.line, TracedPeak):
+            return None
+        device = self.line.prediction.device
+        free_bytes = self.capacity_bytes - self.line.shift_bytes - (self.outside_bytes or 0)
+        return self.line.prediction.on(replace(device, capacity_bytes=free_bytes + device.outside_bytes)).limit
+
+    @cached_property
+    def curve(self) -> tuple[tuple[int, int], ...]:
+        """The peak in bytes that is expected at each power of two up to twice the suggestion, and at the current and the suggested size."""
+        end = 2 * max(self.batch_size, self.current_batch_size)
+        sizes = {1 << power for power in range(end.bit_length())} | {self.current_batch_size, max(1, self.batch_size)}
+        return tuple((size, self.line.at(size)) for size in sorted(sizes))
+
+    def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
+        """How to have exactly so many samples between two updates, with the largest batches that fit.
+
+        Args:
+            effective_batch_size: Samples between two updates, of all ranks.
+
+        Raises:
+            ValueError: If it cannot be divided among the ranks, not one sample fits, or it is for a pipeline, whose microbatches are what is
+                accumulated.
+        """
+        if self.bounds.num_microbatches > 1:
+            raise ValueError(
+                f"effective_batch_size {effective_batch_size} cannot be had by accumulation in a pipeline: what it needs depends on how many "
+                f"microbatches there are, here {self.bounds.num_microbatches}. Ask anew with Ranks(..., n_microbatches=...)."
+            )
+        world_size = self.bounds.world_size
+        whole_number("effective_batch_size", effective_batch_size, "It is how many samples come between two updates.")
+        if effective_batch_size % world_size:
+            raise ValueError(
+                f"effective_batch_size must be a multiple of the {world_size} ranks, got {effective_batch_size}. The nearest is "
+                f"{max(1, round(effective_batch_size / world_size)) * world_size}."
+            )
+        if self.batch_size < 1:
+            raise ValueError(f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}")
+        of_rank = effective_batch_size // world_size
+        smaller = (size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0)
+        batch_size = next((size for size in smaller if size == self.batch_size or self.fits(size)), None)
+        if batch_size is None:
+            raise ValueError(
+                f"effective_batch_size {effective_batch_size} cannot be had by accumulation: no batch size that divides it fits."
+            )
+        return AccumulationPlan(batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size)
+
+    def sentence(self) -> str:
+        """The suggestion in one sentence."""
+        if self.batch_size == 0:
+            return (
+                f"No batch size is sure to fit: one sample may need {format_bytes(self.line.at(1))}, and "
+                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}. memcallback.what_if says what "
+                "would make it fit."
+            )
+        return (
+            f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}{self._rounding}), "
+            f"{self.basis}, within {format_bytes(self.capacity_bytes)} less {100 * self.headroom:g}% headroom."
+        )
+
+    @property
+    def _rounding(self) -> str:
+        if self.batch_size == self.largest:
+            return ""
+        bounds = self.bounds
+        found = []
+        if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
+            found.append(f"at most {bounds.max_batch_size} are wanted")
+        if bounds.dataset_size is not None and bounds.dataset_size // bounds.num_batches < self.largest:
+            found.append(f"the dataset has {bounds.dataset_size:,} samples")
+        if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
+            found.append(f"a multiple of {bounds.multiple_of}")
+        return f"; {', '.join(found)}; {self.largest} fit"
+
+    def to_table(self) -> Table:
+        """The curve, with what each size is."""
+        marks = {self.limit: "limit", self.limit_without_retry: "limit without a retry", self.current_batch_size: "current"}
+        marks[self.batch_size] = "suggested, current" if self.batch_size == self.current_batch_size else "suggested"
+        rows = {**dict(self.curve), **{size: self.line.at(size) for size in (self.limit_without_retry,) if size}}
+        kind = "allocated" if isinstance(self.line, TracedPeak) and self.line.prediction.peak_reserved_bytes is None else "reserved"
+        return Table(
+            title=f"Peak over the batch size, within {format_bytes(self.capacity_bytes)} of which {format_bytes(max(0, self.budget_bytes))} may be taken",
+            columns=("batch size", f"{kind} peak", ""),
+            rows=tuple((f"{size:,}", format_bytes(peak), marks.get(size, "")) for size, peak in sorted(rows.items())),
+            left_columns=frozenset({""}),
+        )
+
+    def to_text(self) -> str:
+        """For a console: the suggestion, both limits, the curve, and what is left out."""
+        lines = [self.sentence()]
+        if self.limit_without_retry is not None:
+            at_all = "" if self.limit is None else f", {self.limit:,} at all"
+            lines.append(f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}.")
+        if self.bounds.world_size > 1:
+            lines.append(f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all.")
+        elif self.bounds.num_microbatches > 1:
+            lines.append(f"{self.bounds.num_microbatches} microbatches of that size: {self.global_batch_size:,} samples in all.")
+        lines += [f"Sequences of {length}: {batch_size:,}" for length, batch_size in self.by_sequence_length.items()]
+        lines += [f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank]
+        lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
+        return "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines) + self.to_table().to_text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        return {
+            "batch_size": self.batch_size,
+            "global_batch_size": self.global_batch_size,
+            "largest_batch_size": self.largest,
+            "limit_without_retry_batch_size": self.limit_without_retry,
+            "limit_batch_size": self.limit,
+            "current_batch_size": self.current_batch_size,
+            "world_size": self.bounds.world_size,
+            "num_microbatches": self.bounds.num_microbatches,
+            "multiple_of_batch_size": self.bounds.multiple_of,
+            "capacity_bytes": self.capacity_bytes,
+            "outside_bytes": self.outside_bytes,
+            "budget_bytes": self.budget_bytes,
+            "headroom_pct": 100 * self.headroom,
+            "is_measured": self.is_measured,
+            "basis": self.basis,
+            "leaves_out": list(self.leaves_out),
+            "curve": [{"batch_size": size, "peak_bytes": peak} for size, peak in self.curve],
+            "by_sequence_length": [
+                {"sequence_length": length, "batch_size": batch_size} for length, batch_size in self.by_sequence_length.items()
+            ],
+            "by_rank": [{"ranks": list(one.ranks), "device_name": one.device_name, "batch_size": one.batch_size} for one in self.by_rank],
+        }
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > _NUM_RANKS_NAMED:
+        return f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]},"
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _times(multiple: float) -> str:
+    return f"{multiple:,.2f}" if multiple < 10 else f"{multiple:,.0f}"

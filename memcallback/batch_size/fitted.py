@@ -1,0 +1,283 @@
+"""FittedBatchSize and the search strategy of fit_batch_size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memcallback.batch_size.advice import BatchSizeBounds
+from memcallback.batch_size.peaks import TracedPeak
+from memcallback.core.tables import Shown, Table
+from memcallback.core.types import Category
+from memcallback.core.units import format_bytes
+from memcallback.prediction.protocol import StepPrediction
+
+#: What is held throughout a step, whatever the batch size.
+_HELD = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+#: A larger size is worth another trial if it is so many times the one that fits.
+_WORTHWHILE = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of running one batch size.
+
+    Attributes:
+        batch_size: Samples in a batch.
+        peak_bytes: The most that was needed at once, of reserved memory, on a CPU of allocated; before an error the most until then; None
+            if it could not be read.
+        predicted_bytes: The peak that was expected before the trial; None if none was.
+        budget_bytes: What may be measured: the capacity less what is outside the allocator and half of the headroom.
+        is_out_of_memory: Whether memory ran out.
+        num_alloc_retries: How often the allocator had to give back its cache and try again.
+    """
+
+    batch_size: int
+    peak_bytes: int | None
+    predicted_bytes: int | None
+    budget_bytes: int
+    is_out_of_memory: bool = False
+    num_alloc_retries: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran, without a retry, within the budget as far as that is known."""
+        return (
+            not self.is_out_of_memory and not self.num_alloc_retries and (self.peak_bytes is None or self.peak_bytes <= self.budget_bytes)
+        )
+
+    @property
+    def outcome(self) -> str:
+        """What came of it, as part of a sentence."""
+        if self.is_out_of_memory:
+            return "out of memory"
+        if self.num_alloc_retries:
+            return "the allocator had to give back its cache and try again"
+        if self.peak_bytes is None:
+            return "ran; its peak could not be read"
+        return "fits" if self.fits else f"more than the {format_bytes(self.budget_bytes)} that may be used"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelyPeak:
+    """The replayed peak over batch sizes, with what trials have shown beside it.
+
+    `advise` is on the safe side of a measurement. What comes of this is run, so it takes the likelier figure: what a trial took more or less than was
+    replayed (validation, kernels' own memory, where segments come to lie) is taken to be in proportion to the batch size.
+
+    Attributes:
+        line: The replayed peaks.
+        fixed_bytes: What is allocated besides, at any batch size.
+        extra_bytes: What a trial took more than that, perhaps less than 0.
+        batch_size: The size of that trial.
+    """
+
+    line: TracedPeak
+    fixed_bytes: int = 0
+    extra_bytes: int = 0
+    batch_size: int = 1
+
+    def at(self, batch_size: int) -> int:
+        """The peak expected at a batch size."""
+        return self.line.at(batch_size) + self.fixed_bytes + self.extra_bytes * batch_size // self.batch_size
+
+    def after(self, trial: Trial) -> LikelyPeak:
+        """The same with what a trial has shown, whose peak is known."""
+        assert trial.peak_bytes is not None
+        extra_bytes = trial.peak_bytes - self.line.at(trial.batch_size) - self.fixed_bytes
+        return replace(self, extra_bytes=extra_bytes, batch_size=trial.batch_size)
+
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """The largest batch size whose peak stays within a budget, without a retry; None if there is no end."""
+        return self.line.prediction.largest_batch_size(lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes)
+
+
+class BatchSizeSearch:
+    """Finds the largest size that fits, from the sizes that were tried and what was expected after each.
+
+    A size that ran with memory to spare is the answer unless more is expected to fit. After one that does not fit comes the largest that is
+    now expected to, and where nothing is expected the middle between what fits and what does not.
+
+    Args:
+        first: The size to try first, at least 1.
+        bounds: What bounds it besides memory.
+    """
+
+    def __init__(self, first: int, bounds: BatchSizeBounds) -> None:
+        self._bounds = bounds
+        self.best = 0
+        self._smallest_bad: int | None = None
+        self.next: int | None = bounds.within(first)
+
+    def record(self, batch_size: int, *, fits: bool, expected: int | None) -> None:
+        """Take note of a trial.
+
+        Args:
+            batch_size: The size that was tried.
+            fits: Whether it fits.
+            expected: The largest size that is expected to fit after it; None if nothing is known.
+        """
+        if fits:
+            self.best = max(self.best, batch_size)
+        else:
+            self._smallest_bad = batch_size if self._smallest_bad is None else min(self._smallest_bad, batch_size)
+        self.next = self._next(expected)
+
+    def _next(self, expected: int | None) -> int | None:
+        best, bad = self.best, self._smallest_bad
+        likely = None if expected is None else self._bounds.within(expected)
+        if likely is not None and best < likely < (bad or likely + 1):
+            return likely if likely >= _WORTHWHILE * best else None
+        is_settled = bad is None or (likely is not None and 0 < likely <= best) or bad <= _WORTHWHILE * best
+        middle = self._bounds.within((best + (bad or 0)) // 2)
+        return None if is_settled or middle <= best else middle
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedBatchSize(Shown):
+    """The largest batch size that was run and fits.
+
+    Attributes:
+        batch_size: That size.
+        previous_batch_size: The size before.
+        predicted_batch_size: The size that was predicted to fit before anything ran, whatever the data allow; None if none was.
+        trials: The sizes that were run, in order.
+        device_name: The device.
+        capacity_bytes: The memory that was planned for.
+        outside_bytes: Of it, what is used by others than this process's allocator.
+        headroom: The fraction of the capacity that a predicted size leaves free; half of it is left when validation has run.
+        counts: Which memory is meant: `reserved`, on a CPU `allocated`.
+        num_updates: Optimizer updates in each trial.
+        has_validation: Whether validation was part of each trial.
+        notes: What else the person should know, one sentence each.
+        train_dataloaders: Where the loaders were given, copies with that batch size, to train with; else None.
+    """
+
+    batch_size: int
+    previous_batch_size: int
+    predicted_batch_size: int | None
+    trials: tuple[Trial, ...]
+    device_name: str
+    capacity_bytes: int
+    outside_bytes: int
+    headroom: float
+    counts: str
+    num_updates: int
+    has_validation: bool
+    notes: tuple[str, ...] = ()
+    train_dataloaders: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_ooms(self) -> int:
+        """Trials in which memory ran out."""
+        return sum(trial.is_out_of_memory for trial in self.trials)
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """Where a trial has changed what was to be tried, one sentence each."""
+        return tuple(f"{_ran(one)} {after.batch_size} was tried next." for one, after in zip(self.trials, self.trials[1:], strict=False))
+
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        ran = f"{self.num_updates} optimizer updates{' and validation' if self.has_validation else ''}"
+        return (
+            f"Batch size {self.batch_size} (it was {self.previous_batch_size}) is the largest found to fit {self.device_name}: run for {ran} "
+            f"within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom and {format_bytes(self.outside_bytes)} outside the "
+            "allocator."
+        )
+
+    def to_text(self) -> str:
+        """For a console: the trials, and what was learned from them."""
+        rows = tuple(
+            (str(trial.batch_size), _size(trial.predicted_bytes), _size(trial.peak_bytes), trial.outcome[:1].upper() + trial.outcome[1:])
+            for trial in self.trials
+        )
+        table = Table(
+            title=self.sentence(),
+            columns=("batch size", f"predicted peak {self.counts}", "measured", "outcome"),
+            rows=rows,
+            left_columns=frozenset({"outcome"}),
+        )
+        return table.to_text() + "".join(f"{line}\n" for line in (*self.corrections, *self.notes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        return {
+            "batch_size": self.batch_size,
+            "previous_batch_size": self.previous_batch_size,
+            "predicted_batch_size": self.predicted_batch_size,
+            "device_name": self.device_name,
+            "capacity_bytes": self.capacity_bytes,
+            "outside_bytes": self.outside_bytes,
+            "headroom_pct": 100 * self.headroom,
+            "counts": self.counts,
+            "num_updates": self.num_updates,
+            "has_validation": self.has_validation,
+            "trials": [
+                {
+                    "batch_size": trial.batch_size,
+                    "predicted_bytes": trial.predicted_bytes,
+                    "peak_bytes": trial.peak_bytes,
+                    "budget_bytes": trial.budget_bytes,
+                    "is_out_of_memory": trial.is_out_of_memory,
+                    "num_alloc_retries": trial.num_alloc_retries,
+                    "fits": trial.fits,
+                }
+                for trial in self.trials
+            ],
+            "corrections": list(self.corrections),
+            "notes": list(self.notes),
+        }
+
+
+def nothing_fits(trial: Trial, device_name: str, capacity_bytes: int, prediction: StepPrediction | None) -> str:
+    """Why no batch size fits, and what would make one fit.
+
+    Args:
+        trial: That of the smallest size.
+        device_name: The device.
+        capacity_bytes: Its memory.
+        prediction: The step at any batch size; None if there is none.
+    """
+    budget = format_bytes(max(0, trial.budget_bytes))
+    needs = f"It ran out of memory, with {budget} to use"
+    if not trial.is_out_of_memory and trial.peak_bytes is not None:
+        needs = f"It takes {format_bytes(trial.peak_bytes)}, and {budget} may be used"
+    text = (
+        f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. {needs} of {format_bytes(capacity_bytes)}."
+    )
+    return f"{text} {_way_out(prediction)}"
+
+
+def _way_out(prediction: StepPrediction | None) -> str:
+    """What would make one sample fit, by what stands at the peak that is predicted for it."""
+    try:
+        found = {} if prediction is None else prediction.at(1).by_category
+    except ValueError:
+        found = {}
+    held = sum(found.get(category, 0) for category in _HELD)
+    rest = sum(found.values()) - held
+    if not found:
+        return "A smaller model, a precision of 16 bits or recomputing activations (torch.utils.checkpoint) takes less."
+    if held > rest:
+        return (
+            f"Parameters, gradients and optimizer state are {format_bytes(held)} of it: a smaller model, an optimizer with less state, "
+            "precision='bf16-true' or sharding over several devices takes less; a smaller batch does not."
+        )
+    return (
+        f"{format_bytes(rest)} of it are activations and temporary memory of one sample: precision='bf16-mixed', recomputing activations "
+        "(torch.utils.checkpoint), or smaller or shorter samples take less."
+    )
+
+
+def _ran(trial: Trial) -> str:
+    if trial.is_out_of_memory:
+        return f"Batch size {trial.batch_size} ran out of memory, and the error was caught:"
+    peak = "" if trial.peak_bytes is None else f" took {format_bytes(trial.peak_bytes)}"
+    if trial.fits:
+        return f"Batch size {trial.batch_size}{peak} and left room:"
+    return f"Batch size {trial.batch_size}{peak}, {trial.outcome}:"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "n/a" if num_bytes is None else format_bytes(num_bytes)

@@ -1,0 +1,126 @@
+"""Which line of user code a frame or traceback points at."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType, TracebackType
+
+_LIBRARIES = ("torch", "functorch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "memcallback")
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of a program.
+
+    Attributes:
+        file: The file's path: from the working directory where it lies there, of an installed package from the package on, else its folder
+            and name.
+        number: The line's number, from 1.
+        function: The function that it is in, such as `training_step`; `<module>` outside of all.
+        path: The file's path as Python knows it.
+    """
+
+    file: str
+    number: int
+    function: str
+    path: str
+
+    @property
+    def text(self) -> str:
+        """What stands there; empty if the file cannot be read."""
+        return linecache.getline(self.path, self.number).strip()
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Data that json writes."""
+        return {"file": self.file, "line": self.number, "function": self.function, "text": self.text}
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" + ("" if self.function == "<module>" else f" in {self.function}")
+
+
+def line_of(frame: FrameType | None) -> CodeLine | None:
+    """The innermost line of a person's program from a frame outwards; None if there is none."""
+    while frame is not None:
+        if is_of_user(frame.f_code.co_filename):
+            return line_at(frame)
+        frame = frame.f_back
+    return None
+
+
+def line_here() -> CodeLine | None:
+    """The line of a person's program that is running; None if there is none."""
+    return line_of(sys._getframe(1))
+
+
+def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
+    """The innermost line of a person's program that an error went through; None if there is none."""
+    own = [(frame, number) for frame, number in frames_of(traceback) if is_of_user(frame.f_code.co_filename)]
+    return line_at(*own[-1]) if own else None
+
+
+def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames that an error went through and where they were, the outermost first."""
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+@cache
+def is_of_user(path: str) -> bool:
+    """Whether a file is a person's program or a package that is none of PyTorch, Lightning, Python and memcallback."""
+    if path.startswith("<"):
+        # Generated code and what is frozen into Python is nobody's; what a person types, and cells of a notebook, are.
+        return path == "<stdin>" or path.startswith("<ipython-input")
+    full = _absolute(path)
+    if any(full.startswith(folder) for folder in _library_folders()):
+        return False
+    return not full.startswith(_python_folder()) or any(f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES)
+
+
+def _library_folders() -> list[str]:
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
+    return [os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file]
+
+
+@cache
+def _python_folder() -> str:
+    return sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
+    """The line at which a frame is.
+
+    Args:
+        frame: The frame.
+        number: The line's number, if it is not the one that runs.
+    """
+    code = frame.f_code
+    return CodeLine(_short(code.co_filename), frame.f_lineno if number is None else number, code.co_name, code.co_filename)
+
+
+def _absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except OSError:  # a relative path, from a folder that is gone
+        return path
+
+
+@cache
+def _short(path: str) -> str:
+    full = _absolute(path)
+    for name in _PACKAGES:
+        _, found, after = full.partition(f"{os.sep}{name}{os.sep}")
+        if found:
+            return after
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the folder is gone
+        return path
+    return full[len(here) :] if full.startswith(here) else os.sep.join(full.split(os.sep)[-2:])

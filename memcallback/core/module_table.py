@@ -1,0 +1,340 @@
+"""ModuleTable: the memory of one step broken down by module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from memcallback.core.step_memory import error_pct, largest, total
+from memcallback.core.tables import Shown, Table
+from memcallback.core.types import Kind, Phase
+from memcallback.core.units import format_bytes
+
+#: Of the groups of modules on a console, those that keep most.
+_NUM_GROUPS = 10
+_UNKNOWN = "n/a"
+
+
+class ModuleInfo(NamedTuple):
+    """A module of a model.
+
+    Attributes:
+        name: Its FQN; the root is "".
+        kind: Its class name, such as `Conv2d`.
+        parameter_bytes: Of the parameters that it has itself, without those of its children.
+    """
+
+    name: str
+    kind: str
+    parameter_bytes: int
+
+
+class Span(NamedTuple):
+    """A stretch of a step in which the same modules run. Sizes in bytes, None where unknown.
+
+    Attributes:
+        phase: `Phase.FORWARD` or `Phase.BACKWARD`.
+        path: The FQNs of the modules that run, the outermost first.
+        start_bytes: Allocated when it begins.
+        end_bytes: Allocated when it ends.
+        peak_bytes: The largest allocated figure from its beginning to its end.
+    """
+
+    phase: Phase
+    path: tuple[str, ...]
+    start_bytes: int | None
+    end_bytes: int | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleWindow:
+    """All of one pass in which a module ran, what runs inside it included. Sizes in bytes, None where unknown.
+
+    A module that is called several times has one window from the first call to the last; what happens between its calls is not in it.
+
+    Attributes:
+        num_runs: How often it began to run: in the forward pass its calls; in the backward pass how often autograd came to it.
+        start_allocated_bytes: Allocated on the device when it first began.
+        end_allocated_bytes: Allocated on the device when it last ended.
+        peak_allocated_bytes: The largest allocated figure on the device while it ran.
+        change_bytes: What all its runs together left allocated beyond what they found; negative where they gave back more.
+    """
+
+    num_runs: int
+    start_allocated_bytes: int | None
+    end_allocated_bytes: int | None
+    peak_allocated_bytes: int | None
+    change_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleMemory:
+    """The memory of one module in one training step, that of the modules inside it included.
+
+    Attributes:
+        name: Its FQN; the root, "", is the whole step but the optimizer's: the loss is in it.
+        kind: Its class name; empty if unknown.
+        parameter_bytes: Its parameters.
+        forward: The forward pass; None if the module did not run in it. What checkpointing computes again is in the backward pass.
+        backward: The backward pass: the nodes of autograd that its forward pass made; None if none of them ran.
+        saved_bytes: Of what the module's operators allocated in the forward pass, what stands when that ends; for a prediction only, since
+            no counter of a device says it: None.
+    """
+
+    name: str
+    kind: str
+    parameter_bytes: int
+    forward: ModuleWindow | None
+    backward: ModuleWindow | None
+    saved_bytes: int | None = None
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """What its forward pass left allocated: what autograd saves for the backward pass, and its output; None if it had none.
+
+        It is less where the module let go of what others had made; an input that only its caller holds, its caller gives back.
+        """
+        return self.forward.change_bytes if self.forward else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleTable(Shown):
+    """The memory of a model's modules in one training step: one type for measured and predicted.
+
+    Attributes:
+        step_kind: Measured or predicted.
+        source: What gave the figures.
+        device_name: The device.
+        batch_size: Samples in the batch; None if unknown.
+        modules: All modules in the order of `model.named_modules()`, the root first.
+        notes: What is not in it, one sentence each.
+    """
+
+    step_kind: Kind
+    source: str
+    device_name: str
+    batch_size: int | None
+    modules: tuple[ModuleMemory, ...]
+    notes: tuple[str, ...] = ()
+    _by_name: dict[str, ModuleMemory] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._by_name.update((module.name, module) for module in self.modules)
+
+    def __getitem__(self, name: str) -> ModuleMemory:
+        """The module of a name; KeyError if there is none."""
+        return self._by_name[name]
+
+    def get(self, name: str) -> ModuleMemory | None:
+        """The module of a name; None if there is none."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def ran(self) -> tuple[ModuleMemory, ...]:
+        """Those that ran."""
+        return tuple(module for module in self.modules if module.forward or module.backward)
+
+    def children(self, name: str) -> tuple[ModuleMemory, ...]:
+        """The modules directly inside another that ran."""
+        return self._children.get(name, ())
+
+    @cached_property
+    def _children(self) -> Mapping[str, tuple[ModuleMemory, ...]]:
+        found: dict[str, tuple[ModuleMemory, ...]] = {}
+        for module in self.ran:
+            if module.name:
+                parent = module.name.rpartition(".")[0]
+                found[parent] = (*found.get(parent, ()), module)
+        return found
+
+    def to_table(self, other: ModuleTable | None = None) -> Table:
+        """One row for each module that ran.
+
+        Args:
+            other: The same step, predicted where this one is measured; its figures stand beside these.
+        """
+        tables = [other, self] if other else [self]
+        names = [f" {table.step_kind.value}" if other else "" for table in tables]
+        columns = ["module", "class", "calls", "parameters"]
+        columns += [f"{figure}{name}" for figure in _FIGURES for name in names]
+        rows = []
+        for module in self.ran:
+            of_tables = [table.get(module.name) for table in tables]
+            cells = [_text(_figure(one, path)) for path in _FIGURES.values() for one in of_tables]
+            runs = module.forward.num_runs if module.forward else 0
+            row = (module.name or "(root)", module.kind, f"{runs:,}", format_bytes(module.parameter_bytes), *cells)
+            rows.append((*row, _error(module, other.get(module.name))) if other else row)
+        return Table(
+            title=self._title(other),
+            columns=(*columns, "error of peak") if other else tuple(columns),
+            rows=tuple(rows),
+            left_columns=frozenset({"class"}),
+        )
+
+    def summary(self, other: ModuleTable | None = None) -> Table:
+        """The innermost modules that keep most; those whose names differ in numbers alone are one row.
+
+        Args:
+            other: As for `to_table`.
+        """
+        groups: dict[tuple[str, str], list[ModuleMemory]] = {}
+        for module in self.ran:
+            if module.name and module.forward and not self.children(module.name):
+                groups.setdefault((re.sub(r"\d+", "*", module.name), module.kind), []).append(module)
+        most = sorted(groups.items(), key=lambda group: -_kept(group[1]))
+        rows = []
+        for (pattern, kind), modules in most[:_NUM_GROUPS]:
+            theirs = [found for module in modules if other and (found := other.get(module.name))]
+            name = modules[0].name if len(modules) == 1 else f"{pattern} ({len(modules)})"
+            kept = [_text(_kept(theirs) if theirs else None)] if other else []
+            peaks = [largest(_figure(module, path) for module in modules) for path in _PEAKS]
+            rows.append((name, kind, *kept, _text(_kept(modules)), *map(_text, peaks)))
+        if len(most) > _NUM_GROUPS:
+            rest = [module for _, modules in most[_NUM_GROUPS:] for module in modules]
+            theirs = [found for module in rest if other and (found := other.get(module.name))]
+            kept = [_text(_kept(theirs) if theirs else None)] if other else []
+            rows.append((f"{len(rest)} more", "", *kept, _text(_kept(rest)), "", ""))
+        names = [f"kept, {other.step_kind.value}", f"kept, {self.step_kind.value}"] if other else ["kept"]
+        return Table(
+            title=f"What modules keep after their forward pass, and the peaks while they run\n{self.source}",
+            columns=("module", "class", *names, "peak forward", "peak backward"),
+            rows=tuple(rows),
+            left_columns=frozenset({"class"}),
+        )
+
+    def to_text(self, other: ModuleTable | None = None) -> str:
+        """The summary and the notes, for a console."""
+        return self.summary(other).to_text() + "".join(f"{note}\n" for note in self.notes)
+
+    def to_markdown(self, other: ModuleTable | None = None) -> str:
+        """The whole table and the notes, for TensorBoard and files."""
+        return "\n\n".join((self.to_table(other).to_markdown(), *self.notes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Data that json writes, with the unit in every key."""
+        return {
+            "kind": self.step_kind.value,
+            "source": self.source,
+            "device_name": self.device_name,
+            "batch_size": self.batch_size,
+            "modules": [{**asdict(module), "kept_bytes": module.kept_bytes} for module in self.modules],
+            "notes": list(self.notes),
+        }
+
+    def _title(self, other: ModuleTable | None) -> str:
+        kinds = " and ".join(table.step_kind.value for table in (self, other) if table)
+        size = f"batch size {self.batch_size}" if self.batch_size else "batch size unknown"
+        idle = len(self.modules) - len(self.ran)
+        left_out = f"; {idle} did not run" if idle else ""
+        return f"Memory by module, {kinds} ({size}) on {self.device_name}{left_out}"
+
+
+#: Column -> the figure of a `ModuleMemory` in it.
+_FIGURES = {
+    "kept": ("forward", "change_bytes"),
+    "forward end": ("forward", "end_allocated_bytes"),
+    "forward peak": ("forward", "peak_allocated_bytes"),
+    "backward end": ("backward", "end_allocated_bytes"),
+    "backward peak": ("backward", "peak_allocated_bytes"),
+}
+_PEAKS = (_FIGURES["forward peak"], _FIGURES["backward peak"])
+
+
+def _figure(module: ModuleMemory | None, path: tuple[str, str]) -> int | None:
+    window = getattr(module, path[0], None)
+    return None if window is None else getattr(window, path[1])
+
+
+def _error(module: ModuleMemory, predicted: ModuleMemory | None) -> str:
+    """Of the two peaks the one that is farther off."""
+    errors = [error_pct(_figure(predicted, path), _figure(module, path)) for path in _PEAKS]
+    known = [error for error in errors if error is not None]
+    return f"{max(known, key=abs) + 0:+.1f} %" if known else ""
+
+
+def _kept(modules: Sequence[ModuleMemory]) -> int:
+    return sum(module.kept_bytes or 0 for module in modules)
+
+
+def _text(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return _UNKNOWN
+    return format_bytes(num_bytes) if num_bytes >= 0 else f"-{format_bytes(-num_bytes)}"
+
+
+def phase_of_span(covers: Sequence[Phase], *, is_backward: bool) -> Phase | None:
+    """Which pass a stretch of a window belongs to; None outside of both.
+
+    Args:
+        covers: The phases that the window covers.
+        is_backward: Whether autograd ran in it.
+    """
+    if Phase.BACKWARD in covers and (is_backward or Phase.FORWARD not in covers):
+        return Phase.BACKWARD
+    return Phase.FORWARD if Phase.FORWARD in covers else None
+
+
+def modules_of(
+    windows: Iterable[Sequence[Span]], infos: Sequence[ModuleInfo], saved_bytes: Mapping[str, int] | None = None
+) -> tuple[ModuleMemory, ...]:
+    """Add up what happened while each module ran, or a module inside it.
+
+    Args:
+        windows: The spans of each window of a step, in order.
+        infos: The model's modules, the root first.
+        saved_bytes: What the operators of each module have allocated that stands when the forward pass ends; None if unknown.
+    """
+    runs: dict[tuple[str, Phase], list[list[Span]]] = {}
+    owners: dict[tuple[str, ...], frozenset[str]] = {}
+    for window in windows:
+        before: tuple[frozenset[str], Phase | None] = frozenset(), None
+        for span in window:
+            if span.path not in owners:
+                owners[span.path] = frozenset(_owners(span.path))
+            for name in owners[span.path]:
+                of_module = runs.setdefault((name, span.phase), [])
+                if name not in before[0] or span.phase is not before[1]:
+                    of_module.append([])
+                of_module[-1].append(span)
+            before = owners[span.path], span.phase
+    inside: dict[str, list[ModuleInfo]] = {}
+    for info in infos:
+        for name in frozenset(_owners((info.name,))):
+            inside.setdefault(name, []).append(info)
+    return tuple(
+        ModuleMemory(
+            name=info.name,
+            kind=info.kind,
+            parameter_bytes=sum(one.parameter_bytes for one in inside[info.name]),
+            forward=_window(runs.get((info.name, Phase.FORWARD))),
+            backward=_window(runs.get((info.name, Phase.BACKWARD))),
+            saved_bytes=None if saved_bytes is None else sum(saved_bytes.get(one.name, 0) for one in inside[info.name]),
+        )
+        for info in infos
+    )
+
+
+def _owners(path: Iterable[str]) -> Iterator[str]:
+    """The modules of a path with all that they are inside of, the root too."""
+    yield ""
+    for name in path:
+        yield from accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}")
+
+
+def _window(runs: Sequence[Sequence[Span]] | None) -> ModuleWindow | None:
+    if not runs:
+        return None
+    spans = [span for run in runs for span in run]
+    changes = (None if span.start_bytes is None or span.end_bytes is None else span.end_bytes - span.start_bytes for span in spans)
+    return ModuleWindow(
+        num_runs=len(runs),
+        start_allocated_bytes=spans[0].start_bytes,
+        end_allocated_bytes=spans[-1].end_bytes,
+        peak_allocated_bytes=largest(span.peak_bytes for span in spans),
+        change_bytes=total(changes),
+    )

@@ -1,0 +1,239 @@
+"""ctypes binding to the cuDNN backend API, without a device.
+
+The numbers are those of cudnn_graph.h; NVIDIA's documentation of the cuDNN backend API says what they stand for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
+
+from memcallback.devices.catalogue import DeviceSpec
+
+
+class Kind(IntEnum):
+    """What a descriptor describes."""
+
+    CONVOLUTION = 1
+    ENGINE = 2
+    ENGINE_CONFIG = 3
+    HEURISTICS = 4
+    PLAN = 5
+    GRAPH = 15
+    TENSOR = 17
+    DEVICE = 38
+
+
+class Attribute(IntEnum):
+    """What of a descriptor is set or read."""
+
+    CONVOLUTION_DTYPE = 100
+    CONVOLUTION_MODE = 101
+    CONVOLUTION_DILATIONS = 102
+    CONVOLUTION_STRIDES = 103
+    CONVOLUTION_POST_PADDINGS = 104
+    CONVOLUTION_PRE_PADDINGS = 105
+    CONVOLUTION_NUM_DIMENSIONS = 106
+    HEURISTICS_MODE = 200
+    HEURISTICS_GRAPH = 201
+    HEURISTICS_RESULTS = 202
+    HEURISTICS_DEVICE = 204
+    CONFIG_ENGINE = 300
+    PLAN_CONFIG = 401
+    PLAN_WORKSPACE = 402
+    PLAN_DEVICE = 407
+    GRAPH_OPERATIONS = 801
+    TENSOR_ALIGNMENT = 900
+    TENSOR_DTYPE = 901
+    TENSOR_SHAPE = 902
+    TENSOR_STRIDES = 903
+    TENSOR_ID = 906
+    TENSOR_IS_VIRTUAL = 907
+    ENGINE_NOTES = 1303
+    DEVICE_TEXT = 2702
+
+
+class Type(IntEnum):
+    """Of what type an attribute's values are."""
+
+    DTYPE = 1
+    BOOLEAN = 2
+    INT64 = 3
+    FLOAT = 4
+    DOUBLE = 5
+    CONVOLUTION_MODE = 7
+    HEURISTICS_MODE = 8
+    NOTE = 11
+    DESCRIPTOR = 15
+    CHAR = 24
+
+
+_C_TYPES: dict[Type, Any] = {
+    Type.BOOLEAN: ctypes.c_bool,
+    Type.INT64: ctypes.c_int64,
+    Type.FLOAT: ctypes.c_float,
+    Type.DOUBLE: ctypes.c_double,
+    Type.DESCRIPTOR: ctypes.c_void_p,
+}
+#: How the text of a device may be written, newest first; a cuDNN refuses those that are newer than it.
+_SCHEMAS = (4, 3, 2, 1)
+#: The first version that answers for a device that is described to it.
+_OLDEST = 90800
+
+
+class CuDNNError(Exception):
+    """cuDNN refused something."""
+
+
+class CuDNN:
+    """The backend functions of a loaded library.
+
+    Attributes:
+        version: Such as 91900.
+
+    Args:
+        library: The library.
+
+    Raises:
+        AttributeError: If it is no cuDNN 8 or newer.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.cudnnGetVersion.restype = ctypes.c_size_t
+        library.cudnnBackendCreateDescriptor.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        library.cudnnBackendDestroyDescriptor.argtypes = [ctypes.c_void_p]
+        library.cudnnBackendFinalize.argtypes = [ctypes.c_void_p]
+        values: list[Any] = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
+        library.cudnnBackendSetAttribute.argtypes = values
+        library.cudnnBackendGetAttribute.argtypes = [*values, ctypes.c_void_p]
+        self._library = library
+        self._devices: dict[str, int] = {}
+        self.version = int(library.cudnnGetVersion())
+
+    def create(self, kind: int, stack: ExitStack) -> int:
+        """A new descriptor, destroyed when the stack is left."""
+        descriptor = ctypes.c_void_p()
+        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)), f"descriptor {kind} is not created")
+        stack.callback(self._library.cudnnBackendDestroyDescriptor, descriptor.value)
+        return int(descriptor.value or 0)
+
+    def set(self, descriptor: int, attribute: int, type_: Type, *values: Any) -> None:
+        """Set an attribute."""
+        array = (_C_TYPES.get(type_, ctypes.c_int) * len(values))(*values)
+        status = self._library.cudnnBackendSetAttribute(descriptor, attribute, type_, len(values), array)
+        self._check(status, f"attribute {attribute} is not set")
+
+    def count(self, descriptor: int, attribute: int, type_: Type) -> int:
+        """How many values an attribute has."""
+        count = ctypes.c_int64()
+        status = self._library.cudnnBackendGetAttribute(descriptor, attribute, type_, 0, ctypes.byref(count), None)
+        self._check(status, f"attribute {attribute} is not there")
+        return count.value
+
+    def get(self, descriptor: int, attribute: int, type_: Type, room: int, into: Sequence[int] = ()) -> list[int]:
+        """The values of an attribute, at most `room` of them; descriptors are filled in place."""
+        array = (_C_TYPES.get(type_, ctypes.c_int) * room)(*into)
+        count = ctypes.c_int64()
+        status = self._library.cudnnBackendGetAttribute(descriptor, attribute, type_, room, ctypes.byref(count), array)
+        self._check(status, f"attribute {attribute} is not there")
+        return [int(value or 0) for value in array[: min(count.value, room)]]
+
+    def finalize(self, descriptor: int) -> bool:
+        """Whether the descriptor is complete, and cuDNN can do what it describes."""
+        return int(self._library.cudnnBackendFinalize(descriptor)) == 0
+
+    def finalized(self, descriptor: int) -> int:
+        """The descriptor, complete."""
+        self._check(not self.finalize(descriptor), "a descriptor is refused")
+        return descriptor
+
+    def device(self, device: DeviceSpec) -> int:
+        """The descriptor of a device, made once and kept."""
+        facts = _facts(device, self.version)
+        key = json.dumps(facts)
+        if key not in self._devices:
+            self._devices[key] = self._described(facts)
+        return self._devices[key]
+
+    def _described(self, facts: dict[str, Any]) -> int:
+        for schema in _SCHEMAS:
+            with ExitStack() as stack:
+                descriptor = self.create(Kind.DEVICE, stack)
+                text = json.dumps({**facts, "schemaVersion": schema}).encode()
+                status = self._library.cudnnBackendSetAttribute(descriptor, Attribute.DEVICE_TEXT, Type.CHAR, len(text), text)
+                if status == 0 and self.finalize(descriptor):
+                    stack.pop_all()
+                    return descriptor
+        raise CuDNNError("the device is refused")
+
+    def _check(self, status: int, what: str) -> None:
+        if status:
+            raise CuDNNError(f"{what} (status {int(status)})")
+
+
+@lru_cache(maxsize=1)
+def load() -> CuDNN | None:
+    """The installed cuDNN that answers for a device that is not there, 9.8 or newer; None if there is none."""
+    for path in [*_package_libraries(), "libcudnn.so.9"]:
+        try:
+            found = CuDNN(ctypes.CDLL(path))
+        except (OSError, AttributeError):
+            continue
+        if found.version >= _OLDEST:
+            return found
+    return None
+
+
+def _package_libraries() -> Iterator[str]:
+    """The library of the packages nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which the CUDA builds of torch bring."""
+    for folder in sys.path:
+        yield from glob.glob(os.path.join(glob.escape(folder), "nvidia", "cudnn", "lib", "libcudnn.so.9"))
+
+
+def _facts(device: DeviceSpec, version: int) -> dict[str, Any]:
+    """A device as cuDNN reads it, all but the version of the writing."""
+    major, minor = device.compute_capability
+    return {
+        "cudnnVersion": version,
+        "maxGridSize": [2147483647, 65535, 65535],
+        "maxBlockSize": [1024, 1024, 64],
+        "regsPerBlock": 65536,
+        "multiProcessorCount": device.num_multiprocessors,
+        "warpSize": 32,
+        "maxSharedMemoryPerBlock": device.shared_memory_per_block_bytes,
+        "maxSharedMemoryPerBlockOptin": device.shared_memory_per_block_optin_bytes,
+        "reservedSharedMemoryPerBlock": 1024 if major >= 8 else 0,
+        "maxRegistersPerSM": 65536,
+        "maxCtasPerSM": device.max_blocks_per_multiprocessor,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerSM": device.max_threads_per_multiprocessor,
+        "pciDeviceId": 0,
+        "isTccDriver": 0,
+        "supportCoopLaunch": 1,
+        "totalGlobalMem": device.capacity_bytes,
+        "smClockRateKHz": device.clock_khz,
+        "memClockRateKHz": device.memory_clock_khz,
+        "l2CacheSize": device.l2_cache_bytes,
+        "cudaDeviceId": 0,
+        "deviceVer": major * 100 + minor * 10,
+        "driverVer": 13000,
+        "deviceName": device.name,
+    }
+
+
+@lru_cache(maxsize=1)
+def is_driver_installed() -> bool:
+    """Whether CUDA's driver library can be loaded; cuDNN finishes the plans of some engines only where it can."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,345 @@
+"""cuDNN LSTM, GRU, RNN (reserve and workspace estimated).
+
+cuDNN keeps what backward needs in a reserve of its own, and works in a workspace. NVIDIA does not publish their sizes:
+`reserve_bytes` and `workspace_bytes` are estimates, and a prediction of a model with such a layer should say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from memcallback.cuda.decompositions.packed_sequences import packed_kernels
+from memcallback.devices.catalogue import DeviceSpec
+
+aten = torch.ops.aten
+#: `cudnnRNNMode_t`
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+# What is kept per layer, direction, token and hidden unit: the gates, and what they are made into.
+_KEPT = {0: 1, 1: 1, 2: 6, 3: 5}
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """What a recurrent layer computes, apart from its tensors.
+
+    Attributes:
+        mode: cuDNN's number of the kind of layer.
+        hidden_size: Size of the hidden state.
+        proj_size: Size of its projection, 0 for none.
+        num_layers: Number of layers.
+        dropout: Probability of dropping between layers.
+        train: Whether backward will be needed.
+        bidirectional: Whether both directions are computed.
+        batch_first: Whether the batch comes before time.
+        num_steps: For packed sequences the number of time steps, else 0.
+    """
+
+    mode: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+    num_steps: int
+
+    @property
+    def num_directions(self) -> int:
+        """Number of directions."""
+        return 2 if self.bidirectional else 1
+
+
+def reserve_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
+    """What cuDNN keeps for backward. An estimate: per layer, direction and token the gates, the cell and the output.
+
+    Args:
+        call: The layer.
+        num_tokens: Time steps times samples; of packed sequences, times the largest number of samples.
+        itemsize: Bytes of an element.
+
+    Returns:
+        The size; 0 without training.
+    """
+    if not call.train:
+        return 0
+    units = num_tokens * call.hidden_size * call.num_directions
+    masks = units * (call.num_layers - 1) if call.dropout > 0 else 0
+    return units * call.num_layers * _KEPT[call.mode] * itemsize + masks
+
+
+def workspace_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
+    """What cuDNN takes while it runs. An estimate: one layer's gates before their activation, and its input's gradient.
+
+    Args:
+        call: The layer.
+        num_tokens: Time steps times samples.
+        itemsize: Bytes of an element.
+
+    Returns:
+        The size.
+    """
+    return num_tokens * call.hidden_size * call.num_directions * (_GATES[call.mode] + 2) * itemsize
+
+
+def dropout_state_bytes(device: DeviceSpec) -> int:
+    """The random state that cuDNN keeps for dropout between layers, once per process. An estimate.
+
+    Args:
+        device: The card.
+
+    Returns:
+        The size.
+    """
+    return device.num_multiprocessors * 2048 * 32
+
+
+def flatten_rnn_weights(model: nn.Module) -> None:
+    """Give each recurrent layer's weights one buffer, as moving it to a CUDA device does: `nn.RNNBase.flatten_parameters`.
+
+    To be called once the model's tensors stand for tensors on the device. Without it each call copies the weights together.
+
+    Args:
+        model: A model of fake tensors; its parameters stay the same objects.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.RNNBase):
+            continue
+        weights = [weight for weight in module._flat_weights if isinstance(weight, torch.Tensor)]
+        dtype = weights[0].dtype
+        alone = len({weight.untyped_storage()._cdata for weight in weights}) == len(weights) == len(module._flat_weights)
+        # torch.backends.cudnn.CUDNN_TENSOR_DTYPES: bfloat16 is not in it.
+        acceptable = dtype in (torch.float16, torch.float32, torch.float64) and torch.backends.cudnn.enabled
+        if not alone or not acceptable or any(weight.dtype != dtype for weight in weights):
+            continue
+        with torch.no_grad():
+            buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
+            for weight, offset in zip(weights, _offsets(weights), strict=True):
+                weight.set_(buffer.untyped_storage(), offset, weight.size(), _contiguous_strides(weight))
+
+
+def rnn_kernels(device: DeviceSpec, own: Callable[[str], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The recurrent layers and cells in terms of what CUDA allocates.
+
+    Args:
+        device: The card that is stood for.
+        own: For the name of an operator, PyTorch's own decomposition of it, taken where cuDNN cannot be.
+
+    Returns:
+        For each name of an operator of `aten`, a function with its signature.
+    """
+    state: list[torch.Tensor] = []
+
+    def dropout_state(call: RecurrentCall, like: torch.Tensor) -> None:
+        if call.dropout > 0 and call.train and not state:
+            state.append(like.new_empty(dropout_state_bytes(device), dtype=torch.uint8))
+
+    def run(kind: str, x: torch.Tensor, hidden: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *rest: Any, steps: int) -> Any:
+        _, num_layers, dropout, train, bidirectional, *batch_first = rest
+        hx, cx = hidden[0], hidden[1] if kind == "lstm" else None
+        hidden_size = cx.shape[2] if cx is not None else hx.shape[2]
+        projection = hx.shape[2] if hx.shape[2] != hidden_size else 0
+        call = RecurrentCall(
+            _MODES[kind], hidden_size, projection, num_layers, dropout, train, bidirectional, bool(batch_first and batch_first[0]), steps
+        )
+        dropout_state(call, x)
+        x, hx, cx, params = _autocast(x, hx, cx, params)
+        output, hy, cy = _CudnnRNN.apply(call, x, hx, cx, *params)  # type: ignore[no-untyped-call]
+        return (output, hy, cy) if kind == "lstm" else (output, hy)
+
+    def whole(kind: str) -> Callable[..., Any]:
+        def kernel(x: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
+            if not _acceptable(x):
+                return own(f"{kind}.input")(x, hx, params, *rest)
+            return run(kind, x, hx if kind == "lstm" else [hx], params, *rest, steps=0)
+
+        return kernel
+
+    def packed(kind: str) -> Callable[..., Any]:
+        def kernel(data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
+            if not _acceptable(data):
+                return packed_kernels()[f"{kind}.data"](data, batch_sizes, hx, params, *rest)
+            return run(kind, data, hx if kind == "lstm" else [hx], params, *rest, steps=batch_sizes.shape[0])
+
+        return kernel
+
+    layers = {f"{kind}.{form}": make(kind) for kind in _MODES for form, make in (("input", whole), ("data", packed))}
+
+    def lstm_step(x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        # PyTorch's fake kernel of the fused step fails without biases.
+        step = lstm_cell if b_ih is not None and b_hh is not None else own("lstm_cell")
+        return step(x, hx, w_ih, w_hh, b_ih, b_hh)
+
+    return {**layers, "lstm_cell": lstm_step, "gru_cell": gru_cell}
+
+
+def lstm_cell(
+    input: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor,
+    b_hh: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of an LSTM, fused: `LSTMCell` in ATen/native/RNN.cpp.
+
+    Args:
+        input: As for `torch.lstm_cell`, as all arguments.
+        hx: Hidden state and cell.
+        w_ih: Weight of the input.
+        w_hh: Weight of the hidden state.
+        b_ih: Bias of the input.
+        b_hh: Bias of the hidden state.
+
+    Returns:
+        The next hidden state and cell.
+    """
+    from_input = torch.matmul(input, w_ih.t())
+    from_hidden = torch.matmul(hx[0], w_hh.t())
+    hy, cy, _ = aten._thnn_fused_lstm_cell(from_input, from_hidden, hx[1], b_ih, b_hh)
+    return hy, cy
+
+
+def gru_cell(
+    input: torch.Tensor,
+    hx: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A step of a GRU, fused: `GRUCell` in ATen/native/RNN.cpp.
+
+    Args:
+        input: As for `torch.gru_cell`, as all arguments.
+        hx: Hidden state.
+        w_ih: Weight of the input.
+        w_hh: Weight of the hidden state.
+        b_ih: Bias of the input.
+        b_hh: Bias of the hidden state.
+
+    Returns:
+        The next hidden state.
+    """
+    from_input = torch.matmul(input, w_ih.t())
+    from_hidden = torch.matmul(hx, w_hh.t())
+    hy: torch.Tensor = aten._thnn_fused_gru_cell(from_input, from_hidden, hx, b_ih, b_hh)[0]
+    return hy
+
+
+def gru_cell_meta(input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
+    """Shapes of `_thnn_fused_gru_cell`'s outputs, for which PyTorch has no fake kernel: `_thnn_fused_gru_cell_cuda` in RNN.cu."""
+    return torch.empty_like(hx, memory_format=torch.contiguous_format), hx.new_empty(hx.shape[0], hx.shape[1] * 5)
+
+
+def gru_cell_backward_meta(grad_hy: Any, workspace: Any, has_bias: bool) -> Any:
+    """Shapes of `_thnn_fused_gru_cell_backward`'s outputs: `_thnn_fused_gru_cell_backward_cuda` in RNN.cu."""
+    batch, hidden = workspace.shape[0], workspace.shape[1] // 5
+    gates = [workspace.new_empty(batch, hidden * 3) for _ in range(2)]
+    biases = [workspace.new_empty(hidden * 3) if has_bias else None for _ in range(2)]
+    return (*gates, torch.empty_like(grad_hy, memory_format=torch.contiguous_format), *biases)
+
+
+class _CudnnRNN(torch.autograd.Function):
+    """`_cudnn_rnn` and `_cudnn_rnn_backward` as far as they allocate."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RecurrentCall, x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, *weights: torch.Tensor) -> Any:
+        out_size = (call.proj_size or call.hidden_size) * call.num_directions
+        with_time_first = x.transpose(0, 1) if call.batch_first else x
+        num_tokens = _num_tokens(call, x, hx)
+        dense = with_time_first.contiguous()
+        flat = _is_flat(weights)
+        buffer = None if flat else weights[0].new_zeros(sum(weight.numel() for weight in weights))
+        output = x.new_empty(*with_time_first.shape[:-1], out_size)
+        hy = hx.new_empty(hx.shape)
+        cy = cx.new_empty(cx.shape) if cx is not None else x.new_empty(0)
+        workspace = x.new_empty(workspace_bytes(call, num_tokens, x.itemsize), dtype=torch.uint8)
+        reserve = x.new_empty(reserve_bytes(call, num_tokens, x.itemsize), dtype=torch.uint8)
+        del dense, workspace
+        output = output.transpose(0, 1) if call.batch_first else output
+        ctx.call, ctx.num_weights = call, len(weights)
+        ctx.set_materialize_grads(False)
+        if cx is None:
+            ctx.mark_non_differentiable(cy)
+        ctx.save_for_backward(x, hx, cx, output, reserve, buffer, *weights)
+        return output, hy, cy
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Any, grad_hy: Any, grad_cy: Any) -> Any:
+        call: RecurrentCall = ctx.call
+        x, hx, cx, output, reserve, buffer, *weights = ctx.saved_tensors
+        del reserve, buffer
+        if grad_output is None and grad_hy is None and grad_cy is None:
+            return (None,) * (4 + len(weights))
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        grad_hy = torch.zeros_like(hx) if grad_hy is None else grad_hy
+        grad_cy = torch.zeros_like(cx) if grad_cy is None and cx is not None else grad_cy
+        first = x.transpose(0, 1) if call.batch_first else x
+        num_tokens = _num_tokens(call, x, hx)
+        dense = first.contiguous()
+        grad_x, grad_hx = first.new_empty(first.shape), hx.new_empty(hx.shape)
+        grad_cx = None if cx is None else cx.new_empty(cx.shape)
+        size = workspace_bytes(call, num_tokens, x.itemsize)
+        workspace = x.new_empty(size, dtype=torch.uint8)
+        del workspace
+        # The input's gradient and the weights' are two calls of cuDNN.
+        grad_weights = weights[0].new_zeros(sum(weight.numel() for weight in weights))
+        workspace = x.new_empty(size, dtype=torch.uint8)
+        del workspace, dense
+        views = [
+            grad_weights.as_strided(weight.size(), _contiguous_strides(weight), offset)
+            for weight, offset in zip(weights, _offsets(weights), strict=True)
+        ]
+        return None, grad_x.transpose(0, 1) if call.batch_first else grad_x, grad_hx, grad_cx, *views
+
+
+def _num_tokens(call: RecurrentCall, x: torch.Tensor, hx: torch.Tensor) -> int:
+    return call.num_steps * hx.shape[1] if call.num_steps else x.numel() // x.shape[-1]
+
+
+def _acceptable(x: torch.Tensor) -> bool:
+    # cudnn_is_acceptable in ATen/native/cudnn, as `use_cudnn` of the recurrent layers takes it
+    return torch.backends.cudnn.enabled and x.numel() > 0 and x.is_floating_point()
+
+
+def _autocast(x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, params: Sequence[torch.Tensor]) -> Any:
+    # _cudnn_rnn_cast_reflatten in ATen/cudnn/AutocastRNN.cpp: the weights are cast into one new buffer, at every call
+    device = next((name for name in ("cuda", "cpu") if torch.is_autocast_enabled(name)), None)
+    if device is None or x.dtype == torch.float64:
+        return x, hx, cx, params
+    dtype = torch.get_autocast_dtype(device)
+    if params[0].dtype != dtype:
+        buffer = torch.zeros(sum(weight.numel() for weight in params), dtype=dtype, device=x.device)
+        cast = []
+        for weight, offset in zip(params, _offsets(params), strict=True):
+            # Not a view of the buffer to autograd, as it is none in PyTorch.
+            piece = buffer.as_strided(weight.size(), _contiguous_strides(weight), offset).detach()
+            cast.append(piece.copy_(weight))
+        params = cast
+    return x.to(dtype), hx.to(dtype), cx.to(dtype) if cx is not None else None, params
+
+
+def _is_flat(weights: Sequence[torch.Tensor]) -> bool:
+    # try_get_weight_buf
+    storages = {weight.untyped_storage()._cdata for weight in weights}
+    return len(storages) == 1 and weights[0].untyped_storage().nbytes() == sum(weight.nbytes for weight in weights)
+
+
+def _offsets(weights: Sequence[torch.Tensor]) -> list[int]:
+    """Where each weight begins in the buffer, in elements: first all matrices, in order, then all biases."""
+    order = sorted(range(len(weights)), key=lambda index: weights[index].dim() < 2)
+    begins = accumulate((weights[index].numel() for index in order), initial=0)
+    where = dict(zip(order, begins, strict=False))
+    return [where[index] for index in range(len(weights))]
+
+
+def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (tensor.shape[1], 1) if tensor.dim() == 2 else (1,)

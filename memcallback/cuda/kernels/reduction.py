@@ -1,0 +1,289 @@
+"""Reductions and the buffers of PyTorch's setReduceConfig.
+
+Follows `setReduceConfig` and `gpu_reduce_kernel` of ATen/native/cuda/Reduce.cuh, and the order and merging of dimensions of
+ATen/TensorIterator.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from memcallback.core.kernel import Kernel
+from memcallback.cuda.kernels.call import Call, Rule, Steps, accumulate_bytes, is_low
+from memcallback.devices.catalogue import DeviceSpec
+
+_WARP = 32
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """How one kind of reduction is compiled.
+
+    Attributes:
+        partial_bytes: The size of what is known of an output while it is computed (`arg_t`).
+        values_per_thread: What a thread reads at once (`vt0`).
+        vector: How many elements are loaded at once where the reduced dimension is contiguous (`input_vec_size`).
+    """
+
+    partial_bytes: int
+    values_per_thread: int = 4
+    vector: int = 4
+
+
+@dataclass(slots=True)
+class _Dim:
+    size: int
+    out_stride: int
+    in_stride: int
+
+
+def _arranged(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[bool]) -> list[_Dim]:
+    """The dimensions in the order of `TensorIterator`: reduced ones first, fastest first, neighbours merged. Strides count elements."""
+    out_strides, step = [0] * len(shape), 1
+    for d in reversed(range(len(shape))):
+        if not reduced[d]:
+            out_strides[d] = step
+            step *= max(shape[d], 1)
+    dims = [_Dim(shape[d], out_strides[d], strides[d]) for d in reversed(range(len(shape)))]
+    for i in range(1, len(dims)):
+        moving = i
+        for other in reversed(range(i)):
+            order = _order(dims[other], dims[moving])
+            if order > 0:
+                dims[other], dims[moving] = dims[moving], dims[other]
+                moving = other
+            elif order < 0:
+                break
+    merged = dims[:1]
+    for dim in dims[1:]:
+        last = merged[-1]
+        if (
+            last.size == 1
+            or dim.size == 1
+            or (last.out_stride * last.size == dim.out_stride and last.in_stride * last.size == dim.in_stride)
+        ):
+            if last.size == 1:
+                last.out_stride, last.in_stride = dim.out_stride, dim.in_stride
+            last.size *= dim.size
+        else:
+            merged.append(dim)
+    return merged
+
+
+def _order(a: _Dim, b: _Dim) -> int:
+    """Above 0 if `b` belongs before `a`: `should_swap` of TensorIterator.cpp."""
+    if (a.out_stride == 0) != (b.out_stride == 0):
+        return 1 if b.out_stride == 0 else -1
+    for x, y in ((a.out_stride, b.out_stride), (a.in_stride, b.in_stride)):
+        if x == 0 or y == 0:
+            continue
+        if x != y:
+            return 1 if x > y else -1
+        if a.size > b.size:
+            return 1
+    return 0
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n > 0 else 1
+
+
+def _parts(dims: list[_Dim], itemsize: int) -> list[list[_Dim]]:
+    """The pieces that can be indexed by 32 bits: `TensorIterator::with_32bit_indexing`."""
+    extents = [(dim.size - 1) * max(dim.in_stride, dim.out_stride) * itemsize for dim in dims]
+    if math.prod(d.size for d in dims) <= _INT32_MAX and 1 + sum((d.size - 1) * d.in_stride * itemsize for d in dims) <= _INT32_MAX:
+        return [dims]
+    widest = extents.index(max(extents))
+    halves = []
+    for size in (dims[widest].size // 2, dims[widest].size - dims[widest].size // 2):
+        half = [_Dim(d.size, d.out_stride, d.in_stride) for d in dims]
+        half[widest].size = size
+        halves += _parts(half, itemsize)
+    return halves
+
+
+@lru_cache(maxsize=4096)
+def _buffers(
+    num_multiprocessors: int, max_threads: int, itemsize: int, reducer: Reducer, reduced: tuple[bool, ...], *numbers: int
+) -> tuple[int, int]:
+    """Buffer and semaphores of the largest part, in bytes."""
+    ndim = len(reduced)
+    shape, strides = numbers[:ndim], numbers[ndim:]
+    if 0 in shape:
+        return 0, 0
+    parts = _parts(_arranged(shape, strides, reduced), itemsize)
+    return max((_config(part, itemsize, reducer, num_multiprocessors, max_threads) for part in parts), default=(0, 0))
+
+
+def _config(dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocessors: int, max_threads: int) -> tuple[int, int]:
+    """Buffer and semaphores, in bytes: `setReduceConfig`, `ReduceConfig::global_memory_size` and `semaphore_size`."""
+    num_reduced = sum(dim.out_stride == 0 for dim in dims)
+    num_outputs = math.prod(dim.size for dim in dims if dim.out_stride != 0)
+    num_inputs = math.prod(dim.size for dim in dims) // num_outputs
+    fastest_reduced = num_reduced == len(dims) or (num_reduced > 0 and dims[0].in_stride < dims[num_reduced].in_stride)
+    across, along = (num_inputs, num_outputs) if fastest_reduced else (num_outputs, num_inputs)
+    fastest = (dims[0].in_stride if fastest_reduced else dims[num_reduced].in_stride) if dims else 1
+    output_vector = 1
+    if fastest == 1:
+        if fastest_reduced and across >= 128 and num_reduced == 1:
+            across //= reducer.vector
+        elif not fastest_reduced:
+            output_vector = 4
+            for n in (dims[num_reduced].size, *(d.in_stride for i, d in enumerate(dims) if i != num_reduced)):
+                while n % output_vector:
+                    output_vector //= 2
+            across //= output_vector
+    most = 512 // output_vector
+    across_2 = min(_power_of_two(across), most) if across < most else most
+    along_2 = min(_power_of_two(along), most) if along < most else most
+    width = min(across_2, _WARP)
+    height = min(along_2, most // width)
+    width = min(across_2, most // height)
+    step_in = width if fastest_reduced else 1
+    step_out = 1 if fastest_reduced else width
+    if -(-num_inputs // step_in) < min(height * 16, 256):
+        return 0, 0
+    step_in *= height
+    values = -(-num_inputs // step_in)
+    grid = -(-(num_outputs // output_vector) // step_out)
+    target = num_multiprocessors * (max_threads // (width * height))
+    if values < 256 or grid > target:
+        return 0, 0
+    num_blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    if num_blocks <= 1:
+        return 0, 0
+    size = reducer.partial_bytes * num_outputs * num_blocks
+    if not fastest_reduced:
+        size *= width * output_vector
+    return size, 4 * grid
+
+
+def buffer_bytes(*arguments: Any) -> int:
+    """The buffer in which blocks leave what they know of an output: `ReduceConfig::global_memory_size`."""
+    return _buffers(*arguments)[0]
+
+
+def semaphore_bytes(*arguments: Any) -> int:
+    """One number of 4 bytes for each block of outputs: `ReduceConfig::semaphore_size`."""
+    return _buffers(*arguments)[1]
+
+
+def accumulation_bytes(itemsize: int, partial_bytes: int, reduced: tuple[bool, ...], *numbers: int) -> int:
+    """The buffer that a half type's outputs are summed in where its input takes more than 2^31 - 1 bytes: `AccumulationBuffer`."""
+    ndim = len(reduced)
+    shape, strides = numbers[:ndim], numbers[ndim:]
+    if 0 in shape or len(_parts(_arranged(shape, strides, reduced), itemsize)) == 1:
+        return 0
+    return partial_bytes * math.prod(s for s, r in zip(shape, reduced, strict=True) if not r)
+
+
+def take_reduction(
+    steps: Steps,
+    device: DeviceSpec,
+    reducer: Reducer,
+    itemsize: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    reduced: Sequence[bool],
+    *,
+    accumulates: bool = False,
+) -> None:
+    """Take and give back what one launch of a reduction takes.
+
+    Args:
+        steps: Where to write it.
+        device: The card: the number of blocks follows from its multiprocessors.
+        reducer: The kind of reduction.
+        itemsize: Of the input, in bytes.
+        shape: Of the input.
+        strides: Of the input, in elements.
+        reduced: Which dimensions are reduced.
+        accumulates: Whether input and output are both of one half type, which cannot be summed in the output.
+    """
+    card = (device.num_multiprocessors, device.max_threads_per_multiprocessor, itemsize, reducer, tuple(reduced))
+    numbers = (*shape, *strides)
+    sums = steps.take(accumulation_bytes(itemsize, reducer.partial_bytes, tuple(reduced), *numbers)) if accumulates else None
+    buffer = steps.take(buffer_bytes(*card, *numbers))
+    semaphores = steps.take(semaphore_bytes(*card, *numbers))
+    steps.give(semaphores, buffer, sums)
+
+
+def _dims(value: Any) -> Sequence[int]:
+    return [value] if isinstance(value, int) else value or ()
+
+
+def _sum(call: Call) -> Kernel:
+    """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input that is not read as the output's type is copied to that type first."""
+    x, output = call.args[0], call.outputs[0]
+    steps = Steps()
+    steps.make(0)
+    direct = x.dtype == output.dtype or (is_low(x.dtype) and output.dtype == torch.float32)
+    copy = None if direct else steps.take(x.numel() * output.element_size())
+    _reduce(steps, call, Reducer(accumulate_bytes(output.dtype)), None if direct else output.dtype)
+    steps.give(copy)
+    return steps.kernel
+
+
+def _reduce(steps: Steps, call: Call, reducer: Reducer, dtype: torch.dtype | None = None, dims: Any = None) -> None:
+    x = call.args[0]
+    if dims is None and len(call.args) > 1 and call.name not in ("linalg_vector_norm", "norm"):
+        dims = call.args[1]
+    dims = _dims(dims) if not isinstance(dims, torch.dtype) else ()
+    chosen = {d % max(x.ndim, 1) for d in dims} if len(dims) else set(range(x.ndim))
+    strides = x.stride() if dtype is None else torch.empty_like(x, device="meta").stride()
+    itemsize = x.element_size() if dtype is None else dtype.itemsize
+    same_low = is_low(x.dtype) and call.outputs[0].dtype == x.dtype
+    take_reduction(steps, call.device, reducer, itemsize, x.shape, strides, [d in chosen for d in range(x.ndim)], accumulates=same_low)
+
+
+def _simple(partial: Callable[[torch.dtype], int], vector: int = 4, dims_at: int = 1) -> Rule:
+    """Outputs, then one launch; `partial` is the size of `arg_t`."""
+
+    def rule(call: Call) -> Kernel:
+        steps = Steps()
+        steps.make(*range(len(call.outputs)))
+        dims = call.args[dims_at] if len(call.args) > dims_at else None
+        _reduce(steps, call, Reducer(partial(call.args[0].dtype), vector, vector), dims=() if dims is None else dims)
+        return steps.kernel
+
+    return rule
+
+
+def _welford(dtype: torch.dtype) -> int:
+    """`WelfordData<acc_t, int32_t>`: mean, m2, a count and the count as a number, aligned."""
+    return 16 if accumulate_bytes(dtype) == 4 else 32
+
+
+def _own(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _pair(dtype: torch.dtype) -> int:
+    """A value and its index of 8 bytes, aligned."""
+    return 16
+
+
+RULES: dict[str, Rule] = {
+    "sum": _sum,
+    "mean": _simple(accumulate_bytes),
+    "prod": _simple(accumulate_bytes),
+    "var": _simple(_welford, vector=2),
+    "std": _simple(_welford, vector=2),
+    "var_mean": _simple(_welford, vector=2),
+    "std_mean": _simple(_welford, vector=2),
+    "linalg_vector_norm": _simple(accumulate_bytes, dims_at=2),
+    "norm": _simple(accumulate_bytes, dims_at=2),
+    "amax": _simple(_own),
+    "amin": _simple(_own),
+    "argmax": _simple(_pair),
+    "argmin": _simple(_pair),
+    "any": _simple(_own),
+    "all": _simple(_own),
+}

@@ -1,0 +1,4 @@
+"""Signs of trouble in a running training: retries, fragmentation, memory that keeps growing, other processes.
+
+Start with `watch`.
+"""

@@ -1,0 +1,312 @@
+"""Snapshot and restore everything a trial changes.
+
+A checkpoint has what somebody thought of: weights, optimizer state, progress. It lacks a module's own counters and lists, the states of
+metrics, buffers that are not persistent, gradients, random generators, and which object is which. So nothing is asked what its state is.
+Instead every object that can be reached from the Trainer, its module and its data is visited, and what it consists of is noted: the
+attributes of an object, the entries of a container, the bytes of a storage, the state of a generator. Restoring compares, and writes back
+into the same objects what is not as it was: parameters stay the parameters that the optimizer has, attributes that came are gone again.
+
+The bytes are kept in the memory of the CPU. On an accelerator nothing is held that was not held before; what the training replaces in
+between (a buffer that is assigned anew) is kept beside the new one.
+
+Left as they are, since they cannot be put back or belong to others: files and other processes, what only globals and classes hold, running
+iterators, threads, loggers, compiled code; the tensors and arrays of a dataset, which are its data; the entries of a container of more
+than 100,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from memcallback.core.tensors import storages_of
+
+Restore = Callable[[], object]
+#: Entries of a larger container are data, not state.
+_MANY = 100_000
+#: Objects of the standard library belong to the interpreter or to other threads, but for those that are plain data.
+_PLAIN_DATA = (dict, list, set, deque, tuple, frozenset, types.SimpleNamespace, argparse.Namespace, functools.partial, random.Random)
+#: Packages whose objects write to files, screens or the network, or stand for compiled code.
+_FOREIGN = ("tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml", "rich", "tqdm")
+_FOREIGN_PARTS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch.distributed", "torch.utils.tensorboard")
+_ATOMS = (
+    *(str, bytes, int, float, complex, type(None), type, range, slice),
+    *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType),
+    *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
+    *(torch.dtype, torch.device, torch.layout),
+)
+
+
+class RunState:
+    """The state of a training at one moment.
+
+    Args:
+        roots: Where the visit begins: a Trainer, a module, data loaders.
+        device: The device that trains, for its random generator.
+        leave_alone: Objects that are not visited.
+    """
+
+    def __init__(self, *roots: object, device: torch.device, leave_alone: Iterable[object] = ()) -> None:
+        # By id, and kept alive, so that no other object can come to have the same id.
+        self._seen: dict[int, object] = {id(one): one for one in leave_alone}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._restores: list[Restore] = list(_globals(device))
+        datasets: list[object] = []
+        self._visit(list(roots), datasets, are_data=False)
+        self._visit(datasets, datasets, are_data=True)
+
+    def restore(self) -> None:
+        """Put everything back; it can be put back again after that."""
+        for restore in self._restores:
+            restore()
+
+    def _visit(self, pending: list[object], datasets: list[object], *, are_data: bool) -> None:
+        while pending:
+            obj = pending.pop()
+            if _is_left_alone(obj) or id(obj) in self._seen:
+                continue
+            if isinstance(obj, Dataset) and not are_data:
+                datasets.append(obj)
+                continue
+            self._seen[id(obj)] = obj
+            if are_data and (isinstance(obj, torch.Tensor) or _is_array(obj)):
+                continue
+            for children, restore in self._parts(obj):
+                pending.extend(children)
+                if restore is not None:
+                    self._restores.append(restore)
+
+    def _parts(self, obj: object) -> Iterator[tuple[Iterable[object], Restore | None]]:
+        """What an object consists of, and how each part is put back."""
+        if isinstance(obj, torch.Tensor):
+            yield from self._tensor(obj)
+        elif _is_array(obj):
+            yield (), _array(obj)
+        elif (state := _generator_state(obj)) is not None:
+            yield (), state
+            return
+        elif isinstance(obj, types.CellType):
+            yield _cell(obj)
+        elif isinstance(obj, types.MethodType):
+            yield (obj.__self__, obj.__func__), None
+        elif isinstance(obj, types.FunctionType):
+            yield (obj.__closure__ or ()), None
+            yield (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()), None
+        elif isinstance(obj, functools.partial):
+            yield (obj.func, *obj.args, obj.keywords), None
+        elif isinstance(obj, (tuple, frozenset)):
+            yield _few(obj), None
+        elif isinstance(obj, (dict, list, set, deque)):
+            yield _few(_entries(obj)), _container(obj)
+        yield from _attributes(obj)
+
+    def _tensor(self, tensor: torch.Tensor) -> Iterator[tuple[Iterable[object], Restore | None]]:
+        if torch.nn.parameter.is_lazy(tensor):
+            yield (), None
+            return
+        for storage in storages_of(tensor):
+            if storage._cdata not in self._storages and storage.device.type != "meta":
+                self._storages[storage._cdata] = storage
+                yield (), _bytes(storage)
+        yield ((tensor.grad,) if tensor.is_leaf else ()), _tensor(tensor)
+
+
+def _few(entries: Any) -> Iterable[object]:
+    return entries if len(entries) <= _MANY else ()
+
+
+def _entries(obj: Any) -> list[object]:
+    return [one for pair in obj.items() for one in pair] if isinstance(obj, dict) else list(obj)
+
+
+def _is_left_alone(obj: object) -> bool:
+    if isinstance(obj, _ATOMS):
+        return True
+    name = type(obj).__module__ or ""
+    first = name.partition(".")[0]
+    if first in _FOREIGN or name.startswith(_FOREIGN_PARTS):
+        return True
+    if isinstance(obj, (*_PLAIN_DATA, types.FunctionType, types.MethodType, types.CellType)):
+        return False
+    # A running iterator cannot be turned back, and one whose attributes are would skip or repeat.
+    if hasattr(type(obj), "__next__"):
+        return True
+    return first in sys.stdlib_module_names
+
+
+def _is_array(obj: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(obj, numpy.ndarray)
+
+
+# How each kind of thing is put back.
+
+
+def _bytes(storage: torch.UntypedStorage) -> Restore:
+    if not storage.nbytes():
+        return lambda: None
+    saved = _on_cpu(storage)
+
+    def restore() -> None:
+        # What has not changed is not written: it may be a file that is mapped into memory.
+        if storage.nbytes() == len(saved) and not torch.equal(_on_cpu(storage), saved):
+            storage.copy_(saved.untyped_storage(), non_blocking=False)
+
+    return restore
+
+
+def _on_cpu(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A copy of a storage's bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to("cpu", copy=True)
+
+
+def _tensor(tensor: torch.Tensor) -> Restore:
+    """What a tensor is a view of, its gradient and whether it has one; what it holds is restored with its storage."""
+    with torch.no_grad():
+        alias = tensor.detach()
+    grad, requires_grad, is_leaf = (tensor.grad if tensor.is_leaf else None), tensor.requires_grad, tensor.is_leaf
+
+    def restore() -> None:
+        if not _is_same_view(tensor, alias):
+            tensor.data = alias
+        if is_leaf and tensor.is_leaf:
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+    return restore
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return one.shape == other.shape
+    return one.device == other.device and one.is_set_to(other)
+
+
+def _array(array: Any) -> Restore:
+    saved = array.copy()
+
+    def restore() -> None:
+        if array.shape == saved.shape and array.tobytes() != saved.tobytes():
+            array[...] = saved
+
+    return restore
+
+
+def _container(obj: Any) -> Restore:
+    if isinstance(obj, dict):
+        return _dict(obj)
+    saved = list(obj)
+
+    def restore() -> None:
+        if isinstance(obj, set):
+            if len(obj) != len(saved) or any(one not in obj for one in saved):
+                set.clear(obj)
+                set.update(obj, saved)
+        elif len(obj) != len(saved) or any(now is not then for now, then in zip(obj, saved, strict=True)):
+            if isinstance(obj, deque):
+                deque.clear(obj)
+                deque.extend(obj, saved)
+            else:
+                list.__setitem__(obj, slice(None), saved)
+
+    return restore
+
+
+def _dict(obj: dict[Any, Any]) -> Restore:
+    kind: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
+    saved = list(kind.items(obj))
+
+    def restore() -> None:
+        if len(obj) == len(saved) and all(
+            key is then_key and value is then for (key, value), (then_key, then) in zip(kind.items(obj), saved, strict=True)
+        ):
+            return
+        kind.clear(obj)
+        for key, value in saved:
+            kind.__setitem__(obj, key, value)
+
+    return restore
+
+
+def _cell(cell: types.CellType) -> tuple[Iterable[object], Restore | None]:
+    try:
+        saved = cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return (), None
+
+    def restore() -> None:
+        cell.cell_contents = saved
+
+    return (saved,), restore
+
+
+def _attributes(obj: Any) -> Iterator[tuple[Iterable[object], Restore | None]]:
+    """Attributes in the object's own dictionary and in slots, and its class, which lazy modules change."""
+    try:
+        attributes = getattr(obj, "__dict__", None)
+    except Exception:  # an object of a user's may answer for itself, and fail
+        attributes = None
+    if isinstance(attributes, dict):
+        yield list(attributes.values()), _dict(attributes)
+        yield (), functools.partial(_restore_class, obj, type(obj))
+    slots = [name for kind in type(obj).__mro__ if "__slots__" in vars(kind) for name in _slots_of(kind)]
+    if slots:
+        filled = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
+        yield list(filled.values()), functools.partial(_restore_slots, obj, slots, filled)
+
+
+def _slots_of(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType)]
+
+
+def _restore_class(obj: object, kind: type) -> None:
+    if type(obj) is not kind:
+        object.__setattr__(obj, "__class__", kind)
+
+
+def _restore_slots(obj: object, slots: list[str], filled: dict[str, object]) -> None:
+    for name in slots:
+        if name in filled:
+            object.__setattr__(obj, name, filled[name])
+        elif hasattr(obj, name):
+            object.__delattr__(obj, name)
+
+
+def _generator_state(obj: Any) -> Restore | None:
+    """How a random generator is put back; None for anything else."""
+    if isinstance(obj, torch.Generator):
+        return functools.partial(obj.set_state, obj.get_state())
+    if isinstance(obj, random.Random):
+        return functools.partial(obj.setstate, obj.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(obj, numpy.random.RandomState):
+        return functools.partial(obj.set_state, obj.get_state())
+    if numpy is not None and isinstance(obj, numpy.random.Generator):
+        return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
+    return None
+
+
+def _globals(device: torch.device) -> Iterator[Restore]:
+    """The random generators of the process, and the modes that a training sets."""
+    yield functools.partial(random.setstate, random.getstate())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        every = "_all" if hasattr(module, "get_rng_state_all") else ""
+        yield functools.partial(getattr(module, f"set_rng_state{every}"), getattr(module, f"get_rng_state{every}")())
+    yield functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    yield functools.partial(torch.set_default_dtype, torch.get_default_dtype())

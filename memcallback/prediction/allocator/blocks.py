@@ -1,0 +1,248 @@
+"""Blocks, pools and the device below them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+
+from memcallback.core.units import MiB, round_up
+from memcallback.prediction.allocator.settings import AllocatorSettings
+
+#: Where the segments of an imaginary device begin.
+_FIRST_ADDRESS = 1 << 45
+#: cudaMalloc gives ranges that begin at a multiple of this (every segment of the recorded histories does).
+_ALIGNMENT_BYTES = 2 * MiB
+#: By what the free blocks of one size are ordered.
+by_address = attrgetter("address")
+
+
+class Device:
+    """The memory that the allocator takes from its device, and the addresses it gets.
+
+    Attributes:
+        capacity_bytes: What the allocator can have in all; None means no end.
+        reserved_bytes: What it has.
+        peak_reserved_bytes: The most that it has had since it was made, or since that was set anew.
+        first_blocks: The first block of each segment, by address.
+    """
+
+    __slots__ = ("_new_address", "_next_address", "capacity_bytes", "first_blocks", "peak_reserved_bytes", "reserved_bytes")
+
+    def __init__(self, capacity_bytes: int | None, new_address: Callable[[int], int] | None) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for no end")
+        self.capacity_bytes = capacity_bytes
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.first_blocks: dict[int, Block] = {}
+        self._new_address = new_address or self._above_the_last
+        self._next_address = _FIRST_ADDRESS
+
+    def take(self, size_bytes: int) -> bool:
+        """Reserve memory; False if there is not so much left."""
+        if self.capacity_bytes is not None and self.reserved_bytes + size_bytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += size_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        """The opposite of `take`."""
+        self.reserved_bytes -= size_bytes
+        assert self.reserved_bytes >= 0
+
+    def new_address(self, size_bytes: int) -> int:
+        """Where a new range of addresses begins."""
+        return self._new_address(size_bytes)
+
+    def _above_the_last(self, size_bytes: int) -> int:
+        address = self._next_address
+        self._next_address += round_up(size_bytes, _ALIGNMENT_BYTES)
+        return address
+
+
+class Block:
+    """A range of addresses within one segment: in use or free.
+
+    Attributes:
+        address: Where it begins.
+        size_bytes: Its length.
+        pool: The pool it belongs to.
+        previous: The block before it in its segment; None if it is the first.
+        next: The block after it in its segment; None if it is the last.
+        requested_bytes: What was asked for, while it is in use; 0 while it is free.
+        is_allocated: Handed out and not freed. What is in use all the same was freed while another stream still uses it.
+        is_mapped: Has memory behind it; False only in expandable segments.
+    """
+
+    __slots__ = ("address", "is_allocated", "is_mapped", "next", "pool", "previous", "requested_bytes", "size_bytes")
+
+    def __init__(self, address: int, size_bytes: int, pool: Pool, previous: Block | None = None, following: Block | None = None) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.pool = pool
+        self.previous = previous
+        self.next = following
+        self.requested_bytes = 0
+        self.is_allocated = False
+        self.is_mapped = True
+
+    @property
+    def stream(self) -> int:
+        """The stream it belongs to."""
+        return self.pool.stream
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it shares its segment with other blocks."""
+        return self.previous is not None or self.next is not None
+
+    def and_following(self) -> Iterator[Block]:
+        """This block and those after it in its segment, by address."""
+        block: Block | None = self
+        while block is not None:
+            yield block
+            block = block.next
+
+    def split_off(self, size_bytes: int) -> Block:
+        """Keep the first `size_bytes` and return the rest as a new block after this one."""
+        after = self.next
+        rest = type(self)(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self, after)
+        if after is not None:
+            after.previous = rest
+        self.next = rest
+        self.size_bytes = size_bytes
+        return rest
+
+    def join(self, after: Block) -> None:
+        """Take in the block after this one, which is no more."""
+        self.size_bytes += after.size_bytes
+        self.next = following = after.next
+        if following is not None:
+            following.previous = self
+
+
+class Pool:
+    """The free blocks of the small or of the large pool of one stream, in order of size and then of address.
+
+    That order is `BlockComparatorSize`'s (CUDACachingAllocator.cpp). Most of a training's blocks are of few sizes, so equal ones stand
+    together.
+
+    Attributes:
+        stream: The stream.
+        is_small: Whether it is the small pool.
+    """
+
+    __slots__ = ("_groups", "_sizes", "is_small", "stream")
+
+    def __init__(self, stream: int, *, is_small: bool) -> None:
+        self.stream = stream
+        self.is_small = is_small
+        #: The sizes, in order.
+        self._sizes: list[int] = []
+        #: Size -> the blocks, by address.
+        self._groups: dict[int, list[Block]] = {}
+
+    def add(self, block: Block) -> None:
+        """Put in a block that is not in use."""
+        size_bytes = block.size_bytes
+        group = self._groups.get(size_bytes)
+        if group is None:
+            self._groups[size_bytes] = [block]
+            insort(self._sizes, size_bytes)
+        else:
+            insort(group, block, key=by_address)
+
+    def put_back(self, block: Block) -> Block:
+        """Put in a block that is no longer in use, as one with the neighbours that are free and as mapped as it.
+
+        Returns:
+            That one: the first of them, which has grown; the others are no more (`try_merge_blocks`, CUDACachingAllocator.cpp).
+        """
+        before, after, is_mapped = block.previous, block.next, block.is_mapped
+        block.requested_bytes = 0
+        if after is not None and not after.requested_bytes and after.is_mapped == is_mapped:
+            self.remove(after)
+            block.join(after)
+        if before is not None and not before.requested_bytes and before.is_mapped == is_mapped:
+            self.remove(before)
+            before.join(block)
+            block = before
+        self.add(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        """Take a block out."""
+        size_bytes = block.size_bytes
+        group = self._groups[size_bytes]
+        if len(group) > 1:
+            del group[bisect_left(group, block.address, key=by_address)]
+        else:
+            del self._groups[size_bytes], self._sizes[bisect_left(self._sizes, size_bytes)]
+
+    def take(self, block_bytes: int, settings: AllocatorSettings) -> Block | None:
+        """The free block that is used for a new one, taken out of the pool (`get_free_block`, CUDACachingAllocator.cpp).
+
+        It is the smallest that is large enough, of equal ones that with the lowest address.
+
+        Returns:
+            The block, not yet split; None if there is none.
+        """
+        sizes = self._sizes
+        index = bisect_left(sizes, block_bytes)
+        if index == len(sizes):
+            return None
+        size_bytes = sizes[index]
+        if settings.max_split_bytes is not None and not settings.serves(size_bytes, block_bytes):
+            return None
+        group = self._groups[size_bytes]
+        if len(group) == 1:
+            del self._groups[size_bytes], sizes[index]
+        return group.pop(0)
+
+    def blocks(self, least_bytes: int = 0) -> Iterator[Block]:
+        """The free blocks of at least a size with memory behind them, in order."""
+        sizes = self._sizes[bisect_left(self._sizes, least_bytes) :]
+        return (block for size_bytes in sizes for block in self._groups[size_bytes])
+
+    def grow(self, block_bytes: int, settings: AllocatorSettings, device: Device) -> Block | None:
+        """Take a segment from the device (`alloc_block`, CUDACachingAllocator.cpp).
+
+        Returns:
+            All of it as one block that is not in the pool; None if the device is full.
+        """
+        segment_bytes = settings.segment_bytes(block_bytes)
+        if not device.take(segment_bytes):
+            return None
+        block = Block(device.new_address(segment_bytes), segment_bytes, self)
+        device.first_blocks[block.address] = block
+        return block
+
+    def give_back(self, block: Block, device: Device) -> None:
+        """Give a free block back to the device if it is a whole segment (`release_block`, CUDACachingAllocator.cpp)."""
+        if not block.is_split:
+            self.remove(block)
+            del device.first_blocks[block.address]
+            device.give_back(block.size_bytes)
+
+
+def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The allocated blocks of a segment with the gaps between them as blocks of 0 requested bytes."""
+    tiles, end = [], address
+    for block_address, requested_bytes, block_bytes in blocks:
+        if block_address < end or not 1 <= requested_bytes <= block_bytes:
+            raise ValueError(
+                f"the block at {block_address} asks for {requested_bytes} of {block_bytes} bytes after an end at {end}; "
+                "blocks do not overlap and hold what was asked for: give them by address"
+            )
+        if block_address > end:
+            tiles.append((end, 0, block_address - end))
+        tiles.append((block_address, requested_bytes, block_bytes))
+        end = block_address + block_bytes
+    if end > address + size_bytes:
+        raise ValueError(
+            f"the blocks of the segment at {address} end at {end}; it ends at {address + size_bytes}: leave out what is not inside"
+        )
+    if end < address + size_bytes:
+        tiles.append((end, 0, address + size_bytes - end))
+    return tiles

@@ -1,0 +1,221 @@
+"""A trace as a function of the batch size.
+
+The size of every tensor in a step's trace is a straight line over the batch size, a + b * batch size, as long as the program takes the same
+path at every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from memcallback.core.allocation_trace import AllocationTrace
+from memcallback.core.kernel import Kernel, KernelCall, Origin
+from memcallback.core.validation import whole_number
+from memcallback.trace.traced_step import SAMPLES, TracedStep, event_text, is_same, item_of, item_text
+
+#: A batch size so many times the largest that was traced is far from it.
+_FAR = 64
+
+
+class BatchDependentPath(ValueError):
+    """The program does something else at another batch size, so that two traces do not tell of a third."""
+
+
+class UnknownBatchSize(ValueError):
+    """The trace knows only its own batch size, and another one was asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTrace:
+    """A step's allocations as a function of the batch size.
+
+    Attributes:
+        traced: The step as it was traced at the smaller of the batch sizes.
+        slopes: What each of its `numbers` grows with each sample; None if only the traced batch size is known.
+        caveats: What was assumed, one sentence each.
+        base: In place of its `numbers`, those of the same step at another sequence length; None for its own.
+        largest_traced: The largest batch size that was traced and agrees; None for that of `traced`.
+        shape_slopes: What the dimensions of tensors grow with each sample, by the number of their allocations, where any grows.
+    """
+
+    traced: TracedStep
+    slopes: tuple[int, ...] | None = field(default=None, repr=False)
+    caveats: tuple[str, ...] = ()
+    base: tuple[int, ...] | None = field(default=None, repr=False)
+    largest_traced: int | None = None
+    shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    #: Answers of rules: a batch size is asked for more than once, and many operators ask the same.
+    _answers: dict[tuple[int, ...], Kernel] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def single(cls, traced: TracedStep) -> BatchTrace:
+        """A trace at one batch size, which knows only that."""
+        return cls(traced, caveats=traced.caveats)
+
+    @classmethod
+    def fit(cls, first: TracedStep, second: TracedStep, check: TracedStep | None = None) -> BatchTrace:
+        """Put a line through the sizes at two batch sizes.
+
+        Args:
+            first: The step at one batch size.
+            second: The same step at another one.
+            check: The same step at a third one, which must come out to the byte.
+
+        Raises:
+            BatchDependentPath: If the traces differ in more than their sizes, or the sizes are not on a line through whole bytes.
+            ValueError: If the batch sizes are the same.
+        """
+        first, second = sorted((first, second), key=lambda step: step.batch_size)
+        num_samples = second.batch_size - first.batch_size
+        if num_samples == 0:
+            raise ValueError(f"both traces are at batch size {first.batch_size}; two batch sizes tell a line: trace another one")
+        for number, (ours, theirs) in enumerate(zip(first.items, second.items, strict=False)):
+            if not is_same(ours, theirs):
+                raise _path_depends(first, second, number)
+        if len(first.items) != len(second.items):
+            raise _path_depends(first, second, min(len(first.items), len(second.items)))
+        steps = [divmod(more - number, num_samples) for number, more in zip(first.numbers, second.numbers, strict=True)]
+        uneven = next((position for position, (_, rest) in enumerate(steps) if rest), None)
+        if uneven is not None:
+            raise _path_depends(first, second, item_of(first, uneven))
+        caveats = dict.fromkeys(first.caveats + second.caveats + (check.caveats if check else ()))
+        fitted = cls(
+            first,
+            tuple(slope for slope, _ in steps),
+            tuple(caveats),
+            largest_traced=second.batch_size,
+            shape_slopes=_shape_slopes(first, second),
+        )
+        return fitted if check is None else fitted.verified(check)
+
+    def verified(self, check: TracedStep) -> BatchTrace:
+        """The same, known to tell of one more batch size.
+
+        Args:
+            check: The step traced there.
+
+        Raises:
+            BatchDependentPath: If it does not come out to the byte.
+        """
+        self._reproduce(check)
+        return replace(self, largest_traced=max(check.batch_size, self.largest_traced or self.batch_size))
+
+    def is_among_traced(self, batch_size: int) -> bool:
+        """Whether a batch size is none beyond those that were traced, to either side."""
+        return self.batch_size <= batch_size <= (self.largest_traced or self.batch_size)
+
+    def is_far(self, batch_size: int) -> bool:
+        """Whether a batch size is so far beyond the largest that was traced that the program may well take another path there."""
+        return batch_size > _FAR * (self.largest_traced or self.batch_size)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size that was traced."""
+        return self.traced.batch_size
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """All that may depend on the batch size, at `batch_size`."""
+        return self.traced.numbers if self.base is None else self.base
+
+    @property
+    def is_any_batch_size_known(self) -> bool:
+        """Whether it can tell of other batch sizes than the traced one."""
+        return self.slopes is not None
+
+    @cached_property
+    def largest_known(self) -> int | None:
+        """The largest batch size at which no size is below nothing; None where none shrinks with the batch."""
+        shrinking = (number // -slope for number, slope in zip(self.numbers, self.slopes or (), strict=False) if slope < 0 <= number)
+        least = min(shrinking, default=None)
+        return None if least is None else self.batch_size + least
+
+    @property
+    def grows(self) -> bool:
+        """Whether a larger batch needs more of anything."""
+        return self.slopes is not None and any(slope > 0 for slope in self.slopes)
+
+    def at(self, batch_size: int) -> AllocationTrace:
+        """The trace at a batch size.
+
+        Args:
+            batch_size: At least 1.
+
+        Raises:
+            UnknownBatchSize: If only one batch size is known, and this is another.
+            ValueError: If `batch_size` is below 1, or a size comes out negative.
+        """
+        batch_size = whole_number("batch_size", batch_size, SAMPLES)
+        more = batch_size - self.batch_size
+        if not more and self.base is None:
+            return self.traced.trace
+        if more and self.slopes is None:
+            raise UnknownBatchSize(
+                f"the step was traced at batch size {self.batch_size} alone, which says nothing of batch size {batch_size}: trace the "
+                "step at that size"
+            )
+        slopes = self.slopes or (0,) * len(self.numbers)
+        numbers = [number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)]
+        for position in [position for position, number in enumerate(self.traced.numbers) if number >= 0 > numbers[position]]:
+            index = item_of(self.traced, position)
+            if self.base is not None and isinstance(self.traced.items[index], KernelCall):
+                numbers[position] = 0  # a padded shape at another sequence length, at which the operator's rule does not look
+                continue
+            place = item_text(self.traced, index)
+            raise UnknownBatchSize(
+                f"at batch size {batch_size} a size of {place} comes to {numbers[position]}: it shrinks with the batch, and was traced too "
+                "far from this size. Trace the step nearer to it."
+            )
+        return self.traced.with_numbers(numbers, self._answers)
+
+    def origin(self, number: int, batch_size: int) -> Origin | None:
+        """Where an allocation comes from; None if no tensor stands for it.
+
+        Args:
+            number: The number of its `Alloc`.
+            batch_size: At which the shape is to be.
+        """
+        origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
+        if origin is None or slopes is None:
+            return origin
+        more = batch_size - self.batch_size
+        return replace(origin, shape=tuple(round(size + more * slope) for size, slope in zip(origin.shape, slopes, strict=True)))
+
+    def _reproduce(self, check: TracedStep) -> None:
+        try:
+            ours, theirs = self.at(check.batch_size).events, check.trace.events
+        except UnknownBatchSize as error:
+            raise BatchDependentPath(str(error)) from error
+        for position, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            if one != other:
+                raise _check_fails(check.batch_size, event_text(ours, position), event_text(theirs, position))
+        if len(ours) != len(theirs):
+            end = min(len(ours), len(theirs))
+            raise _check_fails(check.batch_size, event_text(ours, end), event_text(theirs, end))
+
+
+def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[float, ...]]:
+    """What dimensions grow with each sample; a tensor of another number of dimensions is taken to stay as it is."""
+    num_samples = second.batch_size - first.batch_size
+    found = {}
+    for number, origin in first.origins.items():
+        other = second.origins.get(number)
+        if other is not None and origin.shape != other.shape and len(origin.shape) == len(other.shape):
+            found[number] = tuple((more - size) / num_samples for size, more in zip(origin.shape, other.shape, strict=True))
+    return found
+
+
+def _path_depends(first: TracedStep, second: TracedStep, index: int) -> BatchDependentPath:
+    return BatchDependentPath(
+        f"the step does something else at another batch size: it has {item_text(first, index)} at batch size {first.batch_size}, where it has "
+        f"{item_text(second, index)} at batch size {second.batch_size}. Predict each batch size from a trace of its own."
+    )
+
+
+def _check_fails(batch_size: int, ours: str, theirs: str) -> BatchDependentPath:
+    return BatchDependentPath(
+        f"the step does something else at another batch size: it has {theirs} at batch size {batch_size}, where a straight line through "
+        f"two other batch sizes gives {ours}. Predict each batch size from a trace of its own."
+    )

@@ -1,0 +1,87 @@
+"""Predict before the first step of a loop: trace, else the textbook formula, else a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from memcallback.core.errors import PredictionError, reason_of, warn_and_go_on
+from memcallback.devices.local import device_here
+from memcallback.prediction import predict as tracing
+from memcallback.prediction.prediction import Prediction
+from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.textbook import predict as textbook
+from memcallback.step.checks import devices_of
+from memcallback.step.training_step import TrainingStep
+
+
+def foretell(
+    make_step: Callable[[], TrainingStep],
+    *,
+    device: torch.device,
+    device_name: str,
+    capacity_bytes: int | None,
+    say: Callable[[str], None],
+    without: str,
+) -> StepPrediction | None:
+    """Predict a step: trace it; if it cannot be traced, the textbook law stands in, with a warning that says why.
+
+    Args:
+        make_step: Makes the step; a loop's own parts can stand in its way.
+        device: The device that trains.
+        device_name: Its name.
+        capacity_bytes: The memory to plan for, if it is not the device's own.
+        say: Prints a line.
+        without: How a person leaves the prediction out, such as `MemoryCallback(predict=False)`.
+
+    Returns:
+        The prediction; None, with a warning, if there can be none.
+    """
+    try:
+        step = make_step()
+        step.check_predictable()
+    except Exception as error:  # a loop's plugins can be of any kind
+        _warn_of_none(reason_of(error), without)
+        return None
+    try:
+        return traced(step, device, say)
+    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
+        reason = reason_of(error)
+    try:
+        law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
+    except Exception:
+        _warn_of_none(reason, without)
+        return None
+    warn_and_go_on(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
+    return law
+
+
+def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None]) -> Prediction:
+    """Predict a step by its trace, and say how long that took.
+
+    Args:
+        step: The step.
+        device: The device that trains.
+        say: Prints a line.
+
+    Raises:
+        PredictionError: If it cannot be traced.
+    """
+    devices = devices_of(step.model)
+    if len(devices) > 1:
+        raise PredictionError(
+            f"The step was not traced: its model is on {len(devices)} devices ({', '.join(devices)}), and a trace has one."
+        )
+    start = perf_counter()
+    progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
+    prediction = tracing.predict(step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress)
+    _ = prediction.step  # the replay, which is kept
+    num_events = len(prediction.trace.traced.trace.events)
+    say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
+    return prediction
+
+
+def _warn_of_none(reason: str, without: str) -> None:
+    warn_and_go_on(f"The step's memory is recorded and not predicted. {reason} {without} leaves the prediction out.")

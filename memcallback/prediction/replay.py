@@ -1,0 +1,299 @@
+"""Run a trace through an allocator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.step_memory import MemoryStats, PhaseMemory, largest
+from memcallback.core.types import HELD_CATEGORIES, Category, Phase
+from memcallback.prediction.allocator.caching import OutOfMemoryError
+from memcallback.prediction.steady_state import MAX_WINDOWS, Peaks, Window, growth, last_window, pairs_of, unsettled
+
+
+class Block(Protocol):
+    """What an allocator hands out."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The rounding, and a tail that is not split off, included."""
+
+
+_Block = TypeVar("_Block", bound=Block)
+
+
+class Allocator(Protocol[_Block]):
+    """What a trace can be put to."""
+
+    allocated_bytes: int
+    num_alloc_retries: int
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> _Block:
+        """Hand out a block of at least 1 byte, or raise OutOfMemoryError."""
+
+    def free(self, block: _Block) -> None:
+        """Take a block back."""
+
+    def stats(self) -> MemoryStats:
+        """The figures now, with the peaks since `reset_peaks`."""
+
+    def reset_peaks(self) -> None:
+        """Let the peaks begin anew at the present figures."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A storage that is there at some moment.
+
+    Attributes:
+        alloc: Where it comes from; its `size_bytes` is what was asked for.
+        block_bytes: What the allocator has handed out for it: the rounding, and a tail that it does not split off, included.
+    """
+
+    alloc: Alloc
+    block_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedStep:
+    """One step of a replay.
+
+    Attributes:
+        windows: The phases in the order in which they ran.
+        is_warm_up: No optimizer phase came before it.
+        peak_position: The position of the event at which allocated memory is first largest inside the step's phases; -1 without any.
+    """
+
+    windows: tuple[PhaseMemory, ...]
+    is_warm_up: bool
+    peak_position: int
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """What an allocator made of a trace.
+
+    Attributes:
+        steps: The steps that were replayed to their end. Those of the trace's last window are of its last repetition.
+        num_alloc_retries: Retries in all.
+        out_of_memory: What failed and where, where the allocator gave up; the replay ends there. None if it did not.
+        caveats: Why the last steps may not be those of a steady training, one sentence each.
+        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it, in the last repetition if it was
+            repeated.
+    """
+
+    steps: list[ReplayedStep] = field(default_factory=list)
+    num_alloc_retries: int = 0
+    out_of_memory: str | None = None
+    caveats: tuple[str, ...] = ()
+    block_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def replay(events: Sequence[Event], allocator: Allocator[_Block], *, is_endless: bool = False) -> Replay:
+    """Put a trace to an allocator, and its last window again until that has settled.
+
+    Args:
+        events: The trace's events; nothing is asked for where a size is 0.
+        allocator: The allocator, which has nothing yet.
+        is_endless: It has no end of memory, so that nothing can be said of retries.
+
+    Returns:
+        The steps as far as they fit.
+    """
+    replayer = _Replayer(events, allocator, is_endless=is_endless)
+    with suppress(OutOfMemoryError):
+        replayer.run()
+    replayer.result.num_alloc_retries = allocator.num_alloc_retries
+    return replayer.result
+
+
+def standing_at(position: int, events: Sequence[Event], block_bytes: Mapping[int, int]) -> tuple[Standing, ...]:
+    """What is there after an event, the largest first.
+
+    Args:
+        position: The event's position.
+        events: The trace's events.
+        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it.
+    """
+    alive: dict[int, Alloc] = {}
+    for event in events[: position + 1]:
+        if isinstance(event, Alloc):
+            alive[event.id] = event
+        elif isinstance(event, Free):
+            del alive[event.id]
+    standing = [Standing(alloc, block_bytes[alloc.id]) for alloc in alive.values() if alloc.size_bytes]
+    return tuple(sorted(standing, key=lambda one: one.block_bytes, reverse=True))
+
+
+class _Replayer(Generic[_Block]):
+    """The state of a replay."""
+
+    def __init__(self, events: Sequence[Event], allocator: Allocator[_Block], *, is_endless: bool) -> None:
+        self.events = events
+        self.allocator = allocator
+        self.is_endless = is_endless
+        self.result = Replay()
+        #: What is there, by its number.
+        self.alive: dict[int, _Block] = {}
+        #: Of what is there, that which is held.
+        self.holders: dict[int, Alloc] = {}
+        self.held: dict[Category, int] = dict.fromkeys(HELD_CATEGORIES, 0)
+        self.windows: list[PhaseMemory] = []
+        self.phase: Phase | None = None
+        self.covers: tuple[Phase, ...] = ()
+        self.start = MemoryStats()
+        self.num_steps = 0
+        self.has_updated = False
+        self.is_warm_up = True
+        self.peak = (-1, -1)
+
+    def run(self) -> None:
+        """Replay all; after an OutOfMemoryError the result says so."""
+        window = last_window(self.events)
+        if window is None:
+            self.play(0, len(self.events))
+            return
+        self.play(0, window.start)
+        before, num_earlier = list(self.alive), len(self.result.steps)
+        self.play(window.start, window.stop)
+        freed, left = self.latest(set(before) - self.alive.keys(), window), self.latest(self.alive.keys() - set(before), window)
+        pairs = pairs_of(freed, left)
+        if pairs is None:
+            self.result.caveats += growth(window, freed, left)
+        else:
+            self.repeat(window, pairs, num_earlier)
+        self.play(window.stop, len(self.events))
+
+    def repeat(self, window: Window, pairs: Sequence[tuple[int, int]], num_earlier: int) -> None:
+        """Replay the window until its figures are the same twice; its latest steps take the place of those after `num_earlier`."""
+        steps = self.result.steps
+        peaks: list[Peaks] = []
+        for _ in range(window.number, MAX_WINDOWS):
+            for number, number_left in pairs:
+                self.alive[number] = self.alive.pop(number_left)
+                if number_left in self.holders:
+                    self.holders[number] = self.holders.pop(number_left)
+                self.result.block_bytes[number] = self.result.block_bytes[number_left]
+            previous = steps[num_earlier:]
+            self.play(window.start, window.stop)
+            del steps[num_earlier : num_earlier + len(previous)]
+            peaks.append(_peaks(steps[num_earlier:]))
+            if _figures(previous) == _figures(steps[num_earlier:]):
+                return
+        self.result.caveats += unsettled(window, peaks)
+
+    def latest(self, numbers: Set[int], window: Window) -> list[Alloc]:
+        """What has these numbers, all of it from before a window's end, in the order of allocation."""
+        found: list[Alloc] = []
+        events = islice(reversed(self.events), len(self.events) - window.stop, None)
+        while len(found) < len(numbers):
+            event = next(events)
+            if type(event) is Alloc and event.id in numbers:
+                found.append(event)
+        return found[::-1]
+
+    def play(self, start: int, stop: int) -> None:
+        """Put a part of the events to the allocator."""
+        allocator = self.allocator
+        allocate, free, alive, holders, held = allocator.allocate, allocator.free, self.alive, self.holders, self.held
+        block_bytes, peak_bytes = self.result.block_bytes, self.peak_bytes()
+        for position, event in enumerate(islice(self.events, start, stop), start):
+            if type(event) is Alloc:
+                size_bytes = event.size_bytes
+                if not size_bytes:
+                    continue
+                try:
+                    block = allocate(size_bytes, event.stream)
+                except OutOfMemoryError as error:
+                    self.result.out_of_memory = self.failure(event, error)
+                    raise
+                number = event.id
+                alive[number] = block
+                block_bytes[number] = block.size_bytes
+                if event.category in held:
+                    holders[number] = event
+                    held[event.category] += size_bytes
+                if allocator.allocated_bytes > peak_bytes:
+                    peak_bytes = allocator.allocated_bytes
+                    self.peak = (peak_bytes, position)
+            elif type(event) is Free:
+                number = event.id
+                freed = alive.pop(number, None)
+                if freed is not None:
+                    free(freed)
+                    if number in holders:
+                        holder = holders.pop(number)
+                        held[holder.category] -= holder.size_bytes  # type: ignore[index]  # what is held has a category
+            else:
+                self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
+                peak_bytes = self.peak_bytes()
+
+    def peak_bytes(self) -> float:
+        """Above what allocated memory is the peak of the step so far: outside phases nothing is."""
+        return self.peak[0] if self.phase else math.inf
+
+    def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
+        if isinstance(event, StepStart):
+            self.windows, self.peak, self.is_warm_up = [], (-1, -1), not self.has_updated
+        elif isinstance(event, StepEnd):
+            self.num_steps += 1
+            self.result.steps.append(ReplayedStep(windows=tuple(self.windows), is_warm_up=self.is_warm_up, peak_position=self.peak[1]))
+        elif isinstance(event, PhaseStart):
+            self.phase, self.covers, self.start = event.phase, event.covers or (event.phase,), self.stats()
+            self.allocator.reset_peaks()
+            if self.allocator.allocated_bytes > self.peak[0]:
+                self.peak = (self.allocator.allocated_bytes, position)
+        else:
+            self.end_phase(event.phase)
+
+    def end_phase(self, phase: Phase) -> None:
+        start, end = self.start, self.stats()
+        self.phase = None
+        self.has_updated |= phase is Phase.OPTIMIZER_STEP
+        retries = None if end.num_alloc_retries is None else end.num_alloc_retries - (start.num_alloc_retries or 0)
+        window = PhaseMemory(
+            phase=phase,
+            covers=self.covers,
+            start=start,
+            end=end,
+            peak_allocated_bytes=end.peak_allocated_bytes,
+            peak_reserved_bytes=end.peak_reserved_bytes,
+            num_alloc_retries=retries,
+            num_ooms=None if retries is None else 0,
+        )
+        self.windows.append(window)
+
+    def stats(self) -> MemoryStats:
+        """The figures now; without an end of memory nothing is said of retries."""
+        stats = replace(self.allocator.stats(), by_category=dict(self.held))
+        return replace(stats, num_alloc_retries=None, num_ooms=None) if self.is_endless else stats
+
+    def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
+        where = f"step {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
+        what = f"{alloc.operator or 'an allocation'} in {f'module {alloc.module!r}' if alloc.module else 'the root module'}"
+        return f"{where}, {what}: {error}"
+
+
+def _peaks(steps: Sequence[ReplayedStep]) -> Peaks:
+    """Of allocated and of reserved memory."""
+    windows = [window for step in steps for window in step.windows]
+    allocated, reserved = (window.peak_allocated_bytes for window in windows), (window.peak_reserved_bytes for window in windows)
+    return largest(allocated) or 0, largest(reserved) or 0
+
+
+def _figures(steps: Sequence[ReplayedStep]) -> list[PhaseMemory]:
+    """All figures of some steps but the counts since the program began."""
+    return [
+        replace(
+            window,
+            start=replace(window.start, num_alloc_retries=None, num_ooms=None),
+            end=replace(window.end, num_alloc_retries=None, num_ooms=None),
+        )
+        for step in steps
+        for window in step.windows
+    ]

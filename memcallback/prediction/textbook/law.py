@@ -1,0 +1,168 @@
+"""TextbookPrediction: memory linear in the batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
+from memcallback.core.tables import Shown
+from memcallback.core.types import Category, Kind, Phase
+from memcallback.core.units import format_bytes
+from memcallback.core.validation import whole_number
+from memcallback.trace.traced_step import SAMPLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesLaw:
+    """A size in bytes that is linear in the batch size.
+
+    Attributes:
+        fixed_bytes: At batch size 0.
+        per_sample_bytes: More for each sample.
+    """
+
+    fixed_bytes: int
+    per_sample_bytes: int
+
+    def at(self, batch_size: int) -> int:
+        """The size at a batch size, at least 0."""
+        return max(0, self.fixed_bytes + batch_size * self.per_sample_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextbookPrediction(Shown):
+    """What one steady step will hold: model memory + batch size * memory per sample.
+
+    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch; every layer's output
+    does, and counts twice in the backward pass, where the gradients of the outputs join the outputs. What else autograd keeps
+    for the backward pass (the mask of a dropout) counts once. It is an upper estimate, since not every output is kept and not
+    all gradients of outputs live at the same time; the lower edge counts only what autograd saves for the backward pass, once.
+
+    Attributes:
+        source: How it was worked out.
+        device_name: What it is for.
+        capacity_bytes: The device's memory, None if unknown.
+        batch_size: Samples in the batch.
+        held: Bytes of parameters, buffers, gradients and optimizer state.
+        input: Bytes of the batch.
+        outputs: Bytes of all layers' outputs together; in-place operations and views add none.
+        kept: Bytes of all layers' outputs and of what else autograd keeps.
+        saved: Bytes that autograd saves for the backward pass.
+        optimizer_transient_bytes: What the update itself needs for a moment.
+        workspace_bytes: What the device's libraries keep in the allocator from the first step on.
+        gradients_live_in_forward: Whether gradients of the step before are still there in the forward pass.
+        caveats: What was assumed or left out, one sentence each.
+    """
+
+    source: str
+    device_name: str
+    capacity_bytes: int | None = None
+    batch_size: int
+    held: Mapping[Category, int]
+    input: BytesLaw
+    outputs: BytesLaw
+    kept: BytesLaw
+    saved: BytesLaw
+    optimizer_transient_bytes: int = 0
+    workspace_bytes: int = 0
+    gradients_live_in_forward: bool = False
+    caveats: tuple[str, ...] = ()
+
+    def at(self, batch_size: int) -> TextbookPrediction:
+        """The same step at another batch size.
+
+        Raises:
+            ValueError: If `batch_size` is below 1.
+            TypeError: If it is no whole number.
+        """
+        return replace(self, batch_size=whole_number("batch_size", batch_size, SAMPLES))
+
+    def to_text(self) -> str:
+        """For a console: the step by phase, what a further sample adds, and what was assumed."""
+        per_sample = f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the peak, which is an upper estimate."
+        return "\n".join([f"{self.step}\n", per_sample, *self.caveats]) + "\n"
+
+    @property
+    def per_sample_bytes(self) -> int:
+        """What each further sample adds to the peak."""
+        return self.input.per_sample_bytes + self.kept.per_sample_bytes + self.outputs.per_sample_bytes
+
+    @property
+    def step(self) -> StepMemory:
+        """The step, in the type in which measured steps are."""
+        before = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size)}
+        without_gradients = before | {Category.GRADIENT: 0}
+        outputs, kept, saved = (law.at(self.batch_size) for law in (self.outputs, self.kept, self.saved))
+        in_forward = before if self.gradients_live_in_forward else without_gradients
+        workspace = self.workspace_bytes
+        all_held, base, forward_held = (sum(held.values()) + workspace for held in (before, without_gradients, in_forward))
+        windows = (
+            _window(
+                Phase.FORWARD,
+                start=_stats(in_forward, workspace),
+                end=_stats(in_forward, workspace + kept),
+                peak_bytes=forward_held + kept,
+                low_bytes=forward_held + saved,
+            ),
+            _window(
+                Phase.BACKWARD,
+                start=_stats(without_gradients, workspace + kept),
+                end=_stats(before, workspace),
+                peak_bytes=all_held + kept + outputs,
+                low_bytes=base + max(saved, before[Category.GRADIENT]),
+            ),
+            _window(
+                Phase.OPTIMIZER_STEP,
+                start=_stats(before, workspace),
+                end=_stats(before, workspace),
+                peak_bytes=all_held + self.optimizer_transient_bytes,
+                low_bytes=all_held,
+            ),
+        )
+        return StepMemory(
+            kind=Kind.PREDICTED, source=self.source, device_name=self.device_name, windows=windows, batch_size=self.batch_size
+        )
+
+    @property
+    def phases(self) -> Mapping[Phase, PhaseMemory]:
+        """The step's phases."""
+        return self.step.phases
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The largest allocated figure of the step."""
+        peak = self.step.peak_allocated_bytes
+        assert peak is not None
+        return peak
+
+    @property
+    def peak_reserved_bytes(self) -> None:
+        """The law knows nothing of the allocator, so reserved memory is unknown."""
+        return None
+
+    @property
+    def by_category(self) -> Mapping[Category, int]:
+        """What stands at the peak."""
+        peak = max(self.step.windows, key=lambda window: window.peak_allocated_bytes or 0)
+        held = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size), Category.WORKSPACE: self.workspace_bytes}
+        outputs = self.outputs.at(self.batch_size)
+        if peak.phase is Phase.OPTIMIZER_STEP:
+            return held | {Category.TEMPORARY: self.optimizer_transient_bytes}
+        return held | {
+            Category.ACTIVATION: self.kept.at(self.batch_size),
+            Category.TEMPORARY: outputs if peak.phase is Phase.BACKWARD else 0,
+        }
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak stays within the device's capacity; None if that is unknown."""
+        return None if self.capacity_bytes is None else self.peak_allocated_bytes <= self.capacity_bytes
+
+
+def _stats(held: Mapping[Category, int], rest_bytes: int) -> MemoryStats:
+    return MemoryStats(allocated_bytes=sum(held.values()) + rest_bytes, by_category=held)
+
+
+def _window(phase: Phase, *, start: MemoryStats, end: MemoryStats, peak_bytes: int, low_bytes: int) -> PhaseMemory:
+    return PhaseMemory(phase=phase, covers=(phase,), start=start, end=end, peak_allocated_bytes=peak_bytes, low_bytes=low_bytes)

@@ -1,0 +1,378 @@
+"""layers(): per-layer table from a forward pass on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from memcallback.core.tensors import dense_parts
+from memcallback.prediction.textbook.layer_table import Layer, LayerTable
+from memcallback.step.copies.fakes import fake_copy, untouched_globals
+from memcallback.step.copies.functions import untouched_variables
+
+
+def layers(
+    model: nn.Module,
+    *inputs: Any,
+    input_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> LayerTable:
+    """Tabulate the layers of a model, without running it: a copy of it runs on tensors that have shapes and no data.
+
+    Args:
+        model: The model, in the mode (training or evaluation) to look at. It is not touched.
+        *inputs: What it is called with: tensors (on any device, `meta` as well), containers of tensors, or anything else.
+        input_size: Instead of inputs, the size of a tensor such as (1, 3, 224, 224), or a list of sizes, one for each input. The
+            tensors have the dtype of the model's first floating-point parameter.
+        autocast_dtype: Run under autocast with this dtype, such as torch.bfloat16.
+
+    Returns:
+        One row for each call of a layer, and the sums.
+
+    Raises:
+        ValueError: If both or neither of inputs and `input_size` are given, a size is not one, or the model reads values.
+
+    Examples:
+        >>> table = layers(nn.Linear(3, 4), input_size=(2, 3))
+        >>> table.num_parameters, table.output_bytes, table.num_multiply_adds
+        (16, 32, 24)
+    """
+    if bool(inputs) == (input_size is not None):
+        got = "both" if inputs else "neither"
+        raise ValueError(
+            f"layers() takes either example inputs or input_size, got {got}. "
+            "Write layers(model, batch) or layers(model, input_size=(1, 3, 224, 224))."
+        )
+    if input_size is not None:
+        inputs = tuple(torch.empty(size, dtype=input_dtype(model), device="meta") for size in _sizes(input_size))
+    with untouched_globals(), untouched_variables(model, ()):
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_model, fake_inputs = fake_copy((model, inputs), fake_mode)
+        with fake_mode, torch.enable_grad():
+            return shape_pass(fake_model, lambda: fake_model(*fake_inputs), autocast_dtype=autocast_dtype)
+
+
+def input_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's first floating-point parameter, in which its input most likely is; float32 if it has none."""
+    return next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+
+
+def shape_pass(model: nn.Module, forward: Callable[[], object], *, autocast_dtype: torch.dtype | None = None) -> LayerTable:
+    """Run a forward pass on fake tensors and tabulate what it does; a loss in it gives rows as well.
+
+    Args:
+        model: A copy on fake tensors, as `memcallback.fakes.fake_copy` makes it. Its hooks are as before afterwards.
+        forward: Runs the copy. To be called inside the fake mode, like this function itself.
+        autocast_dtype: Run under autocast with this dtype.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: If an operator needs the values of a tensor, which a fake tensor does not have.
+    """
+    recorder = _Recorder(model)
+    autocast = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+    saved_hooks = torch.autograd.graph.saved_tensors_hooks(recorder.on_save, lambda tensor: tensor)
+    try:
+        with recorder.hooks(), _without_onednn(), autocast, saved_hooks, recorder.flop_counter, recorder, _Functions(recorder):
+            forward()
+    except Exception as error:
+        operator = _value_reader(error)
+        if operator is None:
+            raise
+        raise ValueError(
+            f"The operator {operator} in module {recorder.module_name!r} needs the values of a tensor, and a pass over shapes has none. "
+            "Leave it out of the forward pass, for instance behind an argument of the model, or tabulate the submodules around it."
+        ) from error
+    return recorder.table()
+
+
+def _value_reader(error: Exception) -> str | None:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)):
+        return str(error.func)
+    # The text of the error with which torch/_tensor.py and python_variable_methods.cpp refuse a fake tensor.
+    return "Tensor.numpy" if ".numpy() is not supported for tensor subclasses" in str(error) else None
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    # With oneDNN on, the CPU runs a recurrent layer as one operator for which the FLOP counter has no formula.
+    # torch.backends.mkldnn.flags would set the TF32 flag as well, and warn of it.
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
+
+
+def _sdpa_flop(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    flops: int = sdpa_flop_count(query, key, value)
+    return flops
+
+
+# torch.utils.flop_counter (2.13) lists CUDA's attention operators; this one, with the same arguments, is what a CPU runs.
+_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_flop}
+
+
+class _Row:
+    """A layer's call while it runs. Storages are held until it ends, so that no address is given out twice."""
+
+    def __init__(self, name: str, kind: str, num_flops_before: int) -> None:
+        self.name = name
+        self.kind = kind
+        self.num_flops_before = num_flops_before
+        self.made: dict[int, torch.UntypedStorage] = {}
+        self.read: dict[tuple[int, int, int], int] = {}
+        self.changed: dict[tuple[int, int, int], int] = {}
+        self.num_parameters = 0
+        self.parameter_bytes = 0
+        self.has_operators = False
+
+    def finish(self, output: object, num_flops: int) -> Layer:
+        tensors = _tensors(output)
+        storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        output_bytes = sum(num_bytes for address, num_bytes in storages.items() if address in self.made)
+        num_flops -= self.num_flops_before
+        return Layer(
+            name=self.name,
+            kind=self.kind,
+            output_shape=tuple(tensors[0].shape) if tensors else None,
+            num_parameters=self.num_parameters,
+            parameter_bytes=self.parameter_bytes,
+            output_bytes=output_bytes,
+            num_flops=num_flops,
+            num_multiply_adds=num_flops // 2,
+            read_bytes=sum(self.read.values()),
+            written_bytes=output_bytes + sum(self.changed.values()),
+        )
+
+
+class _Recorder(TorchDispatchMode):
+    """Assigns every operator to the layer that runs it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self.flop_counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        self._modules: list[tuple[str, _Row | None]] = [("", None)]
+        self._rows: list[_Row] = []
+        self._layers: list[Layer] = []
+        self._uncounted = {_place(parameter) for parameter in model.parameters()}
+        self._made: set[int] = set()
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Held to the end, so that a saved storage is not taken for an output that had its address before.
+        self._outputs: dict[int, torch.UntypedStorage] = {}
+        self._is_saving = False
+
+    @property
+    def module_name(self) -> str:
+        return self._modules[-1][0]
+
+    @property
+    def in_row(self) -> bool:
+        return bool(self._rows)
+
+    def open(self, name: str, kind: str) -> _Row:
+        row = _Row(name, kind, self.flop_counter.get_total_flops())
+        self._rows.append(row)
+        return row
+
+    def close(self, row: _Row, output: object, *, keep: bool = True) -> None:
+        del self._rows[self._rows.index(row) :]
+        if keep:
+            self._outputs.update({_address(t): t.untyped_storage() for t in _tensors(output) if _address(t) in row.made})
+            self._layers.append(row.finish(output, self.flop_counter.get_total_flops()))
+
+    def on_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._is_saving = True
+        try:
+            for part in dense_parts(tensor):
+                if _address(part) in self._made:
+                    self._saved[_address(part)] = part.untyped_storage()
+            # An output that its own node saved would keep itself alive if it were returned as it is.
+            return tensor.detach()
+        finally:
+            self._is_saving = False
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        handles = []
+        for name, module in self._model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
+            handles.append(module.register_forward_hook(self._leave(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            # A user's own module without children is as many layers as it calls functions.
+            is_leaf = next(module.children(), None) is None and type(module).__module__.partition(".")[0] == "torch"
+            row = self.open(name, type(module).__name__) if is_leaf else None
+            self._modules.append((name, row))
+            if row is not None:
+                for parameter in module.parameters(recurse=False):
+                    self._count(parameter, row)
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            # Modules that an exception left, which the model then caught, are still on the stack.
+            while self._modules[-1][0] != name:
+                self._modules.pop()
+            _, row = self._modules.pop()
+            if row is not None:
+                self.close(row, output)
+
+        return hook
+
+    def _count(self, tensor: torch.Tensor, row: _Row) -> None:
+        if _place(tensor) in self._uncounted:
+            self._uncounted.remove(_place(tensor))
+            row.num_parameters += tensor.numel()
+            row.parameter_bytes += _num_bytes(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_saving or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
+        outside = not self._rows
+        row = self.open(f"{self.module_name}/{_operator_name(func)}", _operator_name(func)) if outside else self._rows[-1]
+        output = func(*args, **kwargs)
+        self._record(row, func, args, kwargs, output)
+        if outside:
+            self.close(row, output)
+        return output
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake for a real tensor, such as one that the model's code has from elsewhere: no operator shall change the user's."""
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return tensor
+        if id(tensor) not in self._fakes:
+            # The real one is kept, so that its id is not given out again. The fake mode, under which this runs, makes the other.
+            self._fakes[id(tensor)] = tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return self._fakes[id(tensor)][1]
+
+    def _record(self, row: _Row, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        row.has_operators = True
+        inputs = _tensors((args, kwargs))
+        changed = _changed_arguments(func, args, kwargs)
+        known = {_address(tensor) for tensor in inputs}
+        made = [tensor for tensor in _tensors(output) if _address(tensor) not in known]
+        for tensor in made:
+            row.made[_address(tensor)] = tensor.untyped_storage()
+            self._made.add(_address(tensor))
+        for tensor in inputs:
+            self._count(tensor, row)
+            is_read = made or changed
+            if is_read and _address(tensor) not in row.made:
+                row.read[_place(tensor)] = _num_bytes(tensor)
+        for tensor in changed:
+            if _address(tensor) not in row.made:
+                row.changed[_place(tensor)] = _num_bytes(tensor)
+
+    def table(self) -> LayerTable:
+        """What was recorded, and rows for the parameters that no operator used."""
+        for name, module in self._model.named_modules():
+            row = _Row(name, type(module).__name__, self.flop_counter.get_total_flops())
+            for parameter in module.parameters(recurse=False):
+                self._count(parameter, row)
+            if row.num_parameters:
+                self._layers.append(row.finish(None, row.num_flops_before))
+        saved_bytes = sum(storage.nbytes() for storage in self._saved.values())
+        kept_bytes = sum(storage.nbytes() for storage in (self._outputs | self._saved).values())
+        return LayerTable(layers=tuple(self._layers), saved_bytes=saved_bytes, kept_bytes=kept_bytes)
+
+
+class _Functions(TorchFunctionMode):
+    """Gives a call such as `torch.relu(x)`, `x.relu()` or `x + y` a row, if it runs outside of every layer."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            # A pass is forward alone, and by hand a training step calls this.
+            return None
+        if self._recorder.in_row:
+            return func(*args, **kwargs)
+        kind = _function_name(func)
+        row = self._recorder.open(f"{self._recorder.module_name}/{kind}", kind)
+        output = func(*args, **kwargs)
+        # Most calls, such as the reading of a shape, run no operator.
+        self._recorder.close(row, output, keep=row.has_operators)
+        return output
+
+
+def _function_name(func: Any) -> str:
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+    return name.strip("_") if name.startswith("_") else name
+
+
+def _operator_name(func: Any) -> str:
+    return func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+
+
+def _changed_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    is_written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    return _tensors([value for name, value in given.items() if name in is_written])
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [part for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) for part in dense_parts(leaf)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return _address(tensor), int(tensor.storage_offset()), tensor.numel()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    # An expanded tensor has more elements than bytes of its own.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _sizes(input_size: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    several = [input_size] if all(isinstance(item, int) for item in input_size) else list(input_size)
+    for size in several:
+        if not isinstance(size, Sequence) or not size or not all(isinstance(item, int) and item >= 0 for item in size):
+            raise ValueError(
+                f"input_size must be a size such as (1, 3, 224, 224) with whole numbers from 0 up, or a list of sizes, got {input_size!r}."
+            )
+    return [tuple(size) for size in several]  # type: ignore[arg-type]

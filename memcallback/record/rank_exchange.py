@@ -1,0 +1,196 @@
+"""Send other ranks' peaks to rank zero.
+
+Not by a collective: one that is called on one rank only, or in another order than the program's own, is a deadlock, and ranks do log at different
+steps, end in errors, or train without the callback; even to make a process group for it is a collective. The ranks have a key-value store in
+common besides, through which they met (a TCPStore). To set a value there is to send it, with no answer to wait for; rank zero reads what has come so far. What could take time is done by a thread, over a connection of its own: where the process that
+keeps the store is dead a call fails at once, but where it is stopped a read hangs, and on the program's own connection it would hold up the
+program's calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from memcallback.record.rank_points import NUM_POINTS_IN_MESSAGE, RankMessage, RankPoints
+from memcallback.report.ranks import RankFigures, RankPoint
+
+#: How long rank zero waits before it looks again for points that did not come: at first, doubled each time, and at most.
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+#: How long the end of a training waits for the last points at most.
+_LONGEST_END_S = 1.0
+_CONNECT_S = 10
+#: Trainings of one process, one after the other, have keys of their own; ranks begin them in the same order.
+_numbers = itertools.count()
+
+
+class RankExchange:
+    """The points of a job's ranks, on their way to rank zero. No method waits for another rank but `end`, for a second at most.
+
+    Args:
+        rank: The rank of this process.
+        num_ranks: How many ranks the job has.
+
+    Attributes:
+        problem: Why nothing comes, or no more, in words; None if nothing is wrong.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.problem: str | None = None
+        self._last: deque[RankPoint] = deque(maxlen=NUM_POINTS_IN_MESSAGE)
+        self._points = RankPoints(num_ranks)
+        self._changed = threading.Condition()
+        #: What was not sent yet; the first says that this rank is there.
+        self._message: str | None = RankMessage(rank=rank).to_json() if rank else None
+        #: On rank zero the time to the next look: 0 for at once, None where nothing is waited for.
+        self._pause_s: float | None = None
+        self._is_ending = self._is_closed = False
+        number, attempt = next(_numbers), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        address = _address()
+        if address is None:
+            self.problem = "the ranks have no TCPStore in common; start them with torchrun, or with an init_method of env:// or tcp://"
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(*address, f"memcallback/{attempt}/{number}"), name="memcallback ranks", daemon=True
+        )
+        self._thread.start()
+        # Python may not end under the thread's feet.
+        atexit.register(self._stop)
+
+    @classmethod
+    def of_job(cls) -> RankExchange | None:
+        """That of the job that this process belongs to; None for a job of one process."""
+        distributed = torch.distributed
+        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
+            return None
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    def send(self, point: RankPoint) -> None:
+        """A point of this rank."""
+        with self._changed:
+            if self.rank == 0:
+                self._points.take_own(point, time.monotonic())
+                self._pause_s = 0.0
+            else:
+                self._last.append(point)
+                self._message = RankMessage(rank=self.rank, points=tuple(self._last)).to_json()
+            self._changed.notify_all()
+
+    def ready(self) -> list[RankFigures]:
+        """On rank zero the steps whose figures have come since the last call (see `RankPoints.ready`)."""
+        if not self._points.is_waiting:
+            return []
+        with self._changed:
+            return self._points.ready(time.monotonic())
+
+    def end(self) -> list[RankFigures]:
+        """This rank's training is over. On rank zero the last points of the others are waited for, for a second at most, unless an error goes on.
+
+        Returns:
+            As `ready`; of a training that ended well also what is not complete.
+        """
+        is_failing = sys.exc_info()[1] is not None
+        with self._changed:
+            self._is_ending = True
+            if self.rank == 0:
+                self._pause_s = 0.0
+            else:
+                self._message = RankMessage(rank=self.rank, points=tuple(self._last), has_ended=True).to_json()
+            self._changed.notify_all()
+            if not is_failing:
+                self._changed.wait_for(self._has_all, _LONGEST_END_S)
+            return self._points.ready(time.monotonic(), is_over=not is_failing)
+
+    def close(self) -> None:
+        """Nothing more is sent or read."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _has_all(self) -> bool:
+        """Whether all was sent, and on rank zero all has come."""
+        return self.problem is not None or (self._message is None and self._pause_s is None)
+
+    def _stop(self) -> None:
+        self.close()
+        self._thread.join(_LONGEST_END_S)
+
+    # In the thread.
+
+    def _run(self, host: str, port: int, prefix: str) -> None:
+        try:
+            self._exchange(_connected(host, port, prefix))
+        except Exception as error:  # the process that kept the store is gone: the job is over, or will be
+            text = str(error).splitlines()
+            with self._changed:
+                self.problem = f"the store of the ranks cannot be reached any more: {type(error).__name__}: {text[0] if text else ''}"
+                self._changed.notify_all()
+        atexit.unregister(self._stop)
+
+    def _exchange(self, store: Any) -> None:
+        slot = str(store.add("num", 1)) if self.rank else None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._message or self._pause_s == 0 or self._is_closed, self._pause_s)
+                message, is_last = self._message, self._is_closed
+            if slot is None:
+                self._read(store)
+            elif message is not None:
+                store.set(slot, message)
+            with self._changed:
+                if self._message is message:
+                    self._message = None
+                self._changed.notify_all()
+                if is_last:
+                    return
+
+    def _read(self, store: Any) -> None:
+        with self._changed:
+            before_s, self._pause_s = self._pause_s or 0.0, _FIRST_PAUSE_S
+        keys = [str(slot + 1) for slot in range(store.add("num", 0))]
+        if keys and not store.check(keys):
+            keys = [key for key in keys if store.check([key])]
+        messages = [RankMessage.from_json(text) for text in store.multi_get(keys)] if keys else []
+        with self._changed:
+            for message in messages:
+                self._points.take(message)
+            if not (self._points.running if self._is_ending else self._points.is_incomplete):
+                self._pause_s = None
+            elif self._pause_s and not self._is_ending:  # nothing was sent meanwhile
+                self._pause_s = min(max(_FIRST_PAUSE_S, 2 * before_s), _LONGEST_PAUSE_S)
+
+
+def _address() -> tuple[str, int] | None:
+    """Of the store through which the ranks met; None if it is none that can be reached over the network."""
+    distributed: Any = torch.distributed
+    store: Any = None
+    with suppress(Exception):  # a private function, and stores of others
+        store = distributed.distributed_c10d._get_default_store()
+        while isinstance(store, distributed.PrefixStore):
+            store = store.underlying_store
+    # Not kept: it would keep the program's server alive.
+    return (store.host, store.port) if isinstance(store, distributed.TCPStore) else None
+
+
+def _connected(host: str, port: int, prefix: str) -> Any:
+    distributed: Any = torch.distributed
+    store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+    return distributed.PrefixStore(prefix, store)
+
+
+def place_of(device_name: str) -> str:
+    """A device of this machine, in words."""
+    return f"{device_name} of {socket.gethostname()}"

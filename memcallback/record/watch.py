@@ -1,0 +1,342 @@
+"""Find steps and phases from hooks, without changing the loop; excepthook."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import count
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from memcallback.core.errors import never_stops_training, warn_and_go_on
+from memcallback.core.phase_spans import Phases, begin_backward, begin_update, end_update
+from memcallback.core.tensors import tensors_in
+from memcallback.core.types import Phase
+from memcallback.core.validation import whole_number
+from memcallback.step.batch import INFERRED, infer_batch_size
+from memcallback.step.hooks import Hook, listen, take_back
+
+
+class ErrorListener(Protocol):
+    """What is told of an error that ends the program."""
+
+    def failed(self, error: BaseException | None) -> None:
+        """The error, before Python prints it."""
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_listeners: list[weakref.ref[ErrorListener]] = []
+_before: _Hook | None = None
+
+
+def listen_for_errors(listener: ErrorListener) -> Callable[[], None]:
+    """Tell somebody of an error that ends the program, through `sys.excepthook`, which does afterwards what it did before.
+
+    Args:
+        listener: Is held weakly.
+
+    Returns:
+        Ends that; the hook is put back if it is still ours.
+    """
+    global _before
+    reference = weakref.ref(listener)
+    if sys.excepthook is not _tell:
+        _before, sys.excepthook = sys.excepthook, _tell
+    _listeners.append(reference)
+
+    def end() -> None:
+        global _before
+        if reference in _listeners:
+            _listeners.remove(reference)
+        if not _listeners and sys.excepthook is _tell and _before is not None:
+            sys.excepthook, _before = _before, None
+
+    return end
+
+
+def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    for reference in tuple(_listeners):
+        listener = reference()
+        with suppress(Exception):  # the error itself is printed below
+            if listener is not None:
+                listener.failed(error)
+    before = sys.__excepthook__ if _before is None else _before
+    before(kind, error, traceback)
+
+
+#: Is told, before the first step begins, with which arguments a model is called: those by position and those by name.
+FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
+#: Of a collection that a model is called with, so that it is looked through for tensors.
+_MOST_ITEMS = 1_000
+
+
+class StepRecorder(Phases, Protocol):
+    """What a watch needs of a recorder."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended, be it recorded or not."""
+
+    def begin_step(self, batch: object = None, *, batch_size: int | None = None) -> None:
+        """Begin a step."""
+
+    def end_step(self, *, is_interrupted: bool = False) -> object:
+        """End the step and keep its record."""
+
+    def drop_step(self) -> None:
+        """Forget the step, if there is one."""
+
+    def failed(self, error: BaseException | None) -> None:
+        """An error goes through the loop."""
+
+
+class Watch:
+    """Tells a recorder where steps and phases begin and end, until it is closed; `MemoryRecorder.watch` makes it.
+
+    As a context manager it closes itself, and marks a step that an exception ends.
+
+    A step that the loop itself has begun (`with recorder.step(batch):`) is one step whatever happens in it; only its phases are marked.
+
+    Args:
+        recorder: Is told; it is held weakly.
+        modules: The models that the loop calls.
+        optimizers: Their optimizers.
+        batch_size: Samples in a batch, if they are not to be inferred from what a model is called with.
+        on_first_call: As `FirstCall`.
+    """
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        batch_size: int | None = None,
+        on_first_call: FirstCall | None = None,
+    ) -> None:
+        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        self._recorder = weakref.ref(recorder)
+        self._on_first_call = on_first_call
+        self._optimizers = {id(optimizer) for optimizer in optimizers}
+        self._is_broken = False
+        self._has_seen_step = False
+        # Replicas of a model (DataParallel) have its hooks, and run in threads of their own at the same time.
+        self._lock = threading.RLock()
+        self._forget_step()
+        handles: list[Any] = []
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(_hook(self._forward_begins), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(_hook(self._forward_ends), always_call=True))
+        for optimizer in optimizers:
+            handles.append(optimizer.register_step_pre_hook(_hook(self._update_begins)))
+            handles.append(optimizer.register_step_post_hook(_hook(self._update_ends)))
+        self._finalizer = weakref.finalize(self, _take_back, handles, listen(self), listen_for_errors(self))
+
+    def __enter__(self) -> Watch:
+        if self._recorder() is None:
+            raise RuntimeError("The recorder of this watch is gone. Keep it: recorder = MemoryRecorder(...); with recorder.watch(): ...")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        recorder = self._recorder()
+        if kind is not None and recorder is not None:
+            recorder.failed(error)
+            self.end_step(is_interrupted=True)
+        self.close()
+
+    def failed(self, error: BaseException | None) -> None:
+        """An error ends the program: say what it says of memory, and end the step, with what reads it."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.failed(error)
+        self.end_step(is_interrupted=True)
+
+    def close(self) -> None:
+        """Take back the hooks, and end the step that is open; one that has had a forward pass alone is dropped."""
+        self._finalizer()
+        self.give_up_step()
+
+    def give_up_step(self) -> None:
+        """End the step that is open; one that has had a forward pass alone is dropped."""
+        recorder = self._recorder()
+        if self._owns_step and not self._is_used and recorder is not None:
+            self._forget_step()
+            recorder.drop_step()
+        self.end_step()
+
+    def end_step(self, *, is_interrupted: bool = False) -> None:
+        """The step is over, for who knows it before the next one begins; a step that the loop itself has begun goes on.
+
+        Args:
+            is_interrupted: An exception ended it.
+        """
+        recorder = self._recorder()
+        if self._owns_step and recorder is not None:
+            # An update that fails has no post hook, and so its phase is open.
+            is_interrupted = is_interrupted or recorder.current_phase is Phase.OPTIMIZER_STEP
+            self._forget_step()
+            recorder.end_step(is_interrupted=is_interrupted)
+
+    def _forget_step(self) -> None:
+        self._owns_step = False
+        self._is_used = False  # a backward pass or an update was made in it
+        self._is_in_closure = False
+        self._backward_depth = 0
+        self._thread: int | None = None
+        self._errors_before: dict[int, int] = {}
+        self._updated: set[int] = set()
+        # The step of a recorder keeps its batch. Here it would be kept by nobody else.
+        self._inputs: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._numbers = count()
+
+    def _release(self) -> None:
+        self._finalizer()
+        recorder = self._recorder()
+        if self._owns_step and recorder is not None:
+            recorder.drop_step()
+        self._forget_step()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this thread is not that of the step: one of autograd's, or one that trains something else."""
+        return self._thread not in (None, threading.get_ident())
+
+    @never_stops_training
+    def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._alone(module):
+            self._begin_forward(module, args, kwargs)
+
+    def _alone(self, module: torch.nn.Module) -> AbstractContextManager[object]:
+        """Replicas one at a time; nobody else is ever to wait."""
+        return self._lock if _is_replica(module) else nullcontext()
+
+    def _begin_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder()
+        is_training = module.training and torch.is_grad_enabled()
+        # Checkpointing calls modules inside the backward pass.
+        if recorder is None or not is_training or self._backward_depth or self._is_elsewhere():
+            return
+        if self._owns_step and self._is_used and not self._is_in_closure:
+            self.end_step()
+        if not recorder.is_in_step:
+            self._begin_step(recorder, module, args, kwargs)
+        if self._owns_step:
+            self._errors_before[id(module)] = id(sys.exc_info()[1])
+            tensors = tensors_in((_small(args), _small(kwargs)))
+            self._inputs.update((next(self._numbers), tensor) for tensor in tensors if not tensor.requires_grad)
+        if recorder.current_phase is not Phase.FORWARD:
+            recorder.open_phase(Phase.FORWARD)
+
+    def _begin_step(self, recorder: StepRecorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        small = [*_small(args), *_small(kwargs).values()]
+        batch = small[0] if len(small) == 1 else small
+        if not self._has_seen_step and self._on_first_call is not None:
+            self._on_first_call(args, kwargs)
+        is_in_closure = self._is_in_closure
+        self._forget_step()
+        self._owns_step = self._has_seen_step = True
+        self._is_in_closure = is_in_closure
+        # What comes after replicas is done by another thread.
+        self._thread = None if _is_replica(module) else threading.get_ident()
+        recorder.begin_step(self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size)
+
+    @never_stops_training
+    def _forward_ends(self, module: torch.nn.Module, *_: object) -> None:
+        with self._alone(module):
+            if self._errors_before.pop(id(module), id(sys.exc_info()[1])) != id(sys.exc_info()[1]):
+                self.end_step(is_interrupted=True)
+
+    @never_stops_training
+    def backward_begins(self) -> bool:
+        """As `BackwardListener`."""
+        recorder = self._recorder()
+        if recorder is None or not recorder.is_in_step or self._is_elsewhere():
+            return False
+        self._backward_depth += 1
+        if self._backward_depth == 1:
+            begin_backward(recorder)
+        return True
+
+    @never_stops_training
+    def backward_ends(self, *, is_interrupted: bool) -> None:
+        """As `BackwardListener`."""
+        recorder = self._recorder()
+        self._backward_depth = max(0, self._backward_depth - 1)
+        if recorder is None or self._backward_depth:
+            return
+        self._is_used = True
+        if is_interrupted:
+            self.end_step(is_interrupted=True)
+            return
+        recorder.close_phase()
+        if self._is_in_closure:
+            recorder.open_phase(Phase.OPTIMIZER_STEP)
+
+    @never_stops_training
+    def _update_begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder()
+        if recorder is None or self._backward_depth:
+            return
+        # The optimizer itself is the first of the arguments.
+        is_in_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+        if self._is_in_closure or (is_in_closure and id(optimizer) in self._updated):
+            # The update before has failed; or the step of it is over, and this one calls the model itself.
+            self.end_step()
+        self._is_in_closure = is_in_closure
+        if recorder.is_in_step:
+            begin_update(recorder, by_hand=True)
+        elif not is_in_closure and not self._has_seen_step:
+            self._has_seen_step = True
+            warn_and_go_on(
+                "An optimizer makes an update, and its model was not seen to be called in training mode: it may be in evaluation mode, compiled in "
+                "place, or called through another object than the one that is watched. Watch the one that the loop calls, or put the body of the "
+                "loop into `with recorder.step(batch):`."
+            )
+
+    @never_stops_training
+    def _update_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        recorder = self._recorder()
+        self._is_in_closure = False
+        if recorder is None or self._backward_depth or not recorder.is_in_step:
+            return
+        end_update(recorder, by_hand=False)
+        self._is_used = True
+        self._updated.add(id(optimizer))
+        if self._updated >= self._optimizers:
+            self.end_step()
+
+
+def _is_replica(module: torch.nn.Module) -> bool:
+    return getattr(module, "_is_replica", False)
+
+
+def _hook(method: Callable[..., None]) -> Hook:
+    """A hook that holds what it calls weakly."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (found := reference()) is not None:
+            found(*args)
+
+    return Hook(call)
+
+
+def _small(arguments: Any) -> Any:
+    """The arguments of a call but those that are long collections, of numbers or names: to look through them would cost the loop time."""
+    if isinstance(arguments, dict):
+        return {name: one for name, one in arguments.items() if not _is_long(one)}
+    return [one for one in arguments if not _is_long(one)]
+
+
+def _is_long(argument: object) -> bool:
+    return isinstance(argument, (list, tuple, dict, set, frozenset)) and len(argument) > _MOST_ITEMS
+
+
+def _take_back(handles: Iterable[Any], *ends_of_listening: Callable[[], None]) -> None:
+    take_back(handles)
+    for end in ends_of_listening:
+        end()

@@ -1,0 +1,179 @@
+"""Statistics over the ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from memcallback.core.step_memory import StepMemory
+from memcallback.core.tables import Shown, Table
+from memcallback.core.types import Phase
+from memcallback.core.units import format_bytes
+
+_INDENT = "  "
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPoint:
+    """What one rank took in its largest step since its last point. All sizes in bytes, None where unknown.
+
+    Attributes:
+        rank: The rank.
+        number: Of the point: the step or update under which the rank logs it.
+        phases: The largest allocated figure of each phase, measured.
+        predicted: The same, predicted for this rank's step at its batch size.
+        peak_allocated_bytes: The largest allocated figure of the step.
+        peak_reserved_bytes: The largest reserved figure (accelerators).
+        predicted_reserved_bytes: The same, predicted.
+        capacity_bytes: The memory that this rank plans for.
+        place: The device and the machine, in words.
+    """
+
+    rank: int
+    number: int
+    phases: Mapping[Phase, int] = field(default_factory=dict)
+    predicted: Mapping[Phase, int] = field(default_factory=dict)
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    predicted_reserved_bytes: int | None = None
+    capacity_bytes: int | None = None
+    place: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """What counts against the capacity: reserved memory; allocated memory where nothing is reserved; 0 where neither is known."""
+        return self.peak_reserved_bytes or self.peak_allocated_bytes or 0
+
+    @property
+    def capacity_share_pct(self) -> float | None:
+        """The share of its capacity that the rank took at its peak, in percent; None if the capacity is unknown."""
+        return 100 * self.peak_bytes / self.capacity_bytes if self.capacity_bytes else None
+
+
+def point_of(
+    step: StepMemory, predicted: StepMemory | None, *, rank: int, number: int, capacity_bytes: int | None = None, place: str = ""
+) -> RankPoint:
+    """The point of a rank.
+
+    Args:
+        step: A measured step.
+        predicted: The predicted step at that step's batch size; None if there is none.
+        rank: The rank.
+        number: Of the point.
+        capacity_bytes: The memory that the rank plans for; None if unknown.
+        place: The device and the machine, in words.
+    """
+    return RankPoint(
+        rank=rank,
+        number=number,
+        phases=_peaks(step),
+        predicted=_peaks(predicted) if predicted else {},
+        peak_allocated_bytes=step.peak_allocated_bytes,
+        peak_reserved_bytes=step.peak_reserved_bytes,
+        predicted_reserved_bytes=predicted.peak_reserved_bytes if predicted else None,
+        capacity_bytes=capacity_bytes,
+        place=place,
+    )
+
+
+def _peaks(step: StepMemory) -> dict[Phase, int]:
+    return {phase: memory.peak_allocated_bytes for phase, memory in step.phases.items() if memory.peak_allocated_bytes is not None}
+
+
+class Spread(NamedTuple):
+    """One figure over the ranks of which it is known, in bytes; the mean is rounded down."""
+
+    min_bytes: int
+    mean_bytes: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures(Shown):
+    """The figures of the ranks of a job at one step.
+
+    Attributes:
+        number: The step of rank zero. Of another rank it is the last point at or before it.
+        points: The points, by rank; at least one.
+        num_ranks: How many ranks the job has.
+    """
+
+    number: int
+    points: tuple[RankPoint, ...]
+    num_ranks: int
+
+    @property
+    def worst(self) -> RankPoint:
+        """The rank that took the largest share of its capacity; the lowest of several. Where a capacity is unknown, the largest peak counts."""
+        if any(point.capacity_share_pct is None for point in self.points):
+            return max(self.points, key=lambda point: (point.peak_bytes, -point.rank))
+        return max(self.points, key=lambda point: (point.capacity_share_pct or 0.0, -point.rank))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of which no figures came."""
+        return tuple(sorted(set(range(self.num_ranks)) - {point.rank for point in self.points}))
+
+    @property
+    def peak_allocated(self) -> Spread | None:
+        """The largest allocated figure of the step over the ranks; None if no rank has it."""
+        return _spread(point.peak_allocated_bytes for point in self.points)
+
+    @property
+    def peak_reserved(self) -> Spread | None:
+        """The largest reserved figure of the step over the ranks; None if no rank has it."""
+        return _spread(point.peak_reserved_bytes for point in self.points)
+
+    def of_phase(self, phase: Phase) -> Spread | None:
+        """The largest allocated figure of a phase over the ranks; None if no rank has it."""
+        return _spread(point.phases.get(phase) for point in self.points)
+
+    def table(self) -> Table:
+        """The range over the ranks of each figure, and the worst rank's beside what was predicted for it."""
+        worst = self.worst
+        peaks = [_row(_INDENT + phase.label, self.of_phase(phase), worst.phases.get(phase), worst.predicted.get(phase)) for phase in Phase]
+        device = [_row("peak reserved", self.peak_reserved, worst.peak_reserved_bytes, worst.predicted_reserved_bytes), self._share_row()]
+        rows = [("peak allocated", "", "", "", "", ""), *(row for row in (*peaks, *device) if any(row[1:]))]
+        of_all = f" of {self.num_ranks}" if self.missing else ""
+        title = f"Memory over {len(self.points)}{of_all} ranks, step {self.number}, measured"
+        columns = ("", "minimum", "mean", "maximum", f"rank {worst.rank}", *(["predicted for it"] if worst.predicted else []))
+        return Table(title=title, columns=columns, rows=tuple(row[: len(columns)] for row in rows))
+
+    def _share_row(self) -> tuple[str, ...]:
+        shares = [point.capacity_share_pct for point in self.points if point.capacity_share_pct is not None]
+        known = (min(shares), sum(shares) / len(shares), max(shares), self.worst.capacity_share_pct) if shares else ()
+        cells = [f"{share:.1f} %" if share is not None else "" for share in known]
+        return ("peak of its capacity", *cells, *[""] * (5 - len(cells)))
+
+    def lines(self) -> tuple[str, ...]:
+        """Which rank is the worst, and of which nothing is known."""
+        worst = self.worst
+        share = worst.capacity_share_pct
+        near = f"took most of its capacity, {share:.1f} % at its peak" if share is not None else "took most"
+        lines = [f"Rank {worst.rank}{f' ({worst.place})' if worst.place else ''} {near}."]
+        if self.missing:
+            lines.append(f"No figures came for this step from {_ranks(self.missing)}: not recorded there, late, or gone.")
+        return tuple(lines)
+
+    def to_text(self) -> str:
+        """For a console."""
+        return self.table().to_text() + "".join(f"{line}\n" for line in self.lines())
+
+    def to_markdown(self) -> str:
+        """For TensorBoard and files."""
+        return "\n\n".join([self.table().to_markdown(), *self.lines()])
+
+
+def _spread(figures: Iterable[int | None]) -> Spread | None:
+    known = [figure for figure in figures if figure is not None]
+    return Spread(min(known), sum(known) // len(known), max(known)) if known else None
+
+
+def _row(label: str, spread: Spread | None, worst: int | None, predicted: int | None) -> tuple[str, ...]:
+    return (label, *("" if size is None else format_bytes(size) for size in (*(spread or (None, None, None)), worst, predicted)))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

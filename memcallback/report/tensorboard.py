@@ -1,0 +1,227 @@
+"""Tags, scalars and the custom-scalars layout.
+
+| tag | what, in GiB (2**30 bytes) unless the name says otherwise |
+|---|---|
+| `memory/<phase>/peak_allocated_gib` | measured: the largest allocated figure in the phase, of the largest step since the last point |
+| `memory/predicted/<phase>/peak_allocated_gib` | predicted; of a prediction with a band its upper edge |
+| `memory/predicted/<phase>/low_gib` | predicted, the lower edge of the band (textbook law) |
+| `memory/predicted/peak_reserved_gib` | predicted: the largest reserved figure of the step (traced step, which has no band) |
+| `memory/peak_reserved_gib` | measured: the largest reserved figure of that step (accelerators) |
+| `memory/peak_resident_gib` | measured: the largest resident size of the process in that step (CPU) |
+| `memory/non_pytorch_gib` | used on the device outside this process's allocator (accelerators) |
+| `memory/capacity_gib` | the device's memory |
+| `memory/capacity_used_pct` | used of it by anybody, in percent |
+| `memory/prediction_error_pct` | predicted over measured peak of the step, percent, positive where predicted is larger; steady steps only |
+| `memory/num_alloc_retries` | how often the allocator has had to release its cache and try again, since the program began (accelerators) |
+| `device/utilisation_pct` | the share of the last moments in which a kernel ran on the device, percent (NVML) |
+| `device/temperature_celsius` | the temperature of the device's chip (NVML) |
+| `device/power_watts` | what the device draws (NVML) |
+
+In a job of several ranks these are rank zero's. Over the ranks there are at most 15 besides:
+
+| tag | what, in GiB (2**30 bytes) unless the name says otherwise |
+|---|---|
+| `memory/ranks/peak_allocated_min_gib`, `_mean_`, `_max_` | measured: the largest allocated figure of a step, over the ranks |
+| `memory/ranks/peak_reserved_min_gib`, `_mean_`, `_max_` | measured: the largest reserved figure of that step, over the ranks (accelerators) |
+| `memory/ranks/worst/rank` | which rank took the largest share of its capacity; the lowest of several |
+| `memory/ranks/worst/capacity_share_pct` | that share: its peak reserved over its capacity, percent; on a CPU its peak allocated |
+| `memory/ranks/worst/<phase>/peak_allocated_gib` | measured: that rank's phases |
+| `memory/ranks/worst/predicted/<phase>/peak_allocated_gib` | predicted for that rank |
+| `memory/ranks/num_ranks` | of how many ranks the figures came |
+
+`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes have four digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memcallback.core.step_memory import DeviceMemory, StepMemory, error_pct
+from memcallback.core.types import Phase
+from memcallback.core.units import GiB
+from memcallback.report.ranks import RankFigures
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+REPORT_TAG = "memory/report"
+STEP_IMAGE_TAG = "memory/step_by_category"
+CURVE_IMAGE_TAG = "memory/batch_size_curve"
+MODULES_TAG = "memory/modules"
+MODULES_IMAGE_TAG = "memory/modules_icicle"
+WHAT_IF_TAG = "memory/what_if"
+WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
+OUT_OF_MEMORY_TAG = "memory/out_of_memory"
+#: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
+LAYOUT_RUN = "memory_layout"
+_PEAK = "memory/{}/peak_allocated_gib"
+_PREDICTED = "memory/predicted/{}/peak_allocated_gib"
+_LOW = "memory/predicted/{}/low_gib"
+_PREDICTED_RESERVED = "memory/predicted/peak_reserved_gib"
+_OF_RANKS = "memory/ranks/peak_{}_{}_gib"
+_WORST_PEAK = "memory/ranks/worst/{}/peak_allocated_gib"
+_WORST_PREDICTED = "memory/ranks/worst/predicted/{}/peak_allocated_gib"
+_WORST_RANK = "memory/ranks/worst/rank"
+_WORST_SHARE = "memory/ranks/worst/capacity_share_pct"
+
+
+def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory) -> dict[str, float]:
+    """One point for every tag whose figure is known: at most 15 of memory, and three of the device.
+
+    Args:
+        step: A measured step.
+        predicted: The predicted step at that step's batch size.
+        device: The whole device at about the same time.
+
+    Returns:
+        Tag -> value.
+    """
+    figures: dict[str, float | None] = {}
+    for phase, memory in step.phases.items():
+        figures[_PEAK.format(phase.value)] = _gib(memory.peak_allocated_bytes)
+    for phase, memory in (predicted.phases if predicted else {}).items():
+        figures[_PREDICTED.format(phase.value)] = _gib(memory.peak_allocated_bytes)
+        figures[_LOW.format(phase.value)] = _gib(memory.low_bytes)
+    if predicted:
+        figures[_PREDICTED_RESERVED] = _gib(predicted.peak_reserved_bytes)
+    last = step.windows[-1].end if step.windows else None
+    figures["memory/peak_reserved_gib"] = _gib(step.peak_reserved_bytes)
+    figures["memory/peak_resident_gib"] = _gib(step.peak_resident_bytes)
+    figures["memory/non_pytorch_gib"] = _gib(device.non_pytorch_bytes)
+    figures["memory/capacity_gib"] = _gib(device.capacity_bytes)
+    if device.capacity_bytes and device.used_bytes is not None:
+        figures["memory/capacity_used_pct"] = 100 * device.used_bytes / device.capacity_bytes
+    if predicted and not step.is_warm_up:
+        error = error_pct(predicted.peak_allocated_bytes, step.peak_allocated_bytes)
+        # To a tenth: a few bytes more or less would otherwise be all that a curve of it shows.
+        figures["memory/prediction_error_pct"] = None if error is None else round(error, 1)
+    figures["memory/num_alloc_retries"] = last.num_alloc_retries if last else None
+    figures["device/utilisation_pct"] = device.utilisation_pct
+    figures["device/temperature_celsius"] = device.temperature_celsius
+    figures["device/power_watts"] = device.power_watts
+    return {tag: value for tag, value in figures.items() if value is not None}
+
+
+def rank_scalars(ranks: RankFigures) -> dict[str, float]:
+    """One point for every tag over the ranks whose figure is known: at most 15.
+
+    Args:
+        ranks: The figures of the ranks at one step.
+
+    Returns:
+        Tag -> value.
+    """
+    worst = ranks.worst
+    figures: dict[str, float | None] = {_WORST_RANK: worst.rank, _WORST_SHARE: worst.capacity_share_pct}
+    for kind, spread in (("allocated", ranks.peak_allocated), ("reserved", ranks.peak_reserved)):
+        for which, size in zip(("min", "mean", "max"), spread or (), strict=False):
+            figures[_OF_RANKS.format(kind, which)] = _gib(size)
+    for phase in Phase:
+        figures[_WORST_PEAK.format(phase.value)] = _gib(worst.phases.get(phase))
+        figures[_WORST_PREDICTED.format(phase.value)] = _gib(worst.predicted.get(phase))
+    figures["memory/ranks/num_ranks"] = len(ranks.points)
+    return {tag: value for tag, value in figures.items() if value is not None}
+
+
+def _gib(num_bytes: int | None) -> float | None:
+    # To four digits: TensorBoard fits the axis to what it draws, and a few bytes more or less would be all that a curve shows.
+    return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
+
+
+def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
+    """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without configuration.
+
+    Args:
+        log_dir: The run's folder.
+        has_band: Whether the prediction has a lower edge (textbook law): then each phase's measured peak is drawn inside the band, else
+            beside the predicted one.
+        rank_bands: Of a job of several ranks which peaks there are over them: `allocated`, `reserved`.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard import FileWriter
+
+    # TensorBoard shows the last of the charts with a band first.
+    of_phases = [_in_band(phase) for phase in reversed(Phase)] if has_band else [_pair(phase) for phase in Phase]
+    lines = [
+        _multiline("Peak allocated by phase (GiB)", [_PEAK.format(phase.value) for phase in Phase]),
+        _multiline("Allocated, reserved, capacity (GiB)", [*(_PEAK.format(phase.value) for phase in Phase), *_DEVICE_LINES]),
+        _multiline("Prediction error (%)", ["memory/prediction_error_pct"]),
+        _multiline("Capacity used (%)", ["memory/capacity_used_pct"]),
+    ]
+    layout = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}", chart=of_phases
+            ),
+            layout_pb2.Category(title="Memory: over the training", chart=lines),
+            *([layout_pb2.Category(title="Memory: over the ranks", chart=_of_ranks(rank_bands))] if rank_bands else []),
+        ]
+    )
+    # SummaryWriter.add_custom_scalars would do, were it not for the user's own: TensorBoard reads one layout a run.
+    summary = Summary.Value(
+        tag="custom_scalars__config__",
+        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars")),
+        tensor=TensorProto(dtype="DT_STRING", string_val=[layout.SerializeToString()], tensor_shape=TensorShapeProto()),
+    )
+    writer = FileWriter(str(Path(log_dir) / LAYOUT_RUN))
+    writer.add_summary(Summary(value=[summary]))
+    writer.close()
+
+
+_DEVICE_LINES = ["memory/peak_reserved_gib", _PREDICTED_RESERVED, "memory/peak_resident_gib", "memory/capacity_gib"]
+
+
+def _of_ranks(kinds: Sequence[str]) -> list[Any]:
+    bands = [
+        _margin(
+            f"Peak {kind}: mean between the smallest and the largest (GiB)",
+            *(_OF_RANKS.format(kind, which) for which in ("mean", "min", "max")),
+        )
+        for kind in reversed(kinds)
+    ]
+    phases = [
+        _multiline(
+            f"Worst rank, {phase.label}: peak, measured and predicted (GiB)",
+            [tag.format(phase.value) for tag in (_WORST_PREDICTED, _WORST_PEAK)],
+        )
+        for phase in Phase
+    ]
+    shares = [_multiline("Worst rank: peak of its capacity (%)", [_WORST_SHARE]), _multiline("Which rank is the worst", [_WORST_RANK])]
+    return [*bands, *phases, *shares]
+
+
+def _in_band(phase: Phase) -> Any:
+    tags = (_PEAK.format(phase.value), _LOW.format(phase.value), _PREDICTED.format(phase.value))
+    return _margin(f"{phase.label}: peak in the predicted band (GiB)", *tags)
+
+
+def _margin(title: str, value: str, lower: str, upper: str) -> Any:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    band = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+    return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[band]))
+
+
+def _pair(phase: Phase) -> Any:
+    return _multiline(f"{phase.label}: peak, measured and predicted (GiB)", [_PREDICTED.format(phase.value), _PEAK.format(phase.value)])
+
+
+def _multiline(title: str, tags: list[str]) -> Any:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    # The tags are regular expressions for the beginning of a name.
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[f"{tag}$" for tag in tags]))
+
+
+def write_scalars(writer: SummaryWriter, points: Mapping[str, float], step: int) -> None:
+    """Write one point for each tag into a run, as one event, where add_scalar would make one for each."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+    writer._get_file_writer().add_summary(Summary(value=values), step)

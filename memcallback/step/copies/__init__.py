@@ -1,0 +1,4 @@
+"""Copies of a user's objects on fake tensors: models, batches, hooks, optimizers; and batches of other sizes.
+
+Start with `fakes`.
+"""

@@ -1,0 +1,275 @@
+"""Deep-copy objects with fake tensors in place of real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.data import DataLoader, Dataset
+
+from memcallback.core.tensors import dense_parts, fake_with_values, jagged_like, sparse_tensor
+from memcallback.step.copies.functions import FunctionCopies, hooks_of
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+#: How many copies are being made, in any thread.
+_num_copying = 0
+_copying = threading.Lock()
+# What ties a LightningModule to the run it is in: lightning/pytorch/core/module.py, LightningModule.__init__.
+_RUN_ATTRIBUTES = ("_trainer", "_fabric")
+
+
+class _CannotBeFake(ValueError):
+    """A tensor for which no fake can stand."""
+
+
+def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
+    """Deep-copy an object, with a fake tensor for every tensor in it.
+
+    Every fake lies on device `cpu`, whatever the device of the original, and has its shape, strides, dtype and
+    `requires_grad`. A parameter stays a parameter. Tensors that are one object, or that share one storage, do so in the
+    copy as well. Gradients (`.grad`) are not copied.
+
+    What differs from `copy.deepcopy`:
+
+    - The Trainer and the Fabric of a LightningModule become None, wherever the object refers to them.
+    - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a LightningModule says `cpu`.
+    - A module compiled by `torch.compile` is replaced by the module that it wraps.
+    - A dataset or data loader that is an attribute of a module is shared with the original, since it can be as large as the data.
+    - What cannot be deep-copied (a lock, an open file, a generator of Python's) is shared with the original; what holds it is copied.
+
+    - A function that holds a part of a copied module (a hook that knows its module by a closure) is copied, and holds the copied part.
+    - Hooks of parameters are copied with them.
+
+    As in `copy.deepcopy`, other functions are shared, with what their closures hold.
+
+    Args:
+        obj: A module, a batch (containers nested in any way, dataclasses, objects of any class), or a tuple of several
+            such things, which keep what they share with each other.
+        fake_mode: The mode that the fakes belong to; it need not be active.
+
+    Returns:
+        The copy.
+
+    Raises:
+        ValueError: If a tensor is neither strided nor sparse (COO) nor nested (jagged), is lazily initialised, or of another subclass
+            with a `__torch_dispatch__` of its own, or if a module refuses to be copied.
+    """
+    return copy_with(obj, _FakeFactory(fake_mode))
+
+
+@contextlib.contextmanager
+def untouched_globals() -> Iterator[None]:
+    """Give back the random number generators as they were, and keep `torch.compile` from compiling for fakes.
+
+    Covers Python's `random`, NumPy's global generator where NumPy is imported, and PyTorch's CPU generator. Enter it
+    outside of any fake mode, in which the generator's state would be a fake as well.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    torch_state = torch.get_rng_state()
+    try:
+        with _eager():
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _eager() -> contextlib.AbstractContextManager[object]:
+    # Nothing is compiled before dynamo is imported, and importing it takes about a second.
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class _FakeFactory:
+    """Makes a fake for a tensor; tensors on one storage get fakes on one storage."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self._mode = fake_mode
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._numbers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        _refuse_unless_known(tensor)
+        if tensor.layout is torch.sparse_coo:
+            indices, values = map(self, dense_parts(tensor))
+            return sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+        if tensor.layout is torch.jagged:
+            values, offsets = dense_parts(tensor)
+            return jagged_like(tensor, self(values), self._with_values(offsets)).requires_grad_(tensor.requires_grad)
+        storage = tensor.untyped_storage()
+        with no_dispatch(), torch.no_grad():
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            shape = torch.empty(0, dtype=tensor.dtype, device="meta")
+            shape.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+            fake = FakeTensor(self._mode, shape, _CPU)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def _with_values(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A fake whose values are known; nested tensors are of one shape if they share theirs."""
+        if id(numbers) not in self._numbers:
+            self._numbers[id(numbers)] = numbers, fake_with_values(self(numbers), numbers.tolist())
+        return self._numbers[id(numbers)][1]
+
+
+class _CopyMode(TorchFunctionMode):
+    """Answers for `copy.deepcopy` of a tensor; a parameter's own `__deepcopy__` asks for a clone of its data."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._make(tensor)
+            return memo[id(tensor)]
+        if getattr(func, "__name__", None) == "clone" and isinstance(args[0], torch.Tensor):
+            return self._make(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_unless_known(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise _CannotBeFake(
+            f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for it. "
+            "Run the model once on a real batch first."
+        )
+    is_jagged = tensor.layout is torch.jagged and tensor._lengths is None  # type: ignore[attr-defined]
+    own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(tensor, FakeTensor)
+    is_other = own_dispatch or tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized
+    if is_other and not is_jagged:
+        raise _CannotBeFake(
+            f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout {tensor.layout} cannot be made "
+            "fake: only strided tensors with a storage of their own can, sparse ones (COO), and nested ones (torch.jagged) without gaps. "
+            "Convert it first, for instance with .to_sparse_coo(), .to_dense(), torch.nested.nested_tensor(..., layout=torch.jagged), "
+            ".contiguous(), .dequantize() or .to_local(), or leave it out of the model and the batch."
+        )
+
+
+def _shape_text(tensor: torch.Tensor) -> str:
+    return "unknown" if tensor.is_nested else str(tuple(tensor.shape))
+
+
+def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Deep-copy an object as `fake_copy` does, with what a function makes in the place of each tensor."""
+    for module in _modules_of(obj):
+        # A lazy parameter copies itself without a word to the mode below.
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            _refuse_unless_known(tensor)
+    shared: list[Any] = _to_share(obj)
+    functions = FunctionCopies(_modules_of(obj))
+    while True:
+        memo: dict[int, Any] = {id(item): item for item in shared}
+        memo.update(dict.fromkeys(map(id, _run_references(obj))))
+        functions.begin(memo)
+        try:
+            with _CopyMode(make), torch.no_grad(), _copied_generators():
+                for compiled in _compiled_modules(obj):
+                    memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
+                result = copy.deepcopy(obj, memo)
+                functions.complete(memo)
+                _copy_hooks(obj, memo)
+        except (_CannotBeFake, RecursionError):
+            raise
+        except Exception as error:
+            culprit = _last_object_copied(error.__traceback__)
+            if isinstance(culprit, nn.Module):
+                raise ValueError(
+                    f"A module of class {type(culprit).__name__} cannot be copied ({error}). "
+                    "Give it a __deepcopy__ that works, or leave it out of the model."
+                ) from error
+            if culprit is None or isinstance(culprit, torch.Tensor) or any(culprit is item for item in shared):
+                raise
+            shared.append(culprit)
+        else:
+            _settle(memo)
+            return result
+
+
+@contextlib.contextmanager
+def _copied_generators() -> Iterator[None]:
+    """Let `copy.deepcopy` copy random generators without a tensor: given a fake for its state, one is not copied, and PyTorch 2.6 dies of it.
+
+    Whoever else copies one meanwhile, in another thread, gets what he would have got.
+    """
+    global _num_copying
+    with _copying:
+        _num_copying += 1
+        copy._deepcopy_dispatch[torch.Generator] = lambda generator, memo: generator.clone_state()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with _copying:
+            _num_copying -= 1
+            if not _num_copying:
+                del copy._deepcopy_dispatch[torch.Generator]  # type: ignore[attr-defined]
+
+
+def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:
+    """Register the hooks of leaves with their copies."""
+    for tensor in {
+        id(t): t for module in _modules_of(obj) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }.values():
+        for method, hook in hooks_of(tensor):
+            getattr(memo[id(tensor)], method)(copy.deepcopy(hook, memo))
+
+
+def _last_object_copied(traceback: TracebackType | None) -> Any:
+    found = None
+    while traceback is not None:
+        if traceback.tb_frame.f_code is copy.deepcopy.__code__:
+            found = traceback.tb_frame.f_locals["x"]
+        traceback = traceback.tb_next
+    return found
+
+
+def _modules_of(obj: object) -> Iterator[nn.Module]:
+    for leaf in pytree.tree_leaves(obj):
+        if isinstance(leaf, nn.Module):
+            yield from leaf.modules()
+
+
+def _run_references(obj: object) -> list[object]:
+    return [vars(module)[name] for module in _modules_of(obj) for name in _RUN_ATTRIBUTES if vars(module).get(name) is not None]
+
+
+def _to_share(obj: object) -> list[Any]:
+    return [value for module in _modules_of(obj) for value in vars(module).values() if isinstance(value, (Dataset, DataLoader))]
+
+
+def _compiled_modules(obj: object) -> list[Any]:
+    # Outer modules come first in modules(); a compiled module inside another must be in the memo before it is reached.
+    return [module for module in _modules_of(obj) if "_orig_mod" in module._modules][::-1]
+
+
+def _settle(memo: dict[int, Any]) -> None:
+    for module in [value for value in memo.values() if isinstance(value, nn.Module)]:
+        attributes = vars(module)
+        for name, value in attributes.items():
+            if isinstance(value, torch.device):
+                attributes[name] = _CPU
+        if attributes.get("_compiled_call_impl") is not None:
+            attributes["_compiled_call_impl"] = None

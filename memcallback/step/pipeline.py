@@ -1,0 +1,282 @@
+"""A model split into pipeline stages and run by a PyTorch schedule."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memcallback.core.tensors import tensors_in
+from memcallback.core.validation import described, whole_number
+from memcallback.step.checks import wrong_with_loss
+from memcallback.step.copies.fakes import copy_with
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+#: Gives a stage's module, of the model, the stage's number from 0 and how many there are.
+Split = Callable[[nn.Module, int, int], nn.Module]
+Loss = Callable[[Any, Any], torch.Tensor]
+#: Schedules in which the stages of a rank go down the ranks and up again.
+_THERE_AND_BACK = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+class PipelineError(ValueError):
+    """What cannot be run in a pipeline; the text names the way out."""
+
+
+class Pipeline(nn.Module):
+    """The stages of a model that one rank has, with the schedule that runs them.
+
+    Args:
+        schedule: A schedule of `torch.distributed.pipelining`.
+        return_outputs: As for its `step`.
+
+    Attributes:
+        schedule: As given.
+        stages: The modules of this rank's stages.
+    """
+
+    def __init__(self, schedule: Any, *, return_outputs: bool = True) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.stages = nn.ModuleList(stage.submod for stage in self.pipeline_stages)
+        self._return_outputs = return_outputs
+
+    @property
+    def pipeline_stages(self) -> list[Any]:
+        """This rank's stages, as PyTorch has them."""
+        return self.schedule._stages if hasattr(self.schedule, "_stages") else [self.schedule._stage]
+
+    @property
+    def named(self) -> nn.Module:
+        """The module in which this rank's parameters have the names of their stage; of several stages those of this one."""
+        return self.stages[0] if len(self.stages) == 1 else self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many parts the schedule cuts a batch."""
+        return int(self.schedule._n_microbatches)
+
+    def step(self, loss: Loss, batch: Any) -> list[torch.Tensor]:
+        """The forward and backward passes of all microbatches.
+
+        Args:
+            loss: A function of the whole model and a batch that gives the loss; it calls the model once. Of a schedule with a loss function of
+                its own a function of that schedule and the batch, which calls `schedule.step` as this rank does.
+            batch: All microbatches, one after the other in the first dimension of its tensors.
+
+        Returns:
+            The losses of the microbatches, on the rank of the last stage; none on others, and of a schedule with a loss function of its own.
+
+        Raises:
+            PipelineError: If the batch cannot be cut into microbatches of one size, or the loss does not call the model once.
+        """
+        of_stage = self.schedule._loss_fn
+        if not isinstance(of_stage, _LossOfStage):
+            loss(self.schedule, batch)
+            return []
+        num_rows = _num_rows(batch, self.num_microbatches)
+        args, kwargs = _asked_for(loss, batch) if any(stage.is_first for stage in self.pipeline_stages) else ((), {})
+        losses: list[torch.Tensor] = []
+        target = None
+        if any(stage.is_last for stage in self.pipeline_stages):
+            target = of_stage.begin(loss, batch, num_rows)
+        try:
+            self.schedule.step(*args, target=target, losses=losses, return_outputs=self._return_outputs, **kwargs)
+        finally:
+            of_stage.end()
+        return losses
+
+
+def in_pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    n_microbatches: int,
+    schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    split: Split | None = None,
+    return_outputs: bool = True,
+    scale_grads: bool = True,
+) -> nn.Module:
+    """A rank's stages of a model, on the device of a mesh.
+
+    Args:
+        model: The model.
+        mesh: The device mesh, of one dimension.
+        n_microbatches: Into how many parts a batch is cut.
+        schedule: The name of PyTorch's schedule (`get_schedule_class`).
+        stages_per_rank: How many stages each rank has; by default 1, or 2 in a schedule of several.
+        split: Gives a stage's module; by default as many children of an `nn.Sequential` in each.
+        return_outputs: Whether the last stage puts its outputs together, as PyTorch does by default.
+        scale_grads: Whether gradients are divided by the number of microbatches.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    kind, is_single = _kind_of(schedule)
+    device, group = torch.device(mesh.device_type), mesh.get_group()
+    num_ranks, rank = mesh.size(), mesh.get_local_rank()
+    per_rank = stages_per_rank or (1 if is_single else 2)
+    numbers = [rank + round_ * num_ranks for round_ in range(per_rank)]
+    if kind.__name__ in _THERE_AND_BACK:
+        numbers = [rank, 2 * num_ranks - 1 - rank]
+    num_stages = num_ranks * per_rank
+
+    def stage(number: int) -> Any:
+        module = (split or _as_many_children)(model, number, num_stages)
+        is_on_meta = any(parameter.is_meta for parameter in module.parameters())
+        return PipelineStage(module.to_empty(device=device) if is_on_meta else module.to(device), number, num_stages, device, group=group)
+
+    stages = [stage(number) for number in numbers]
+    run = kind(stages[0] if is_single else stages, n_microbatches, loss_fn=_LossOfStage(), scale_grads=scale_grads)
+    return Pipeline(run, return_outputs=return_outputs)
+
+
+def check_options(
+    *, n_microbatches: int, schedule: str = "1F1B", stages_per_rank: int | None = None, split: Split | None = None, **_: object
+) -> None:
+    """See that a pipeline can be had with some options of `in_pipeline`.
+
+    Raises:
+        TypeError: If one of them is not of its kind.
+        ValueError: If one of them is out of range, or PyTorch has no such schedule, or none for as many stages on each rank.
+    """
+    whole_number("n_microbatches", n_microbatches, "It is into how many parts a batch is cut.")
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule must be a name, got {described(schedule)}. Give one of PyTorch's, such as '1F1B' or 'GPipe'.")
+    if split is not None and not callable(split):
+        raise TypeError(f"split must be a function of the model, a stage's number and how many there are, got {described(split)}.")
+    kind, is_single = _kind_of(schedule)
+    if stages_per_rank is None:
+        return
+    whole_number("stages_per_rank", stages_per_rank, "Leave it out for 1, or 2 in schedules of several.")
+    if is_single and stages_per_rank > 1:
+        raise ValueError(
+            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which has one stage on each rank. Leave it out, or take "
+            "schedule='Interleaved1F1B'."
+        )
+    if kind.__name__ in _THERE_AND_BACK and stages_per_rank != 2:
+        raise ValueError(
+            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which has two on each rank. Leave it out."
+        )
+
+
+def _kind_of(schedule: str) -> tuple[Any, bool]:
+    """PyTorch's class of that name, and whether it is for one stage on each rank."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+    kind = get_schedule_class(schedule)
+    if kind in (PipelineScheduleSingle, PipelineScheduleMulti):
+        raise ValueError(f"schedule {schedule!r} is what schedules are made of. Give one of them, such as '1F1B' or 'Interleaved1F1B'.")
+    return kind, issubclass(kind, PipelineScheduleSingle)
+
+
+def _as_many_children(model: nn.Module, number: int, num_stages: int) -> nn.Module:
+    children = list(model.named_children())
+    if not isinstance(model, nn.Sequential) or len(children) < num_stages:
+        raise PipelineError(
+            f"{type(model).__name__} with {len(children)} children cannot be cut into {num_stages} stages without being told how. Give split=..., a "
+            "function of the model, the number of a stage from 0 and how many there are, that gives the stage's module."
+        )
+    first, end = (len(children) * one // num_stages for one in (number, number + 1))
+    # With the names that they have in the model.
+    return nn.Sequential(OrderedDict(children[first:end]))
+
+
+def _num_rows(batch: Any, num_parts: int) -> int:
+    """How many samples all microbatches have together: the first dimension that most tensors have."""
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
+    if not sizes:
+        raise PipelineError("The batch of a pipeline has no tensor with samples in its first dimension. Give one, which can be cut.")
+    num_rows = sizes.most_common(1)[0][0]
+    if num_rows % num_parts:
+        raise PipelineError(
+            f"A batch of {num_rows} samples cannot be cut into {num_parts} microbatches of one size. Give a multiple of {num_parts} samples."
+        )
+    return num_rows
+
+
+class _IsAsked(BaseException):
+    """The model is called. No error, so that a loss that catches errors does not catch it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_asked, self.kwargs_asked = args, kwargs
+
+
+class _WholeModel:
+    """What a loss is given for the model of which this rank has a part."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise PipelineError(
+            f"The loss of a pipeline asks for {name!r} of the model, of which a rank has a part. Let it only call the model."
+        )
+
+    def __getitem__(self, key: object) -> Any:
+        raise PipelineError(
+            f"The loss of a pipeline asks for [{key!r}] of the model, of which a rank has a part. Let it only call the model."
+        )
+
+
+def _asked_for(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With which arguments a loss calls the model."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise _IsAsked(args, kwargs)
+
+    try:
+        loss(_WholeModel(call), batch)
+    except _IsAsked as asked:
+        return asked.args_asked, asked.kwargs_asked
+    raise PipelineError("The loss of a pipeline has to call the model once, and called it 0 times. Give loss=lambda model, batch: ...")
+
+
+class _LossOfStage:
+    """The loss of a whole model, as a function of what the last stage gave and of what PyTorch has cut of a tensor with a row for each sample."""
+
+    def __init__(self) -> None:
+        self._of_step: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+
+    def begin(self, loss: Loss, batch: Any, num_rows: int) -> torch.Tensor:
+        """A step begins; returns the tensor for PyTorch to cut, on the host."""
+
+        def of_microbatch(output: Any, target: torch.Tensor) -> torch.Tensor:
+            first, num_calls = target.storage_offset(), 0
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                return output
+
+            part = copy_with(batch, lambda one: one.narrow(0, first, len(target)) if one.dim() and len(one) == num_rows else one)
+            result = loss(_WholeModel(call), part)
+            if num_calls != 1:
+                raise PipelineError(
+                    f"The loss of a pipeline has to call the model once, and called it {num_calls} times. Let it call the model with all inputs at "
+                    "once."
+                )
+            if wrong := wrong_with_loss(result, nn.Identity(), is_lightning=False):
+                raise PipelineError(f"loss {wrong}")
+            return result
+
+        self._of_step = of_microbatch
+        return torch.empty(num_rows, dtype=torch.uint8, device="cpu")
+
+    def end(self) -> None:
+        """The step is over."""
+        self._of_step = None
+
+    def __call__(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        assert self._of_step is not None, "PyTorch asks for losses inside of a step"
+        return self._of_step(output, target)

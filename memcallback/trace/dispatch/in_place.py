@@ -1,0 +1,98 @@
+"""Where autograd would accumulate in place on CUDA."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memcallback.core.tensors import dense_parts
+from memcallback.trace.dispatch.ledger import Entry
+
+_aten = torch.ops.aten
+#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in their place.
+IN_PLACE = {
+    _aten.index_put.default: _aten._index_put_impl_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+}
+#: The same for the gradient of one loss, `sigmoid(x).sub_(target).mul_(gradient)`.
+_LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
+
+
+class InPlace:
+    """Tells which argument of an operator of a backward pass autograd would put the result in the place of.
+
+    Args:
+        find: Finds what the ledger has of a dense tensor.
+    """
+
+    def __init__(self, find: Callable[[torch.Tensor], Entry | None]) -> None:
+        self._find = find
+        #: How many references there are to a tensor that is nobody else's, by whether it is sparse.
+        self._alone: dict[bool, tuple[int, int]] = {}
+        self._is_calibrating = False
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """See how many references there are to tensors that are certainly nobody else's: inside, there are sums and clones of such."""
+        self._is_calibrating = True
+        yield
+        self._is_calibrating = False
+
+    def reused(self, func: Any, args: Sequence[object], node: Any) -> torch.Tensor | None:
+        """The argument in whose place autograd puts the result of an operator; None for a result of its own.
+
+        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it never does. It adds a
+        gradient to one that nobody else holds (`InputBuffer` in torch/csrc/autograd/input_buffer.cpp), and builds up gradients in
+        zeros of its own (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp). A sparse gradient that nobody else
+        holds becomes the parameter's as it is (`accumulateGrad` in torch/csrc/autograd/functions/accumulate_grad.h).
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            node: The autograd node that runs.
+        """
+        first = args[0] if args else None
+        if not isinstance(first, FakeTensor):
+            return None
+        if first.layout is torch.sparse_coo:
+            is_gradient = func is _aten.clone.default and node.name() == "torch::autograd::AccumulateGrad"
+            return first if is_gradient and self._is_alone(first) and all(part.is_contiguous() for part in dense_parts(first)) else None
+        entry = self._find(first)
+        if entry is None:
+            return None
+        if func is _aten.add.Tensor and len(args) == 2:
+            other = args[1]
+            alike = isinstance(other, FakeTensor) and other.shape == first.shape and other.dtype == first.dtype
+            return first if alike and entry.node != node._sequence_nr() and self._is_alone(first) and _is_dense(first) else None
+        is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
+        return first if (func in IN_PLACE or is_loss) and entry.node == node._sequence_nr() else None
+
+    def _is_alone(self, tensor: FakeTensor) -> bool:
+        is_sparse = tensor.layout is torch.sparse_coo
+        # C++ counts all of Python's references to a tensor as one.
+        others = sys.getrefcount(tensor) if is_sparse else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        counts = (tensor._use_count(), others)  # type: ignore[attr-defined]
+        if self._is_calibrating:
+            self._alone[is_sparse] = min(self._alone.get(is_sparse, counts), counts)
+        alone = self._alone[is_sparse]
+        return counts[0] <= alone[0] and counts[1] <= alone[1]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its part of the storage, each once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

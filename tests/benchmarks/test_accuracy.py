@@ -1,0 +1,63 @@
+"""Predicted against measured: a part of `benchmarks/accuracy.py compare` that needs neither a device nor cuDNN.
+
+What was measured is recorded in benchmarks/results/<device>-<date>/accuracy.json.gz, with device, versions and date.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from accuracy import predict, read_json
+from accuracy_comparison import figures
+from accuracy_configs import CONFIGS
+from machine import RESULTS, latest_result
+
+from memcallback.cuda.convolution.rule import workspaces_are_known
+
+#: Device -> configurations without convolutions, whose workspaces only cuDNN knows.
+CASES = {
+    "nvidia-h200-virtual": [
+        "gpt2-adamw-bf16-mixed",
+        "bert-adamw-fused-16-mixed",
+        "llama-adamw-bf16-true",
+        "t5-adafactor-32-true",
+        "dlrm-adam-16-mixed-clip",
+        "mlp-adam-amsgrad-32-true-accumulate4",
+    ],
+    "nvidia-a100-sxm4-80gb-virtual": [
+        "gpt2-adamw-32-true",
+        "gpt2-lora-adamw-bf16-mixed-accumulate2",
+        "lstm-cell-adam-32-true-clip",
+        "mlp-lbfgs-32-true",
+    ],
+    "tesla-t4-virtual": ["gpt2-sgd-16-mixed-checkpoint-reentrant", "mlp-mixer-adamw-32-true", "graph-network-adam-32-true"],
+}
+
+
+def compared(device, name):
+    document = read_json(latest_result(device, "accuracy.json.gz"))
+    config = next(config for config in CONFIGS if config.name == name)
+    answer = predict(config, document["environment"]["device"])
+    return figures(name, document["configs"][name]["windows"][-1], answer["steps"]), answer["caveats"]
+
+
+def test_all_that_was_measured_is_compared():
+    assert sorted(RESULTS.glob("*/accuracy.json.gz")) == sorted(latest_result(device, "accuracy.json.gz") for device in CASES)
+
+
+@pytest.mark.parametrize(("device", "name"), [(device, name) for device, names in CASES.items() for name in names])
+def test_a_steady_step_is_predicted_as_it_was_measured(device, name):
+    found, _ = compared(device, name)
+    assert found
+    assert [figure for figure in found if not figure.is_within] == []
+
+
+@pytest.mark.skipif(workspaces_are_known(), reason="cuDNN is installed, whose answers are exact")
+def test_without_cudnn_a_convolutional_network_is_predicted_within_a_band_and_a_caveat_says_so():
+    found, caveats = compared("nvidia-h200-virtual", "resnet18-sgd-32-true")
+    assert [figure for figure in found if figure.quantity in ("start", "end") and abs(figure.error_share) > 0.01] == []
+    assert [figure for figure in found if figure.quantity == "peak allocated" and abs(figure.error_share) > 0.05] == []
+    assert any("Convolution workspaces are estimates" in caveat for caveat in caveats)

@@ -1,0 +1,148 @@
+"""What convolutions take on CUDA: recorded on devices and compared to the byte, and compared anew where there is a device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from convolution_cases import CARDS, CASES, Case, key, once, predicted, recorded, significant, truth
+
+from memcallback.core.kernel import Give, Make, Multiply, Take
+from memcallback.core.types import Category
+from memcallback.cuda.convolution import workspace as convolution_workspace
+from memcallback.cuda.convolution import workspace as cudnn
+from memcallback.cuda.convolution.call import ConvolutionCall
+from memcallback.cuda.convolution.rule import convolution_kernel, convolution_outputs, workspaces_are_known
+from memcallback.cuda.convolution.workspace import Direction, estimated_workspace_bytes
+
+aten = torch.ops.aten
+H200, T4 = CARDS["NVIDIA H200"], CARDS["Tesla T4"]
+PLAIN = Case("plain", (8, 64, 28, 28), (32, 64, 3, 3), padding=1, bias=True)
+RECORDS = {record["meta"]["device"]: record for record in recorded()}
+
+
+def ours(case, card):
+    """What is predicted: the steps, and the strides of each output that say where its elements lie."""
+    op, args = case.call("meta")
+    outputs = convolution_outputs(op, args, {}, card)
+    steps = once(predicted(convolution_kernel(op, args, {}, None, card), outputs))
+    return steps, [None if one is None else significant(*one[:2]) for one in outputs], outputs
+
+
+def compare(case, card, steps, strides):
+    found, found_strides, outputs = ours(case, card)
+    shapes = [None if one is None else one[0] for one in outputs]
+    expected = [None if one is None else significant(shape, one) for shape, one in zip(shapes, strides, strict=True)]
+    assert (found, found_strides) == (once(steps), expected), str(case)
+
+
+@pytest.fixture
+def no_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "load", lambda: None)
+    cudnn._workspace_bytes.cache_clear()
+    yield
+    cudnn._workspace_bytes.cache_clear()
+
+
+@pytest.mark.parametrize("device", RECORDS)
+def test_every_recorded_convolution_is_known_to_the_byte(device, monkeypatch):
+    cases, workspaces = RECORDS[device]["cases"], RECORDS[device]["workspaces"]
+    answer = lambda convolution, input_shape, card: workspaces[key(convolution, input_shape)]  # noqa: E731
+    monkeypatch.setattr(convolution_workspace, "workspace_bytes", answer)
+    compared = [case for case in CASES if str(case) in cases]
+    assert len(compared) == len(cases) >= 1444
+    for case in compared:
+        compare(case, CARDS[device], *cases[str(case)])
+
+
+@pytest.mark.cuda
+def test_a_device_does_what_is_predicted():
+    card = CARDS.get(torch.cuda.get_device_name())
+    if card is None or not cudnn.is_available() or cudnn.version() != torch.backends.cudnn.version():
+        pytest.skip("needs a device that is described here, and its cuDNN")
+    compared = 0
+    for case in CASES[::9]:
+        try:
+            steps, strides = truth(case)
+        except RuntimeError:  # PyTorch finds no engine
+            continue
+        compare(case, card, steps, strides)
+        compared += 1
+    assert compared > 100
+
+
+@pytest.mark.cuda
+def test_a_device_does_what_is_predicted_without_tf32_and_deterministically(monkeypatch):
+    card = CARDS.get(torch.cuda.get_device_name())
+    if card is None or not cudnn.is_available() or cudnn.version() != torch.backends.cudnn.version():
+        pytest.skip("needs a device that is described here, and its cuDNN")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    for case in [one for one in CASES if one.dtype == "float32"][::9]:
+        compare(case, card, *truth(case))
+
+
+def test_the_workspace_is_named(no_cudnn):
+    op, args = PLAIN.call("meta")
+    make, workspace, give = convolution_kernel(op, args, {}, None, H200)
+    assert (make, give) == (Make(0), Give(0))
+    assert isinstance(workspace, Take)
+    assert workspace.category is Category.WORKSPACE
+
+
+def test_keyword_arguments_are_as_good():
+    op, args = PLAIN.call("meta")
+    names = [argument.name for argument in op._schema.arguments]
+    assert convolution_kernel(op, args[:2], dict(zip(names[2:], args[2:], strict=True)), None, H200) == convolution_kernel(
+        op, args, {}, None, H200
+    )
+
+
+def test_the_inner_operator_carries_its_own_settings(no_cudnn):
+    _, args = replace(PLAIN, dtype="float16").call("meta")
+    off = convolution_kernel(aten._convolution.default, (*args, False, False, False, True), {}, None, H200)
+    on = convolution_kernel(aten._convolution.default, (*args, False, False, True, True), {}, None, H200)
+    assert [[step.category for step in kernel if isinstance(step, Take)] for kernel in (off, on)] == [
+        [Category.TEMPORARY],
+        [Category.WORKSPACE],
+    ]
+
+
+def test_cudnn_switched_off_means_columns(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    op, args = PLAIN.call("meta")
+    assert convolution_kernel(op, args, {}, None, H200) == (Make(0), Take(64 * 9 * 28 * 28 * 4), Multiply(), Give(0))
+
+
+def test_other_operators_and_dtypes_are_not_ours():
+    tensor = torch.empty(2, 2, device="meta")
+    assert convolution_kernel(aten.add.Tensor, (tensor, tensor), {}, None, H200) is None
+    op, (input_, *rest) = PLAIN.call("meta")
+    args = (input_.to(torch.int32), *rest)
+    assert convolution_kernel(op, args, {}, None, H200) is None
+    assert convolution_outputs(op, args, {}, H200) is None
+
+
+def test_the_layout_of_a_weight_decides_that_of_the_output():
+    op, args = replace(PLAIN, layouts=("c", "cl", "c")).call("meta")
+    assert convolution_outputs(op, args, {}, H200) == [((8, 32, 28, 28), (25088, 1, 896, 32), torch.float32)]
+
+
+def test_gradients_that_are_not_asked_for_are_not_there():
+    op, args = replace(PLAIN, mask=(False, True, False)).call("meta")
+    assert [one is None for one in convolution_outputs(op, args, {}, H200)] == [True, False, True]
+
+
+def test_workspaces_are_known_only_from_cudnn_itself(monkeypatch):
+    monkeypatch.setattr(cudnn, "load", lambda: None)
+    assert not workspaces_are_known()
+    monkeypatch.setattr(cudnn, "load", lambda: object())
+    assert workspaces_are_known()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert not workspaces_are_known()
+
+
+def test_an_estimate_stands_in_for_cudnn(no_cudnn):
+    op, args = PLAIN.call("meta")
+    workspace = convolution_kernel(op, args, {}, None, T4)[1]
+    convolution = ConvolutionCall.of(op, args, {}).problem(Direction.FORWARD, False)
+    assert workspace.size_bytes == estimated_workspace_bytes(convolution, (8, 64, 28, 28), T4)

@@ -1,0 +1,250 @@
+"""The workspace of a convolution: how cuDNN is asked, which plan is taken, and what is said where there is no cuDNN."""
+
+import ctypes
+import json
+from dataclasses import replace
+
+import pytest
+from convolution_cases import CARDS, questions, recorded
+
+from memcallback.core.units import MiB
+from memcallback.cuda.convolution import cudnn as cudnn_library
+from memcallback.cuda.convolution import workspace as cudnn
+from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, Kind
+from memcallback.cuda.convolution.workspace import (
+    Convolution,
+    Direction,
+    estimated_workspace_bytes,
+    workspace_bytes,
+    workspace_or_estimate_bytes,
+)
+
+H200, T4 = CARDS["NVIDIA H200"], CARDS["Tesla T4"]
+THREE = Convolution(Direction.FORWARD, (64, 64, 3, 3), (1, 1), (1, 1), (1, 1))
+TENSOR_CORE, DOWN_CONVERT, NONDETERMINISTIC = 0, 1, 4
+
+
+class Function:
+    """A C function; ctypes sets attributes on it."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, *args):
+        return self.call(*args)
+
+
+class Library:
+    """As much of cuDNN as a question needs: engines with their notes and workspaces, None for one that the device cannot run."""
+
+    def __init__(self, instant=(), fallback=(), version=91900, schema=4):
+        self.lists = {0: list(instant), 2: list(fallback)}
+        self.version, self.schema = version, schema
+        self.kinds, self.attributes, self.alive, self.asked = {}, {}, set(), []
+        for name, call in {
+            "cudnnGetVersion": lambda: self.version,
+            "cudnnBackendCreateDescriptor": self.create,
+            "cudnnBackendDestroyDescriptor": lambda descriptor: self.alive.remove(descriptor),
+            "cudnnBackendFinalize": self.finalize,
+            "cudnnBackendSetAttribute": self.set,
+            "cudnnBackendGetAttribute": self.get,
+        }.items():
+            setattr(self, name, Function(call))
+
+    def create(self, kind, into):
+        number = len(self.kinds) + 1
+        self.kinds[number] = kind
+        self.attributes[number] = {}
+        self.alive.add(number)
+        into._obj.value = number
+        return 0
+
+    def set(self, descriptor, attribute, kind, count, values):
+        self.attributes[descriptor][attribute] = values if isinstance(values, bytes) else list(values)
+        return 0
+
+    def finalize(self, descriptor):
+        mine = self.attributes[descriptor]
+        if self.kinds[descriptor] == Kind.DEVICE:
+            return 0 if json.loads(mine[Attribute.DEVICE_TEXT])["schemaVersion"] <= self.schema else 2000
+        if self.kinds[descriptor] == Kind.HEURISTICS:
+            self.asked.append(mine[Attribute.HEURISTICS_MODE][0])
+        if self.kinds[descriptor] == Kind.PLAN:
+            return 0 if self.attributes[mine[Attribute.PLAN_CONFIG][0]]["engine"][1] is not None else 3000
+        return 0
+
+    def get(self, descriptor, attribute, kind, room, count, values):
+        mine = self.attributes[descriptor]
+        if attribute == Attribute.HEURISTICS_RESULTS:
+            engines = self.lists[mine[Attribute.HEURISTICS_MODE][0]]
+            count._obj.value = len(engines)
+            for config, engine in zip(values or (), engines, strict=False):
+                self.attributes[config]["engine"] = engine
+        elif attribute == Attribute.CONFIG_ENGINE:
+            self.attributes[values[0]]["engine"] = mine["engine"]
+            count._obj.value = 1
+        elif attribute == Attribute.ENGINE_NOTES:
+            notes = mine["engine"][0]
+            values[: len(notes)] = notes
+            count._obj.value = len(notes)
+        elif attribute == Attribute.PLAN_WORKSPACE:
+            values[0] = self.attributes[mine[Attribute.PLAN_CONFIG][0]]["engine"][1]
+            count._obj.value = 1
+        return 0
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(library):
+        found = None if library is None else CuDNN(library)
+        monkeypatch.setattr(cudnn, "load", lambda: found)
+        cudnn._workspace_bytes.cache_clear()
+        return library
+
+    yield install
+    cudnn._workspace_bytes.cache_clear()
+
+
+def ask(convolution=THREE):
+    return workspace_bytes(convolution, (8, 64, 56, 56), H200)
+
+
+def test_the_first_plan_that_the_device_can_run_is_taken(installed):
+    installed(Library(instant=[([], None), ([], 77), ([], 5)]))
+    assert ask() == 77
+
+
+def test_the_fallback_list_is_asked_when_the_heuristics_have_no_plan(installed):
+    library = installed(Library(instant=[([], None)], fallback=[([], 3)]))
+    assert ask() == 3
+    assert library.asked == [0, 2]
+
+
+def test_no_plan_at_all_is_no_answer(installed):
+    installed(Library(instant=[([], None)]))
+    assert ask() is None
+
+
+def test_engines_that_round_their_inputs_down_are_passed_over(installed):
+    installed(Library(instant=[([DOWN_CONVERT], 1), ([TENSOR_CORE], 2)]))
+    assert ask() == 2
+
+
+def test_without_tf32_float32_stays_off_the_tensor_cores(installed):
+    installed(Library(instant=[([TENSOR_CORE], 1), ([], 2)]))
+    assert ask(replace(THREE, allow_tf32=False)) == 2
+    assert ask(replace(THREE, allow_tf32=False, dtype="float16")) == 1
+
+
+def test_a_deterministic_training_passes_nondeterministic_engines_over(installed):
+    installed(Library(instant=[([TENSOR_CORE, NONDETERMINISTIC], 1), ([TENSOR_CORE], 2)]))
+    assert [ask(), ask(replace(THREE, deterministic=True))] == [1, 2]
+
+
+def test_an_answer_is_kept_and_all_descriptors_but_the_device_are_destroyed(installed):
+    library = installed(Library(instant=[([], 9)]))
+    assert ask() == ask() == 9
+    assert library.asked == [0]
+    assert [library.kinds[one] for one in library.alive] == [Kind.DEVICE]
+
+
+def test_an_older_cudnn_reads_an_older_writing_of_the_device(installed):
+    library = installed(Library(instant=[([], 9)], schema=2))
+    assert ask() == 9
+    (device,) = library.alive
+    text = json.loads(library.attributes[device][Attribute.DEVICE_TEXT])
+    assert (text["deviceVer"], text["multiProcessorCount"], text["schemaVersion"]) == (900, 132, 2)
+
+
+def test_a_cudnn_that_refuses_the_device_has_no_answer(installed):
+    installed(Library(instant=[([], 9)], schema=0))
+    assert ask() is None
+
+
+def test_the_graph_tells_shapes_strides_and_geometry(installed):
+    library = installed(Library(instant=[([], 9)]))
+    strided = replace(THREE, stride=(2, 2), channels_last=True, dtype="bfloat16")
+    assert ask(strided) == 9
+    by_kind = {kind: [library.attributes[n] for n, k in library.kinds.items() if k == kind] for kind in library.kinds.values()}
+    x, y, w = by_kind[Kind.TENSOR]
+    assert [x[Attribute.TENSOR_SHAPE], y[Attribute.TENSOR_SHAPE]] == [[8, 64, 56, 56], [8, 64, 28, 28]]
+    assert w[Attribute.TENSOR_STRIDES] == [576, 1, 192, 64]
+    assert {tensor[Attribute.TENSOR_DTYPE][0] for tensor in (x, y, w)} == {9}
+    (geometry,) = by_kind[Kind.CONVOLUTION]
+    assert geometry[Attribute.CONVOLUTION_STRIDES] == [2, 2]
+    assert geometry[Attribute.CONVOLUTION_DTYPE] == [0]
+
+
+def test_without_cudnn_there_is_no_answer_but_an_estimate(installed):
+    installed(None)
+    assert (ask(), cudnn.is_available(), cudnn.version()) == (None, False, None)
+    assert workspace_or_estimate_bytes(THREE, (8, 64, 56, 56), H200) == (2 * 8 * 64 * 56 * 56 + 64 * 64 * 9) * 4
+
+
+@pytest.fixture
+def paths(monkeypatch):
+    def set_paths(*found, **loaded):
+        monkeypatch.setattr(cudnn_library, "_package_libraries", lambda: iter(found))
+        monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded[path] if path in loaded else (_ for _ in ()).throw(OSError(path)))
+        cudnn_library.load.cache_clear()
+
+    yield set_paths
+    cudnn_library.load.cache_clear()
+
+
+def test_a_library_that_is_too_old_or_none_of_cudnn_is_passed_over(paths):
+    paths("none", "old", "good", none=object(), old=Library(version=90100), good=Library(version=91000))
+    assert cudnn_library.load().version == 91000
+
+
+def test_no_library_is_no_cudnn(paths):
+    paths("gone")
+    assert cudnn_library.load() is None
+
+
+def test_the_library_of_the_python_package_is_found(tmp_path, monkeypatch):
+    lib = tmp_path / "with [brackets]" / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
+    lib.parent.mkdir(parents=True)
+    lib.touch()
+    monkeypatch.setattr("sys.path", ["/nowhere", str(tmp_path / "with [brackets]")])
+    assert list(cudnn_library._package_libraries()) == [str(lib)]
+
+
+def test_the_estimate_is_as_good_as_it_says():
+    pairs = [
+        (estimated_workspace_bytes(convolution, shape, CARDS[record["meta"]["device"]]), answer)
+        for record in recorded()
+        for convolution, shape, answer in questions(record)
+        if answer is not None
+    ]
+    short = sorted((answer - estimate) / MiB for estimate, answer in pairs)
+    assert len(pairs) == 1969
+    assert round(sum(one <= 1 for one in short) / len(short), 2) == 0.84
+    assert (round(short[int(0.99 * len(short))]), round(short[-1])) == (25, 128)
+    assert round(sum(estimate for estimate, _ in pairs) / sum(answer for _, answer in pairs), 2) == 1.18
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "channels_last", "copies"),
+    [
+        (H200, "float32", False, True),
+        (H200, "float32", True, False),
+        (CARDS["NVIDIA L4"], "float32", True, True),
+        (T4, "float16", False, True),
+        (T4, "float32", False, False),
+        (H200, "float64", False, False),
+    ],
+)
+def test_the_estimate_is_of_copies_where_the_layout_is_not_that_of_the_kernels(card, dtype, channels_last, copies):
+    convolution = replace(THREE, dtype=dtype, channels_last=channels_last)
+    assert (estimated_workspace_bytes(convolution, (8, 64, 56, 56), card) > MiB) is copies
+
+
+def test_an_installed_cudnn_answers_as_recorded():
+    answering = cudnn.version()
+    records = [record for record in recorded() if record["meta"]["cudnn"] == answering]
+    if not records:
+        pytest.skip("needs the cuDNN whose answers are recorded")
+    for record in records:
+        for convolution, shape, answer in questions(record)[::10]:
+            assert workspace_bytes(convolution, shape, CARDS[record["meta"]["device"]]) == answer

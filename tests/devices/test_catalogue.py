@@ -1,0 +1,139 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from memcallback.core.units import GiB, MiB
+from memcallback.devices.catalogue import CATALOGUE, CONTEXT_BYTES, DeviceSpec, HostSpec, find_device
+
+#: What the CUDA runtime says of eight cards: compute capability, multiprocessors, MiB, shared memory of a block that opts in, threads
+#: and blocks of a multiprocessor, L2 cache, both clocks in kHz.
+RUNTIME = {
+    "NVIDIA H200": (9, 0, 132, 143771, 232448, 2048, 32, 62914560, 1980000, 3201000),
+    "NVIDIA H100 80GB HBM3": (9, 0, 132, 81559, 232448, 2048, 32, 52428800, 1980000, 2619000),
+    "NVIDIA A100-SXM4-80GB": (8, 0, 108, 81920, 166912, 2048, 32, 41943040, 1410000, 1593000),
+    "NVIDIA GeForce RTX 3090": (8, 6, 82, 24576, 101376, 1536, 16, 6291456, 1695000, 9751000),
+    "NVIDIA GeForce RTX 4090": (8, 9, 128, 24564, 101376, 1536, 24, 75497472, 2520000, 10501000),
+    "NVIDIA L4": (8, 9, 58, 23034, 101376, 1536, 24, 50331648, 2040000, 6251000),
+    "Tesla T4": (7, 5, 40, 15360, 65536, 1024, 16, 4194304, 1590000, 5001000),
+    "Tesla V100-SXM2-16GB": (7, 0, 80, 16384, 98304, 2048, 32, 6291456, 1530000, 877000),
+}
+
+
+@pytest.mark.parametrize("name", RUNTIME)
+def test_the_catalogue_agrees_with_the_cuda_runtime(name):
+    card = find_device(name)
+    assert card.name == name
+    assert card.caveats == ()
+    assert card.shared_memory_per_block_bytes == 48 << 10
+    assert RUNTIME[name] == (
+        *card.compute_capability,
+        card.num_multiprocessors,
+        card.capacity_bytes // MiB,
+        card.shared_memory_per_block_optin_bytes,
+        card.max_threads_per_multiprocessor,
+        card.max_blocks_per_multiprocessor,
+        card.l2_cache_bytes,
+        card.clock_khz,
+        card.memory_clock_khz,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100", "NVIDIA A100-SXM4-80GB"),
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("a100 40", "NVIDIA A100-SXM4-40GB"),
+        ("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB"),
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("H100 SXM", "NVIDIA H100 80GB HBM3"),
+        ("h100 pcie", "NVIDIA H100 PCIe"),
+        ("v100-32gb", "Tesla V100-SXM2-32GB"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("3090", "NVIDIA GeForce RTX 3090"),
+        ("GeForce RTX 3080", "NVIDIA GeForce RTX 3080"),
+        ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation"),
+        ("a6000", "NVIDIA RTX A6000"),
+        ("A10", "NVIDIA A10"),
+        ("A10G", "NVIDIA A10G"),
+        ("l40s", "NVIDIA L40S"),
+    ],
+)
+def test_a_short_name_is_enough(text, name):
+    assert find_device(text).name == name
+
+
+def test_of_several_cards_the_first_is_taken_and_the_others_are_named():
+    (caveat,) = find_device("v100-16gb").caveats
+    assert caveat == "'v100-16gb' was taken for Tesla V100-SXM2-16GB; it may also mean Tesla V100-PCIE-16GB."
+
+
+@pytest.mark.parametrize("given", ["24GiB", "24 gib", 24 * GiB, np.int64(24 * GiB), str(24 * GiB)])
+def test_any_size_will_do_and_the_architecture_is_said_to_be_assumed(given):
+    card = find_device(given)
+    assert card.name == "a card of 24.00 GiB"
+    assert card.capacity_bytes == 24 * GiB
+    assert card.allocator_capacity_bytes == 24 * GiB - CONTEXT_BYTES
+    assert card.compute_capability == (8, 0)
+    assert "taken to be that of NVIDIA A100-SXM4-80GB (compute capability 8.0)" in card.caveats[0]
+
+
+@pytest.mark.parametrize("text", ["cpu", "CPU", "cpu:0"])
+def test_a_cpu_has_no_caching_allocator_and_an_unknown_capacity(text):
+    host = find_device(text)
+    assert isinstance(host, HostSpec)
+    assert (host.name, host.capacity_bytes, host.allocator_capacity_bytes, host.context_bytes) == ("CPU", None, None, 0)
+    assert "nothing is rounded and nothing reserved" in host.caveats[0]
+    assert find_device(host) is host
+
+
+def test_a_card_is_itself():
+    card = replace(find_device("T4"), name="mine")
+    assert find_device(card) is card
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rtx 9090", "'rtx 9090' is no card that is known. Near it are NVIDIA GeForce RTX 5090"),
+        ("nvidia", "'nvidia' is no card that is known. Near it are NVIDIA B200"),
+        ("80", "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. Give more of the name"),
+        ("", "'' is no card that is known. Near it are NVIDIA B200"),
+        ("24 gigs", "'24 gigs' is not a size. Write a number and a unit of B, KB"),
+        ("24G", "'24G' is not a size. Write a number and a unit"),
+        ("-1GiB", "'-1GiB' is not a size: a size cannot be negative. Give"),
+        (-1, "-1 is not a size: a size cannot be negative. Give"),
+        (
+            0,
+            "0 is neither a card nor its size: a number is a size in bytes, from 1 MiB on. Give the size with its unit, such as '24GiB'",
+        ),
+        (
+            "0",
+            "'0' is neither a card nor its size: a number is a size in bytes, from 1 MiB on. .* 'cuda:0' to predict for a device of",
+        ),
+        ("0 GiB", "'0 GiB' is neither a card nor its size"),
+        ("100 KiB", "'100 KiB' is neither a card nor its size"),
+        ("cuda:1", "'cuda:1' is a device of this machine, .* Give it to memcallback.predict, .* or here the name of a card"),
+    ],
+)
+def test_what_is_neither_a_card_nor_a_size_is_refused_with_the_nearest_names(text, message):
+    with pytest.raises(ValueError, match=message):
+        find_device(text)
+
+
+@pytest.mark.parametrize("given", [True, 1.5, 24e9, b"A100", ["A100"], None, DeviceSpec])
+def test_what_is_of_another_kind_is_refused(given):
+    with pytest.raises(
+        TypeError, match=r"device must be the name of a card, a size of memory or 'cpu', got .* Give one such as 'NVIDIA A100"
+    ):
+        find_device(given)
+
+
+def test_every_card_is_found_by_its_own_name_and_no_name_comes_twice():
+    assert [find_device(card.name).name for card in CATALOGUE] == [card.name for card in CATALOGUE]
+    assert len({card.name for card in CATALOGUE}) == len(CATALOGUE)
+
+
+def test_a_card_smaller_than_its_context_has_nothing_for_the_allocator():
+    assert find_device(MiB).allocator_capacity_bytes == 0

@@ -1,0 +1,134 @@
+"""The examples but `digits.py`, which tests/docs/test_dashboard.py runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from needs import needs_fsdp2, needs_ranks, needs_saved
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(folder, name, *arguments):
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"), "plain_loop.py", "--epochs", "6")
+
+
+def test_the_plain_loop_predicts_before_the_first_step(output):
+    # On a slow machine it says before that how far the tracing is.
+    assert re.search(r"^Traced the step in .*\nBefore the first step: a peak of [\d.]+ MiB is predicted\.", output, flags=re.MULTILINE)
+    assert output.index("Before the first step") < output.index("Memory of one training step")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step"])
+def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error(output, phase):
+    *_, row = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
+    (error,) = re.findall(r"[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", row)
+    # What operators take for themselves on a CPU is not predicted.
+    assert abs(float(error)) < 2
+
+
+def test_the_plain_loop_counts_exactly_what_the_model_and_its_optimizer_hold(output):
+    for category in ("parameters", "buffers", "optimizer state"):
+        rows = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
+        assert len(rows) == 2  # of the first steady step, and at the end
+        for row in rows:
+            assert row.endswith(" 0.0 %"), row
+
+
+def test_the_plain_loop_learns_the_digits(output):
+    (accuracy,) = re.findall(r"Validation accuracy: ([\d.]+)", output)
+    assert float(accuracy) > 0.95
+
+
+def test_two_cards_are_compared_without_either(tmp_path):
+    output = run(tmp_path, "predict_without_gpu.py")
+    assert output.startswith("GPT of 124 million parameters, batch size 16, 512 tokens, bf16-mixed")
+    for card, capacity in (("NVIDIA GeForce RTX 4090", "23.99 GiB"), ("NVIDIA A100-SXM4-80GB", "80.00 GiB")):
+        (row,) = re.findall(rf"^{card} .*$", output, flags=re.MULTILINE)
+        assert re.search(rf"[\d.]+ GiB +{capacity} +yes +\d+$", row), row
+    for label in ("forward", "backward", "optimizer step", "activations", "parameters"):
+        assert re.search(rf"^  {label} +[\d.]+ [GM]iB", output, flags=re.MULTILINE)
+
+
+def test_a_batch_size_is_found_and_trained_with(tmp_path):
+    output = run(tmp_path, "fit_batch_size.py")
+    (size,) = re.findall(r"^Batch size (\d+) \(it was 8\) is the largest found to fit CPU", output, flags=re.MULTILINE)
+    assert int(size) > 100
+    (row,) = re.findall(rf"^ ?{size} .*$", output, flags=re.MULTILINE)
+    assert re.search(r"[\d.]+ MiB +[\d.]+ MiB +Fits", row), row
+    assert "Weights are as before, optimizer updates made: 0." in output
+    steps = 2 * -(-4096 // int(size))
+    assert f"Trained {steps} steps of {size} images." in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):
+    output = run(tmp_path, "savings.py", "--epochs", "6")
+    assert "with accumulate=4, amp='bf16-mixed', checkpoint of (root module)" in output
+    without, peak = re.search(r"^ allocated +([\d.]+) MiB +([\d.]+) MiB", output, flags=re.MULTILINE).groups()
+    assert float(peak) < float(without) / 2
+    measured, predicted = re.search(r"Peak with all three: ([\d.]+) MiB measured, ([\d.]+) MiB predicted", output).groups()
+    assert predicted == peak
+    assert abs(float(measured) - float(predicted)) <= 0.01
+    assert float(re.search(r"Validation accuracy: ([\d.]+)", output)[1]) > 0.9
+
+
+@needs_saved
+def test_tensors_between_two_lines_are_told(tmp_path):
+    output = run(tmp_path, "tensor_diff.py")
+    forward, backward, step, leak = re.split(r"^(?=From )", output, flags=re.MULTILINE)[1:]
+    # A convolution's input of 8 x 64 x 32 x 32 float32.
+    assert re.search(r"\+ +1 x +\(8, 64, 32, 32\) +float32 +2\.00 MiB +activations +saved for ConvolutionBackward0 of 2", forward)
+    assert re.search(r"\+ +1 x .* gradients +gradient of 5\.weight", backward)
+    assert re.search(r"- +1 x .* activations +saved for ConvolutionBackward0 of 2", backward)
+    assert re.search(r"\+ +2 x .* optimizer state +exp_avg of 5\.weight, exp_avg_sq of 5\.weight", step)
+    assert re.search(r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .*tensor_diff\.py:\d+ in \w+$", leak, flags=re.MULTILINE)
+    assert re.search(r"\+ +3 x +\(\) .* local variable 'losses' in several_steps\(\) of tensor_diff\.py", leak)
+
+
+PHASES = ("forward", "backward", "optimizer step")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("ddp.py", ["--epochs", "1"]), pytest.param("fsdp2.py", ["--steps", "4"], marks=[needs_fsdp2, needs_ranks])]
+)
+def test_two_processes_record_each_its_own_and_rank_zero_tells_the_range(tmp_path, name, arguments):
+    output = run(tmp_path, name, *arguments)
+    assert output.count("Memory of one training step (steady") == 2
+    *_, last = output.split("Memory over 2 ranks, step ")
+    for phase in PHASES:
+        sizes = re.search(rf"^ +{phase} +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", last, flags=re.MULTILINE).groups()
+        low, mean, high = map(float, sizes)
+        assert 0 < low <= mean <= high
+    assert re.search(r"^Rank [01] \(CPU of .*\) took most of its capacity", last, flags=re.MULTILINE)
+    (run_folder,) = tmp_path.rglob("version_0")
+    assert list(run_folder.glob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("fabric_loop.py", ["--epochs", "1"]), ("accelerate_loop.py", ["--epochs", "1"]), ("huggingface_trainer.py", ["--epochs", "1"])],
+)
+def test_the_loops_of_other_libraries_are_predicted_and_measured(tmp_path, name, arguments):
+    output = run(tmp_path, name, *arguments)
+    assert output.count("Memory of one training step (steady") == 2
+    for phase in PHASES:
+        error = re.findall(rf"^ *{phase} +[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", output, flags=re.MULTILINE)[-1]
+        assert abs(float(error)) < 2
+    (run_folder,) = tmp_path.rglob("version_0")
+    assert "Memory curves: tensorboard --logdir" in output
+    assert list(run_folder.glob("events*"))

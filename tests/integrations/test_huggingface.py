@@ -1,0 +1,284 @@
+"""`MemoryTrainerCallback` in the Trainer of transformers, on a CPU and on a CUDA device, real or virtual."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import memcallback as mc
+from memcallback import MemoryWarning, Phase
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+pytestmark = [
+    # Of the Trainer about its machine; not in our hands.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning"),
+]
+F, B, O = "forward", "backward", "optimizer step"  # noqa: E741
+VOCABULARY, LENGTH = 500, 32
+
+
+def model():
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def data(num_samples=24):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def train(folder, callback=None, *, trained=None, kind=Trainer, samples=None, num_devices=1, **options):
+    arguments = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(**(arguments | options))
+    args._n_gpu = min(num_devices, args.n_gpu)  # of several the Trainer makes a DataParallel
+    trainer = kind(
+        model=trained or model(),
+        args=args,
+        train_dataset=samples or data(),
+        callbacks=[callback] if callback else [],
+    )
+    trainer.train()
+    return trainer
+
+
+def labels(callback):
+    return [[window.label for window in step.windows] for step in callback.recorder.steps]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    callback = mc.MemoryTrainerCallback()
+    trainer = train(folder, callback)
+    return callback, trainer, folder
+
+
+def test_each_step_has_its_phases_batch_size_and_update(trained):
+    callback, _, _ = trained
+    assert labels(callback) == [[F, B, O]] * 6
+    assert [step.batch_size for step in callback.recorder.steps] == [4] * 6
+    assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1] * 6
+    assert [step.is_warm_up for step in callback.recorder.steps] == [True] + [False] * 5
+
+
+def test_the_step_is_predicted_before_it_first_runs_and_is_what_is_measured(trained):
+    callback, _, _ = trained
+    assert isinstance(callback.prediction, mc.Prediction)
+    measured, predicted = callback.report.measured, callback.report.prediction
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        # Beyond it are the loss that the Trainer logs and the number of tokens that it counts, and little of the CPU's operators.
+        assert predicted.phases[phase].peak_allocated_bytes == pytest.approx(measured.phases[phase].peak_allocated_bytes, rel=0.001)
+
+
+def test_the_curves_go_to_a_run_under_the_output_folder(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, trainer, folder = trained
+    run = EventAccumulator(str(folder / "memcallback" / "version_0")).Reload()
+    points = run.Scalars("memory/backward/peak_allocated_gib")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+    assert trainer.state.global_step == 6
+    assert {"memory/predicted/backward/peak_allocated_gib", "memory/prediction_error_pct"} <= set(run.Tags()["scalars"])
+
+
+def test_nothing_is_left_behind(trained):
+    _, trainer, _ = trained
+    assert not any((trainer.model._forward_pre_hooks, trainer.model._forward_hooks))
+    assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
+    assert not hasattr(torch.autograd.backward, "__wrapped__")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}], ids=str)
+def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path, options):
+    def run(callback):
+        trainer = train(tmp_path, callback, **options)
+        logged = [{name: value for name, value in row.items() if "loss" in name or "norm" in name} for row in trainer.state.log_history]
+        return list(trainer.model.parameters()), torch.get_rng_state(), logged
+
+    callback = mc.MemoryTrainerCallback()
+    with_it, state_with, logged_with = run(callback)
+    without, state_without, logged_without = run(None)
+    assert all(torch.equal(left, right) for left, right in zip(with_it, without, strict=True))
+    assert torch.equal(state_with, state_without)
+    assert logged_with == logged_without
+    assert callback.recorder.steps
+    assert callback.prediction is not None
+
+
+def test_an_accumulation_window_is_a_step_for_each_batch(tmp_path):
+    callback = mc.MemoryTrainerCallback()
+    train(tmp_path, callback, gradient_accumulation_steps=3)
+    assert labels(callback) == [[F, B], [F, B], [F, B, O]] * 2
+    assert callback.report.measured.num_optimizer_updates in (0, 1)
+    assert callback.recorder.num_updates == 2
+    assert callback.prediction.phases[Phase.OPTIMIZER_STEP].peak_allocated_bytes > 0
+
+
+def test_evaluation_between_steps_is_no_step(tmp_path):
+    callback = mc.MemoryTrainerCallback(predict=False)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    Trainer(model=model(), args=arguments, train_dataset=data(), eval_dataset=data(4), callbacks=[callback]).train()
+    assert labels(callback) == [[F, B, O]] * 3
+
+
+class OwnLoss(Trainer):
+    """A Trainer that computes its loss itself, of inputs without labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        loss = torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+        return loss
+
+
+def test_a_loss_of_the_trainers_own_can_be_given(tmp_path):
+    def loss(model, inputs):
+        logits = model(**inputs).logits.flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+    callback = mc.MemoryTrainerCallback(loss=loss)
+    train(tmp_path, callback, kind=OwnLoss)
+    assert isinstance(callback.prediction, mc.Prediction)
+
+
+def test_where_the_loss_is_not_known_the_law_stands_in_and_the_way_out_is_named(tmp_path):
+    callback = mc.MemoryTrainerCallback()
+    with pytest.warns(MemoryWarning, match=r"MemoryTrainerCallback\(loss=lambda model, inputs: .*textbook law stands in"):
+        train(tmp_path, callback, kind=OwnLoss)
+    assert isinstance(callback.prediction, mc.TextbookPrediction)
+    assert labels(callback) == [[F, B, O]] * 6
+
+
+class FailsOnce(Trainer):
+    """An exception in the second forward pass."""
+
+    def training_step(self, model, *args, **kwargs):
+        hook = model.lm_head.register_forward_hook(self.fail) if self.state.global_step == 1 else None
+        try:
+            return super().training_step(model, *args, **kwargs)
+        finally:
+            if hook:
+                hook.remove()
+
+    def fail(self, *_):
+        raise ZeroDivisionError("the user's own")
+
+
+def test_an_exception_of_the_training_goes_on_and_is_reported(tmp_path, capsys):
+    callback = mc.MemoryTrainerCallback(predict=False)
+    with (
+        pytest.warns(MemoryWarning, match="Only 1 optimizer update was made"),
+        pytest.raises(ZeroDivisionError, match="the user's own"),
+    ):
+        train(tmp_path, callback, kind=FailsOnce)
+    assert callback.recorder.steps[-1].is_interrupted
+    assert "The last step ended with ZeroDivisionError." in " ".join(capsys.readouterr().out.split())
+    assert not hasattr(torch.autograd.backward, "__wrapped__")
+
+
+def test_an_error_of_ours_does_not_stop_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("memcallback.record.monitor.scalars", None)
+    callback = mc.MemoryTrainerCallback(predict=False)
+    with pytest.warns(MemoryWarning, match="MemoryTrainerCallback has stopped recording: TypeError"):
+        trainer = train(tmp_path, callback)
+    assert trainer.state.global_step == 6
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_a_second_training_is_recorded_anew(tmp_path):
+    callback = mc.MemoryTrainerCallback(predict=False)
+    train(tmp_path, callback)
+    first = callback.recorder
+    train(tmp_path, callback)
+    assert callback.recorder is not first
+    assert labels(callback) == [[F, B, O]] * 6
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        mc.MemoryTrainerCallback(batch_size=0)
+    with pytest.raises(ValueError, match="headroom"):
+        mc.MemoryTrainerCallback(headroom=1.5)
+
+
+def test_without_transformers_the_way_out_is_named():
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import memcallback\n"
+        "try:\n    memcallback.MemoryTrainerCallback\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "MemoryTrainerCallback needs transformers: pip install transformers accelerate.\n"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_on_a_device_the_prediction_is_off_by_the_trainers_own_scalars(tmp_path, options):
+    callback = mc.MemoryTrainerCallback()
+    train(tmp_path, callback, use_cpu=False, **options)
+    measured, predicted = callback.report.measured, callback.report.prediction.step
+    for phase in measured.phases:
+        off = measured.phases[phase].peak_allocated_bytes - predicted.phases[phase].peak_allocated_bytes
+        assert abs(off) <= 32 * 512, (phase, off)
+    assert measured.peak_reserved_bytes == predicted.peak_reserved_bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_on_several_devices_in_one_process_each_step_is_recorded_on_the_first(tmp_path):
+    callback = mc.MemoryTrainerCallback(predict=False)
+    train(tmp_path, callback, use_cpu=False, num_devices=2)
+    torch._C._cuda_clearCublasWorkspaces()  # of the replicas' threads
+    assert labels(callback) == [[F, B, O]] * 3
+    # Of a batch of eight half of the samples are on each device.
+    assert [step.batch_size for step in callback.recorder.steps] == [4] * 3
+    assert any("DataParallel" in note for note in callback.report.notes)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "cpu"])
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(device, has_positions):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def loss(model, batch):
+        def look(module, args, kwargs):
+            assert (kwargs["attention_mask"] is not None) is has_positions
+
+        hook = model.model.layers[0].self_attn.register_forward_pre_hook(look, with_kwargs=True)
+        value = model(**batch, use_cache=False).loss  # as with gradient checkpointing
+        hook.remove()
+        return value
+
+    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if has_positions:
+        batch["position_ids"] = torch.arange(16).repeat(2, 1)
+    mc.predict(mc.TrainingStep(LlamaForCausalLM(config), batch, loss=loss), device=device)

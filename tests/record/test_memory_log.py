@@ -1,0 +1,176 @@
+"""`MemoryLog` in a plain loop."""
+
+import pytest
+import torch
+from loop_parts import CLASSES, FEATURES, loss_of, network
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import memcallback as mc
+from memcallback import MemoryWarning, Phase
+
+BATCH = (torch.ones(16, FEATURES), torch.zeros(16, dtype=torch.long))
+
+
+@pytest.fixture
+def parts():
+    model = network()
+    return model, torch.optim.Adam(model.parameters())
+
+
+def train(model, optimizer, num_steps=6):
+    for _ in range(num_steps):
+        loss_of(model, BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_of(model, optimizer):
+    return mc.TrainingStep(model, BATCH, loss=loss_of, optimizer=optimizer)
+
+
+def run_of(folder, version=0):
+    return EventAccumulator(str(folder / f"version_{version}")).Reload()
+
+
+def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(tmp_path, parts, capsys):
+    recorder = mc.MemoryRecorder(*parts)
+    recorder.watch()
+    log = mc.MemoryLog(recorder, step_of(*parts), log_dir=tmp_path)
+    assert isinstance(log.prediction, mc.Prediction)
+    assert log.report is None
+    train(*parts, num_steps=2)
+    assert log.report.measured.batch_size == 16
+    assert capsys.readouterr().out.count("Memory of one training step (steady, batch size 16) on CPU") == 1
+    train(*parts)
+    recorder.close()
+    output = capsys.readouterr().out
+    assert output.count("Memory of one training step (steady, batch size 16) on CPU") == 1
+    assert f"Memory curves: tensorboard --logdir {tmp_path / 'version_0'}" in output
+    predicted, measured = log.report.prediction, log.report.measured
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        # The classes do not go through the model, and what is older than a step is not seen on a CPU.
+        assert predicted.phases[phase].peak_allocated_bytes - measured.phases[phase].peak_allocated_bytes == 16 * 8
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_there_is_a_point_for_every_interval_of_updates_and_for_the_end(tmp_path, parts, is_watched):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model, optimizer)
+    if is_watched:
+        recorder.watch()
+    mc.MemoryLog(recorder, step_of(*parts), log_dir=tmp_path, log_every_n_steps=4)
+    for _ in range(13):
+        if is_watched:
+            train(model, optimizer, 1)
+            continue
+        with recorder.step(BATCH):
+            with recorder.phase(Phase.FORWARD):
+                loss = loss_of(model, BATCH)
+            with recorder.phase(Phase.BACKWARD):
+                loss.backward()
+            with recorder.phase(Phase.OPTIMIZER_STEP):
+                optimizer.step()
+    recorder.close()
+    run = run_of(tmp_path)
+    # The second is the first steady one, which is reported.
+    assert [point.step for point in run.Scalars("memory/backward/peak_allocated_gib")][:4] == [2, 4, 8, 12]
+    assert "memory/predicted/backward/peak_allocated_gib" in run.Tags()["scalars"]
+    assert "memory/report/text_summary" in run.Tags()["tensors"]
+    assert (tmp_path / "version_0" / "memory_layout").is_dir()
+
+
+def test_of_an_accumulation_window_the_largest_step_is_logged_with_the_update(tmp_path, parts):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model, optimizer, sample_every_n_steps=1)
+    with mc.MemoryLog(recorder, log_dir=tmp_path, log_every_n_steps=1), recorder.watch():
+        for number in range(6):
+            loss_of(model, BATCH).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [point.step for point in run_of(tmp_path).Scalars("memory/backward/peak_allocated_gib")] == [1, 2, 3]
+
+
+def test_without_a_folder_there_is_no_run(tmp_path, parts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorder = mc.MemoryRecorder(*parts)
+    recorder.watch()
+    mc.MemoryLog(recorder, log_dir=None)
+    train(*parts)
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_predicted_is_recorded_and_told(tmp_path, parts):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model, optimizer)
+    recorder.watch()
+    step = mc.TrainingStep(model, torch.tensor(0.0), loss=lambda model, batch: loss_of(model, BATCH), optimizer=optimizer)
+    with pytest.warns(MemoryWarning, match=r"recorded and not predicted. The batch size cannot be inferred.*MemoryLog\(recorder\)"):
+        log = mc.MemoryLog(recorder, step, log_dir=tmp_path)
+    assert log.prediction is None
+    train(*parts)
+    recorder.close()
+    assert log.report.measured is not None
+
+
+def test_an_error_of_ours_does_not_stop_the_training(tmp_path, parts, monkeypatch):
+    monkeypatch.setattr("memcallback.record.monitor.scalars", None)
+    recorder = mc.MemoryRecorder(*parts)
+    recorder.watch()
+    mc.MemoryLog(recorder, log_dir=tmp_path)
+    with pytest.warns(MemoryWarning, match="MemoryLog has stopped recording: TypeError in on_step"):
+        train(*parts)
+    recorder.close()
+    assert len(recorder.steps) == 3
+
+
+def test_an_exception_in_the_loop_is_named_in_the_last_report(tmp_path, parts, capsys):
+    recorder = mc.MemoryRecorder(*parts)
+
+    def loop():
+        with mc.MemoryLog(recorder, log_dir=None), recorder.watch():
+            train(*parts, num_steps=3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert "The training ended with ZeroDivisionError." in capsys.readouterr().out
+
+
+def test_only_rank_zero_writes_and_prints(tmp_path, parts, capsys, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    recorder = mc.MemoryRecorder(*parts)
+    recorder.watch()
+    log = mc.MemoryLog(recorder, step_of(*parts), log_dir=tmp_path)
+    train(*parts)
+    recorder.close()
+    assert log.report is not None
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_card_to_plan_for_bounds_the_suggestion(parts):
+    recorder = mc.MemoryRecorder(*parts)
+    with mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device="64MiB") as log, recorder.watch():
+        train(*parts)
+    assert log.report.device.capacity_bytes == 64 * 2**20
+    assert CLASSES < log.report.advice.batch_size < 64 * 2**20 // (FEATURES * 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        (["no recorder"], {}, TypeError, "recorder must be a MemoryRecorder, got 'no recorder'"),
+        ([None, "no step"], {}, TypeError, "step must be a TrainingStep, got 'no step'"),
+        ([None], {"log_every_n_steps": 0}, ValueError, "log_every_n_steps must be at least 1, got 0"),
+        ([None], {"headroom": 1}, ValueError, "headroom"),
+        ([None], {"device": "cpu"}, ValueError, "does not say how much memory to plan for"),
+    ],
+)
+def test_bad_arguments_are_refused(parts, arguments, options, error, text):
+    first, *rest = arguments
+    with pytest.raises(error, match=text):
+        mc.MemoryLog(first or mc.MemoryRecorder(*parts), *rest, log_dir=None, **options)

@@ -1,0 +1,88 @@
+"""Where points and texts go, and what happens when that fails."""
+
+import subprocess
+import sys
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from memcallback import MemoryWarning
+from memcallback.report.writers import Sinks
+
+
+class Failing:
+    """A logger that raises."""
+
+    def log_metrics(self, metrics, step):
+        raise ConnectionError("no server")
+
+
+class Listing:
+    def __init__(self):
+        self.points = []
+
+    def log_metrics(self, metrics, step):
+        self.points.append((metrics, step))
+
+
+def test_two_processes_that_write_to_one_folder_get_a_run_each(tmp_path):
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from memcallback.report.writers import Sinks\n"
+        "sys.stdin.readline()\n"
+        "for _ in range(5):\n"
+        "    print(Sinks([], Path(sys.argv[1])).log_dir.name)\n"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in "ab"
+    ]
+    for one in both:
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    names = [name for one in both for name in one.communicate()[0].split()]
+    assert sorted(names) == sorted(f"version_{number}" for number in range(10))
+
+
+def test_a_logger_that_raises_is_told_once_and_left_out(tmp_path):
+    other = Listing()
+    sinks = Sinks([Failing(), other], None)
+
+    def log():
+        sinks.log_scalars({"memory/peak": 1.0}, 1)
+        sinks.log_scalars({"memory/peak": 2.0}, 2)
+
+    with pytest.warns(MemoryWarning, match=r"Failing: ConnectionError: no server\. Memory is still recorded") as told:
+        log()
+    assert len(told) == 1
+    assert other.points == [({"memory/peak": 1.0}, 1), ({"memory/peak": 2.0}, 2)]
+
+
+def test_a_run_that_can_no_longer_be_written_is_told_and_training_goes_on(tmp_path, monkeypatch):
+    sinks = Sinks([], tmp_path)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_text", full)
+    monkeypatch.setattr(SummaryWriter, "flush", full)
+
+    def log():
+        sinks.log_text("memory/report", "text", 1)
+        sinks.log_text("memory/report", "text", 2)
+        sinks.close()
+
+    with pytest.warns(MemoryWarning, match="No space left") as told:
+        log()
+    assert len(told) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.warns(MemoryWarning, match="Set default_root_dir"):
+        sinks = Sinks([], blocked)
+    assert sinks.log_dir is None
+    sinks.log_scalars({"memory/peak": 1.0}, 1)
+    sinks.close()

@@ -1,0 +1,117 @@
+"""Batches of fakes with another number of samples: nested tensors, and lists with an item for each sample."""
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memcallback.step.batch import infer_batch_size
+from memcallback.step.copies.fakes import fake_copy
+from memcallback.step.copies.resizing import has_samples, resize_batch
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Scene:
+    images: tuple
+    count: int
+
+
+@pytest.fixture
+def mode():
+    return FakeTensorMode()
+
+
+def images(count):
+    return [torch.zeros(3, 8 + index, 8) for index in range(count)]
+
+
+def targets(count):
+    return tuple({"boxes": torch.zeros(index, 4), "name": "a"} for index in range(count))
+
+
+def shapes(values):
+    return [tuple(value.shape) for value in values]
+
+
+def test_a_list_with_an_item_for_each_sample_has_more_of_them_each_in_memory_of_its_own(mode):
+    pictures, boxes = resize_batch(fake_copy((images(4), targets(4)), mode), 4, 6)
+    assert shapes(pictures) == [(3, 8, 8), (3, 9, 8), (3, 10, 8), (3, 11, 8), (3, 8, 8), (3, 9, 8)]
+    assert isinstance(boxes, tuple)
+    assert shapes(box["boxes"] for box in boxes) == [(0, 4), (1, 4), (2, 4), (3, 4), (0, 4), (1, 4)]
+    assert len({picture.untyped_storage()._cdata for picture in pictures}) == 6
+    assert shapes(resize_batch(fake_copy((images(4), targets(4)), mode), 4, 3)[0]) == [(3, 8, 8), (3, 9, 8), (3, 10, 8)]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "found"),
+    [
+        (lambda values: {"images": values, "scale": [0.5, 2.0]}, lambda batch: batch["images"]),
+        (lambda values: UserDict(images=values), lambda batch: batch["images"]),
+        (lambda values: Pair(x=values, y=None), lambda batch: batch.x),
+        (lambda values: Scene(images=tuple(values), count=2), lambda batch: batch.images),
+        (lambda values: [[values], "a"], lambda batch: batch[0][0]),
+    ],
+)
+def test_lists_of_samples_are_found_in_containers_of_any_kind(wrapped, found, mode):
+    batch = fake_copy(wrapped(images(2)), mode)
+    resized = resize_batch(batch, 2, 5)
+    assert type(resized) is type(batch)
+    assert len(found(resized)) == 5
+    assert len(found(batch)) == 2
+    assert has_samples(wrapped(images(2)), 2)
+    assert not has_samples(wrapped(images(2)), 4)
+
+
+def test_a_list_of_tensors_of_all_samples_is_none_of_samples(mode):
+    x, y = resize_batch(fake_copy([torch.zeros(2, 3), torch.zeros(2)], mode), 2, 5)
+    assert (x.shape, y.shape) == ((5, 3), (5,))
+    views = resize_batch(fake_copy({"views": [torch.zeros(2, 3), torch.zeros(2, 4)]}, mode), 2, 5)["views"]
+    assert shapes(views) == [(5, 3), (5, 4)]
+
+
+def test_numbers_beside_the_tensors_are_as_they_were(mode):
+    assert resize_batch(fake_copy({"x": torch.zeros(2, 3), "size": [224, 224]}, mode), 2, 5)["size"] == [224, 224]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((images(6), targets(6)), 6),
+        ({"image": images(5), "label": [torch.tensor(1)] * 5}, 5),
+        ({"x": [torch.zeros(8)] * 5, "y": [torch.tensor(1)] * 5}, 5),
+        (([torch.zeros(6, 3), torch.zeros(6, 3)], [torch.zeros(6), torch.zeros(6)]), 6),
+    ],
+)
+def test_a_batch_of_lists_has_as_many_samples_as_they_have_items(batch, expected):
+    found = infer_batch_size(batch)
+    assert (found.batch_size, found.is_ambiguous) == (expected, False)
+
+
+def jagged(lengths, **options):
+    return torch.nested.nested_tensor([torch.zeros(length, 8) for length in lengths], layout=torch.jagged, **options)
+
+
+@pytest.mark.parametrize(("count", "ends"), [(3, [0, 2, 5, 6]), (5, [0, 2, 5, 6, 8, 10]), (2, [0, 2, 4])])
+def test_further_sequences_of_a_nested_tensor_are_as_long_as_the_mean(count, ends, mode):
+    resized = resize_batch(fake_copy(jagged([2, 3, 1]), mode), 3, count)
+    assert resized.shape[0] == count
+    assert resized._offsets.constant.tolist() == ends
+    assert resized._values.shape == (ends[-1], 8)
+
+
+def test_nested_tensors_that_share_their_lengths_still_do(mode):
+    x = jagged([2, 3, 1])
+    first, second = resize_batch(fake_copy([x, x * 2], mode), 3, 4)
+    assert first.shape == second.shape
+    assert first.shape != resize_batch(fake_copy(x, mode), 3, 4).shape
+    with mode:
+        assert (first + second).shape == first.shape
+
+
+def test_a_nested_tensor_with_gaps_is_named_with_the_way_out(mode):
+    with pytest.raises(ValueError, match=r"NestedTensor of shape unknown and layout torch.jagged cannot be made fake: .*\.contiguous\(\)"):
+        fake_copy(torch.nested.narrow(torch.zeros(3, 5, 8), 1, torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1]), layout=torch.jagged), mode)
