@@ -1,13 +1,15 @@
 """The accuracy proof: what training takes on a device, measured and predicted, side by side.
 
-    python benchmarks/accuracy.py all                                         on a machine with a device, real or virtual: both of
-    python benchmarks/accuracy.py measure --out accuracy.json.gz              there
-    python benchmarks/accuracy.py compare --measured accuracy.json.gz          anywhere
-    python benchmarks/accuracy.py events --only NAME --out events.json        where the allocations come from
+    python benchmarks/accuracy.py all                                         on a machine with a
+    device, real or virtual: both of python benchmarks/accuracy.py measure --out accuracy.json.gz
+    there python benchmarks/accuracy.py compare --measured accuracy.json.gz          anywhere python
+    benchmarks/accuracy.py events --only NAME --out events.json        where the allocations come
+    from
 
-`all` leaves accuracy.json.gz (measured), predicted.json.gz and accuracy.md (both side by side) in `benchmarks/results/<device>-<date>/`.
-Every configuration of `accuracy_configs.py` trains in a process of its own, so that the allocator begins empty. A virtual
-device (environment variable VGPU=1) runs PyTorch's real CUDA build and its allocator, but no kernels.
+`all` leaves accuracy.json.gz (measured), predicted.json.gz and accuracy.md (both side by side) in
+`benchmarks/results/<device>-<date>/`. Every configuration of `accuracy_configs.py` trains in a
+process of its own, so that the allocator begins empty. A virtual device (environment variable
+VGPU=1) runs PyTorch's real CUDA build and its allocator, but no kernels.
 """
 
 from __future__ import annotations
@@ -50,10 +52,14 @@ NUM_PYTHON_FRAMES = 3
 Answer = dict[str, Any]
 
 
-def in_processes_of_their_own(works: Mapping[str, Callable[[], Any]], *, num_jobs: int = 1) -> Iterator[tuple[str, Answer]]:
-    """Fork for each piece of work, and give its name and `{"result": ...}` or `{"error": ...}` as it ends.
+def in_processes_of_their_own(
+    works: Mapping[str, Callable[[], Any]], *, num_jobs: int = 1
+) -> Iterator[tuple[str, Answer]]:
+    """Fork for each piece of work, and give its name and `{"result": ...}` or `{"error": ...}` as
+    it ends.
 
-    The parent has imported everything but has not touched CUDA, nor run a backward pass. Results must go into JSON.
+    The parent has imported everything but has not touched CUDA, nor run a backward pass. Results
+    must go into JSON.
     """
     waiting, running = list(works.items()), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +73,9 @@ def in_processes_of_their_own(works: Mapping[str, Callable[[], Any]], *, num_job
                         answer = {"result": work()}
                     except BaseException as error:
                         traceback.print_exc()
-                        answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+                        answer = {
+                            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                        }
                     path.write_text(json.dumps(answer))
                     os._exit(0)  # nothing of the parent's is to be cleaned up here
                 running[child] = f"{path}\n{name}"
@@ -76,7 +84,9 @@ def in_processes_of_their_own(works: Mapping[str, Callable[[], Any]], *, num_job
             found, name = running.pop(child).split("\n")
             yield (
                 name,
-                json.loads(Path(found).read_text()) if Path(found).exists() else {"error": f"the process ended with status {status}"},
+                json.loads(Path(found).read_text())
+                if Path(found).exists()
+                else {"error": f"the process ended with status {status}"},
             )
 
 
@@ -96,15 +106,21 @@ def measure(config: Config) -> dict[str, Any]:
     """Train one configuration on the device, in this process.
 
     Returns:
-        `windows`: for each update its micro-batches, for each of those its phases. The first is the warm-up, the last the steady one.
-        `period`: after how many updates the figures are the same again: 1 where training is steady, None if they never were.
+        `windows`: for each update its micro-batches, for each of those its phases. The first is the
+            warm-up, the last the steady one. `period`: after how many updates the figures are the
+            same again: 1 where training is steady, None if they never were.
     """
     device = torch.device("cuda", 0)
     recorder = MemoryRecorder(device=device)
     train(config, config.make(initialise=not is_virtual()), recorder, device)
     steps = [step_to_json(step) for step in recorder.steps]
-    windows = [steps[first : first + config.accumulate] for first in range(0, len(steps), config.accumulate)]
-    period = next((n for n in range(1, NUM_WINDOWS // 2 + 1) if windows[-1] == windows[-1 - n]), None)
+    windows = [
+        steps[first : first + config.accumulate]
+        for first in range(0, len(steps), config.accumulate)
+    ]
+    period = next(
+        (n for n in range(1, NUM_WINDOWS // 2 + 1) if windows[-1] == windows[-1 - n]), None
+    )
     return {"windows": windows, "period": period}
 
 
@@ -156,14 +172,21 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path) -> Any:
     """Read what `write_json` wrote."""
-    return json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text())
+    return json.loads(
+        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text()
+    )
 
 
 def run_all(options: argparse.Namespace) -> int:
     """The command `all`."""
     folder = options.out or results_folder(in_a_process_of_its_own(torch.cuda.get_device_name))
     measured = folder / "accuracy.json.gz"
-    files = {"out": measured, "measured": measured, "json": folder / "predicted.json.gz", "markdown": folder / "accuracy.md"}
+    files = {
+        "out": measured,
+        "measured": measured,
+        "json": folder / "predicted.json.gz",
+        "markdown": folder / "accuracy.md",
+    }
     both = argparse.Namespace(**{**vars(options), **files})
     is_bad = run_measure(both)
     return run_compare(both) or is_bad
@@ -179,7 +202,10 @@ def run_measure(options: argparse.Namespace) -> int:
         results[name] = answer.get("result", answer)
         in_order = {name: results[name] for name in works if name in results}
         write_json(options.out, {"environment": environment_, "configs": in_order})
-        print(f"{time.perf_counter() - began:7.1f} s  {name:60} {_in_words(results[name])}", file=sys.stderr)
+        print(
+            f"{time.perf_counter() - began:7.1f} s  {name:60} {_in_words(results[name])}",
+            file=sys.stderr,
+        )
     return 1 if any("error" in result for result in results.values()) else 0
 
 
@@ -187,7 +213,10 @@ def _in_words(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"failed: {result['error']}"
     windows = [window for step in result["windows"][-1] for window in step]
-    allocated, reserved = (max(window[name] for window in windows) / 2**20 for name in ("peak_allocated_bytes", "peak_reserved_bytes"))
+    allocated, reserved = (
+        max(window[name] for window in windows) / 2**20
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes")
+    )
     return f"allocated {allocated:9.2f} MiB, reserved {reserved:7.0f} MiB" + (
         "" if result["period"] == 1 else f", period {result['period']}"
     )
@@ -211,10 +240,18 @@ def training_step(config: Config, parts: Parts) -> TrainingStep:
     if config.clip_grad_norm is not None:
         options["clip_grad_norm"] = config.clip_grad_norm
     if len(parts.losses) > 1:
-        options |= {"loss": parts.losses, "optimizer": [make(parts.model) for make in parts.optimizers]}
+        options |= {
+            "loss": parts.losses,
+            "optimizer": [make(parts.model) for make in parts.optimizers],
+        }
     else:
         make_optimizer = OPTIMIZERS[config.optimizer]
-        options |= {"loss": parts.losses[0], "optimizer": lambda parameters: make_optimizer([p for p in parameters if p.requires_grad])}
+        options |= {
+            "loss": parts.losses[0],
+            "optimizer": lambda parameters: make_optimizer(
+                [p for p in parameters if p.requires_grad]
+            ),
+        }
     return TrainingStep(parts.model, parts.batch, **options)
 
 
@@ -235,34 +272,65 @@ def run_compare(options: argparse.Namespace) -> int:
     """The command `compare`."""
     document = read_json(options.measured)
     about, measured = document["environment"], document["configs"]
-    configs = {config.name: config for config in _chosen(options.only) if "windows" in measured.get(config.name, {})}
+    configs = {
+        config.name: config
+        for config in _chosen(options.only)
+        if "windows" in measured.get(config.name, {})
+    }
     works = {name: partial(predict, config, about["device"]) for name, config in configs.items()}
-    left_out = {name: config.left_out for name, config in configs.items() if config.left_out} if about["is_virtual"] else {}
+    left_out = (
+        {name: config.left_out for name, config in configs.items() if config.left_out}
+        if about["is_virtual"]
+        else {}
+    )
     answers = {}
     for name, answer in in_processes_of_their_own(works, num_jobs=options.jobs):
         answers[name] = answer
         if options.json:  # what there is stays if time runs out
-            write_json(options.json, {"environment": about, "answers": answers, "left_out": left_out})
-        print(f"{name:60} {answer.get('error') or str(answer['result']['seconds']) + ' s'}", file=sys.stderr)
+            write_json(
+                options.json, {"environment": about, "answers": answers, "left_out": left_out}
+            )
+        print(
+            f"{name:60} {answer.get('error') or str(answer['result']['seconds']) + ' s'}",
+            file=sys.stderr,
+        )
     found: dict[str, list[Figure]] = {
-        name: figures(name, measured[name]["windows"][-1], answers[name]["result"]["steps"]) if "result" in answers[name] else []
+        name: figures(name, measured[name]["windows"][-1], answers[name]["result"]["steps"])
+        if "result" in answers[name]
+        else []
         for name in configs
     }
     not_measured = {
-        config.name: measured[config.name]["error"] for config in _chosen(options.only) if "error" in measured.get(config.name, {})
+        config.name: measured[config.name]["error"]
+        for config in _chosen(options.only)
+        if "error" in measured.get(config.name, {})
     }
     judged = {name: config for name, config in configs.items() if name not in left_out}
     summaries = [summarise("all", {name: found[name] for name in judged})]
     groups: dict[str, list[str]] = {}
     for name, config in judged.items():
-        for group in (f"family {config.workload.family}", f"precision {config.precision}", f"optimizer {config.optimizer}"):
+        for group in (
+            f"family {config.workload.family}",
+            f"precision {config.precision}",
+            f"optimizer {config.optimizer}",
+        ):
             groups.setdefault(group, []).append(name)
-    summaries += [summarise(group, {name: found[name] for name in names}) for group, names in sorted(groups.items())]
+    summaries += [
+        summarise(group, {name: found[name] for name in names})
+        for group, names in sorted(groups.items())
+    ]
     failures = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
     peaks = all_peak_errors({name: found[name] for name in judged}, groups)
-    predicted_by = {"torch": torch.__version__, "memcallback": __version__, "date": today(), "command": command()}
+    predicted_by = {
+        "torch": torch.__version__,
+        "memcallback": __version__,
+        "date": today(),
+        "command": command(),
+    }
     about |= {"predicted by": ", ".join(f"{name} {value}" for name, value in predicted_by.items())}
-    text = to_markdown(about, summaries, found, failures, left_out | not_measured, peaks_table(peaks))
+    text = to_markdown(
+        about, summaries, found, failures, left_out | not_measured, peaks_table(peaks)
+    )
     if options.json:
         rows = {
             "summaries": [asdict(s) for s in summaries],
@@ -284,7 +352,8 @@ class EventRecorder(MemoryRecorder):
     """A recorder that keeps the allocator's own history, cut at every boundary.
 
     Attributes:
-        sections: In order: the step (-1 before the first), the phase (None outside of all), and its events.
+        sections: In order: the step (-1 before the first), the phase (None outside of all), and its
+            events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -295,7 +364,9 @@ class EventRecorder(MemoryRecorder):
         self._step = -1
         self._restart()
 
-    def begin_step(self, batch: object = None, *, batch_size: int | None = None, sample: bool = False) -> None:
+    def begin_step(
+        self, batch: object = None, *, batch_size: int | None = None, sample: bool = False
+    ) -> None:
         """What came before is outside of all phases."""
         self.cut(None)
         self._step += 1
@@ -317,11 +388,15 @@ class EventRecorder(MemoryRecorder):
         entries = torch.cuda.memory._snapshot()["device_traces"][0]
         events = [row for entry in entries if (row := self._row(entry))]
         if events:
-            self.sections.append({"step": self._step, "phase": phase and phase.value, "events": events})
+            self.sections.append(
+                {"step": self._step, "phase": phase and phase.value, "events": events}
+            )
         self._restart()
 
     def _restart(self) -> None:
-        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=10**7, clear_history=True)
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="all", max_entries=10**7, clear_history=True
+        )
 
     def _row(self, entry: dict[str, Any]) -> list[Any] | None:
         action, address, size = entry["action"], entry["addr"], entry["size"]
@@ -340,9 +415,11 @@ _NATIVE = re.compile(r"at::(?:native|cuda)::(?:blas::|\(anonymous namespace\)::)
 
 
 def origin(frames: Iterable[dict[str, Any]]) -> tuple[str, str]:
-    """What asked for an allocation: operators and functions of C++, innermost first, and the lines of Python, likewise.
+    """What asked for an allocation: operators and functions of C++, innermost first, and the lines
+    of Python, likewise.
 
-    Functions of the standard library of the C++ side that only make tensors are left out, as are Python's own frames.
+    Functions of the standard library of the C++ side that only make tensors are left out, as are
+    Python's own frames.
     """
     native: list[str] = []
     python: list[str] = []
@@ -371,36 +448,61 @@ def record_events(config: Config) -> dict[str, Any]:
 
 def run_events(options: argparse.Namespace) -> int:
     """The command `events`."""
-    os.environ.setdefault("TORCH_SYMBOLIZE_MODE", "dladdr")  # names of functions from the libraries' tables: fast
+    os.environ.setdefault(
+        "TORCH_SYMBOLIZE_MODE", "dladdr"
+    )  # names of functions from the libraries' tables: fast
     document = {"environment": in_a_process_of_its_own(environment), "configs": {}}
     for config in _chosen(options.only):
         document["configs"][config.name] = in_a_process_of_its_own(partial(record_events, config))
-        print(f"{config.name}: {sum(len(s['events']) for s in document['configs'][config.name]['sections'])} events", file=sys.stderr)
+        print(
+            f"{config.name}: {sum(len(s['events']) for s in document['configs'][config.name]['sections'])} events",
+            file=sys.stderr,
+        )
     write_json(options.out, document)
     return 0
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="What training takes on a device, measured and predicted.")
+    parser = argparse.ArgumentParser(
+        description="What training takes on a device, measured and predicted."
+    )
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
         ("all", run_all, "measure and compare"),
-        ("measure", run_measure, "train every configuration on the device and write what its memory was"),
+        (
+            "measure",
+            run_measure,
+            "train every configuration on the device and write what its memory was",
+        ),
         ("compare", run_compare, "predict every configuration and judge it by what was measured"),
-        ("events", run_events, "write every allocation of some configurations with what asked for it"),
+        (
+            "events",
+            run_events,
+            "write every allocation of some configurations with what asked for it",
+        ),
     ):
         sub = commands.add_parser(name, help=text)
-        sub.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these configurations instead of all")
+        sub.add_argument(
+            "--only",
+            nargs="+",
+            default=[],
+            metavar="NAME",
+            help="these configurations instead of all",
+        )
         sub.add_argument("--jobs", type=int, default=1, help="processes at a time")
         if run is run_compare:
             sub.add_argument("--measured", type=Path, required=True, help="what `measure` wrote")
             sub.add_argument("--json", type=Path, help="write all figures here")
             sub.add_argument("--markdown", type=Path, help="write the tables here")
         elif run is run_all:
-            sub.add_argument("--out", type=Path, metavar="FOLDER", help="another folder for the results")
+            sub.add_argument(
+                "--out", type=Path, metavar="FOLDER", help="another folder for the results"
+            )
         else:
-            sub.add_argument("--out", type=Path, required=True, help="a JSON file; compressed if it ends in .gz")
+            sub.add_argument(
+                "--out", type=Path, required=True, help="a JSON file; compressed if it ends in .gz"
+            )
         sub.set_defaults(run=run)
     return parser.parse_args()
 

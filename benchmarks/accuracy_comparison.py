@@ -1,4 +1,6 @@
-"""Measured and predicted steps side by side: every figure's error, and whether the bars of the proof are met."""
+"""Measured and predicted steps side by side: every figure's error, and whether the bars of the
+proof are met.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from machine import not_reported
 
 from memcallback.prediction.comparison import ALLOCATED_SHARE, RESERVED_SHARE, allocated_band
 
-#: For this share of the configurations all figures are to be within the bands in which a report calls a prediction right,
+#: For this share of the configurations all figures are to be within the bands in which a report
+#: calls a prediction right,
 REQUIRED_SHARE = 0.95
-#: and in none a figure of allocated memory further off than this share (or than its band, where that is more).
+#: and in none a figure of allocated memory further off than this share (or than its band, where
+#: that is more).
 WORST_ALLOCATED_SHARE = 0.01
 
 NOT_REPORTED = (
@@ -64,37 +68,54 @@ class Figure:
 
     @property
     def is_above_bound(self) -> bool:
-        """Whether what was measured is above the bound that is stated for a prediction: the upper end of the band around it."""
+        """Whether what was measured is above the bound that is stated for a prediction: the upper
+        end of the band around it.
+        """
         return self.error_bytes < 0 and not self.is_within
 
     @property
     def is_far_off(self) -> bool:
         """Whether it is further off than any may be."""
-        return self.quantity in ALLOCATED and not self.is_within and abs(self.error_share) > WORST_ALLOCATED_SHARE
+        return (
+            self.quantity in ALLOCATED
+            and not self.is_within
+            and abs(self.error_share) > WORST_ALLOCATED_SHARE
+        )
 
 
 Step = Sequence[dict[str, Any]]
 
 
 def figures(config: str, measured: Sequence[Step], predicted: Sequence[Step]) -> list[Figure]:
-    """Every figure of the micro-batches of a window; where fewer are predicted than measured, the last ones are compared.
+    """Every figure of the micro-batches of a window; where fewer are predicted than measured, the
+    last ones are compared.
 
     Windows that are not the same in both (LBFGS, whose phases nothing marks) are compared as one.
     """
     measured = measured[len(measured) - len(predicted) :]
     found = []
     for number, (of_device, of_prediction) in enumerate(zip(measured, predicted, strict=True)):
-        if [window["phase"] for window in of_device] != [window["phase"] for window in of_prediction]:
+        if [window["phase"] for window in of_device] != [
+            window["phase"] for window in of_prediction
+        ]:
             of_device, of_prediction = [_as_one(of_device)], [_as_one(of_prediction)]
         for position, (true, guess) in enumerate(zip(of_device, of_prediction, strict=True)):
             name = true["phase"].replace("_", " ")
             name += f" {position // 3 + 1}" if len(of_device) > 3 else ""
             name = f"micro-batch {number + 1}: {name}" if len(measured) > 1 else name
             for quantity, (measured_bytes, predicted_bytes) in zip(
-                (*ALLOCATED, *RESERVED), zip(_figures(true), _figures(guess), strict=True), strict=True
+                (*ALLOCATED, *RESERVED),
+                zip(_figures(true), _figures(guess), strict=True),
+                strict=True,
             ):
                 found.append(
-                    Figure(config=config, window=name, quantity=quantity, measured_bytes=measured_bytes, predicted_bytes=predicted_bytes)
+                    Figure(
+                        config=config,
+                        window=name,
+                        quantity=quantity,
+                        measured_bytes=measured_bytes,
+                        predicted_bytes=predicted_bytes,
+                    )
                 )
     return found
 
@@ -109,7 +130,10 @@ def _figures(window: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _as_one(windows: Step) -> dict[str, Any]:
-    peaks = {name: max(window[name] for window in windows) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
+    peaks = {
+        name: max(window[name] for window in windows)
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes")
+    }
     return {"phase": "whole step", "start": windows[0]["start"], "end": windows[-1]["end"], **peaks}
 
 
@@ -124,8 +148,10 @@ class Summary:
         allocated_share: The share with every figure of allocated memory within the bar.
         num_far_off: Figures of allocated memory that are further off than any may be.
         worst_allocated_pct: The largest error of allocated memory, in percent of the figure.
-        median_allocated_bytes: The median error of peak allocated memory over all phases, without its sign.
-        exact_share: The share of configurations with every peak of allocated memory exact to the byte.
+        median_allocated_bytes: The median error of peak allocated memory over all phases, without
+            its sign.
+        exact_share: The share of configurations with every peak of allocated memory exact to the
+            byte.
         reserved_share: The share with every peak of reserved memory within the bar.
         worst_reserved_pct: The largest error of reserved memory, in percent.
     """
@@ -144,7 +170,11 @@ class Summary:
     @property
     def is_met(self) -> bool:
         """Whether all bars are."""
-        return self.allocated_share >= REQUIRED_SHARE and self.num_far_off == 0 and self.reserved_share >= REQUIRED_SHARE
+        return (
+            self.allocated_share >= REQUIRED_SHARE
+            and self.num_far_off == 0
+            and self.reserved_share >= REQUIRED_SHARE
+        )
 
 
 def summarise(group: str, by_config: dict[str, list[Figure]]) -> Summary:
@@ -157,7 +187,11 @@ def summarise(group: str, by_config: dict[str, list[Figure]]) -> Summary:
     def share(quantities: Sequence[str], *, is_exact: bool = False) -> float:
         right = [
             bool(found)
-            and all(not figure.error_bytes if is_exact else figure.is_within for figure in found if figure.quantity in quantities)
+            and all(
+                not figure.error_bytes if is_exact else figure.is_within
+                for figure in found
+                if figure.quantity in quantities
+            )
             for found in by_config.values()
         ]
         return sum(right) / len(right) if right else 0.0
@@ -189,7 +223,10 @@ def to_markdown(
     peaks: Sequence[str],
 ) -> str:
     """The page of results; `peaks` has the lines of the table of peaks."""
-    lines = [f"# Predicted against measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}", ""]
+    lines = [
+        f"# Predicted against measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}",
+        "",
+    ]
     lines += [*(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += [
         f"Bars: in {REQUIRED_SHARE:.0%} of the configurations every phase's allocated memory (start, end, peak) within {ALLOCATED_SHARE:.1%} + 1 MiB, "
@@ -210,7 +247,10 @@ def to_markdown(
         "",
     ]
     lines += _listing("Not predicted", failures) + _listing("Left out of the bars", left_out)
-    lines += ["| configuration | phase | start | end | peak allocated | peak reserved |", "|:---|:---|---:|---:|---:|---:|"]
+    lines += [
+        "| configuration | phase | start | end | peak allocated | peak reserved |",
+        "|:---|:---|---:|---:|---:|---:|",
+    ]
     for name, found in by_config.items():
         for window in dict.fromkeys(figure.window for figure in found):
             cells = [_cell(figure) for figure in found if figure.window == window]
@@ -220,7 +260,9 @@ def to_markdown(
 
 
 def _summary_row(summary: Summary) -> str:
-    middle = "" if summary.median_allocated_bytes is None else f"{summary.median_allocated_bytes:,.0f} B"
+    middle = (
+        "" if summary.median_allocated_bytes is None else f"{summary.median_allocated_bytes:,.0f} B"
+    )
     cells = [
         summary.group, summary.num_configs, summary.num_not_predicted, f"{summary.allocated_share:.1%}", _percent(summary.worst_allocated_pct),
         middle, f"{summary.exact_share:.1%}", f"{summary.reserved_share:.1%}", _percent(summary.worst_reserved_pct),
@@ -233,9 +275,17 @@ def _percent(value: float | None) -> str:
 
 
 def _listing(title: str, reasons: dict[str, str]) -> list[str]:
-    return [f"{title}:", "", *(f"- {name}: {reason}" for name, reason in reasons.items()), ""] if reasons else []
+    return (
+        [f"{title}:", "", *(f"- {name}: {reason}" for name, reason in reasons.items()), ""]
+        if reasons
+        else []
+    )
 
 
 def _cell(figure: Figure) -> str:
     mark = "" if figure.is_within else " ✗"
-    return f"{figure.error_bytes:+,} ({100 * figure.error_share:+.3f} %){mark}" if figure.error_bytes else "0"
+    return (
+        f"{figure.error_bytes:+,} ({100 * figure.error_share:+.3f} %){mark}"
+        if figure.error_bytes
+        else "0"
+    )

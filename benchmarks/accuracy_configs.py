@@ -1,7 +1,9 @@
-"""The configurations of the accuracy proof: architectures x optimizers x precisions x ways to save memory, in a fixed order.
+"""The configurations of the accuracy proof: architectures x optimizers x precisions x ways to save
+memory, in a fixed order.
 
-A configuration makes everything on the CPU, so that the same objects can be measured on a device and predicted without one.
-`training_loop.py` says in which order a step runs, `models/workloads.py` what is trained.
+A configuration makes everything on the CPU, so that the same objects can be measured on a device
+and predicted without one. `training_loop.py` says in which order a step runs, `models/workloads.py`
+what is trained.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4),
-    "nesterov-forloop": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, foreach=False),
+    "momentum": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.01, momentum=0.9, weight_decay=1e-4
+    ),
+    "nesterov-forloop": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.01, momentum=0.9, nesterov=True, foreach=False
+    ),
     "sgd-fused": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
     "adam-amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, amsgrad=True),
@@ -35,9 +41,16 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-3),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-3),
-    # Three iterations of one evaluation each, whatever the values are; the history is full in the second step.
+    # Three iterations of one evaluation each, whatever the values are; the history is full in the
+    # second step.
     "lbfgs": lambda parameters: torch.optim.LBFGS(
-        parameters, lr=1e-3, max_iter=3, max_eval=100, tolerance_grad=-1.0, tolerance_change=-1.0, history_size=3
+        parameters,
+        lr=1e-3,
+        max_iter=3,
+        max_eval=100,
+        tolerance_grad=-1.0,
+        tolerance_change=-1.0,
+        history_size=3,
     ),
 }
 
@@ -87,7 +100,11 @@ class Config:
         words = [self.workload.architecture, self.optimizer, self.precision]
         words += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
         words += ["clip"] if self.clip_grad_norm is not None else []
-        words += [f"checkpoint-{self.checkpointing}".replace("_", "-")] if self.checkpointing != "none" else []
+        words += (
+            [f"checkpoint-{self.checkpointing}".replace("_", "-")]
+            if self.checkpointing != "none"
+            else []
+        )
         words += ["channels-last"] if self.channels_last else []
         object.__setattr__(self, "name", "-".join(words))
 
@@ -117,7 +134,8 @@ class Config:
         """Make everything anew.
 
         Args:
-            initialise: Whether the parameters get random values; without, a large model is made at once and takes no memory.
+            initialise: Whether the parameters get random values; without, a large model is made at
+                once and takes no memory.
         """
         torch.manual_seed(0)
         with nullcontext() if initialise else _WithoutInitialisation():  # type: ignore[no-untyped-call]
@@ -132,20 +150,32 @@ class Config:
         if self.channels_last:
             model = cast("Any", model).to(memory_format=torch.channels_last)
             batch = {name: _to_channels_last(value) for name, value in batch.items()}
-        optimizers = tuple(_maker(self.optimizer, parameters_of) for parameters_of in self.workload.parameters)
+        optimizers = tuple(
+            _maker(self.optimizer, parameters_of) for parameters_of in self.workload.parameters
+        )
         return Parts(model=model, batch=batch, losses=self.workload.losses, optimizers=optimizers)
 
 
 def _maker(optimizer: str, parameters_of: ParametersOf) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda model: OPTIMIZERS[optimizer]([parameter for parameter in parameters_of(model) if parameter.requires_grad])
+    return lambda model: OPTIMIZERS[optimizer](
+        [parameter for parameter in parameters_of(model) if parameter.requires_grad]
+    )
 
 
 def _to_bfloat16(value: Any) -> Any:
-    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        value.to(torch.bfloat16)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )
 
 
 def _to_channels_last(value: Any) -> Any:
-    return value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.ndim == 4 else value
+    return (
+        value.contiguous(memory_format=torch.channels_last)
+        if isinstance(value, Tensor) and value.ndim == 4
+        else value
+    )
 
 
 class _WithoutInitialisation(TorchDispatchMode):
@@ -153,12 +183,22 @@ class _WithoutInitialisation(TorchDispatchMode):
 
     _DRAWN = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return args[0] if function in self._DRAWN else function(*args, **(kwargs or {}))
 
 
-def _config(architecture: str, optimizer: str = "adamw", precision: str = "32-true", **options: Any) -> Config:
-    return Config(workload=WORKLOADS[architecture], optimizer=optimizer, precision=precision, **options)
+def _config(
+    architecture: str, optimizer: str = "adamw", precision: str = "32-true", **options: Any
+) -> Config:
+    return Config(
+        workload=WORKLOADS[architecture], optimizer=optimizer, precision=precision, **options
+    )
 
 
 _NON_REENTRANT: dict[str, Any] = {"checkpointing": "non_reentrant"}

@@ -4,16 +4,20 @@
 
 Needs no GPU and no PyTorch. Two kinds of histories, each with 10,000, 100,000 and 1,000,000 events:
 
-- *training*: a trace of three training steps of a model that is the deeper the longer the history is, so that more stands at once:
-  activations of a few sizes taken in the forward pass and given back in the backward pass, temporaries in between, gradients, Adam.
-- *random*: sizes from 1 byte to 64 MiB, each as likely on a logarithmic scale, freed in any order; of the events a twentieth stands at once.
+- *training*: a trace of three training steps of a model that is the deeper the longer the history
+  is, so that more stands at once:
+  activations of a few sizes taken in the forward pass and given back in the backward pass,
+  temporaries in between, gradients, Adam.
+- *random*: sizes from 1 byte to 64 MiB, each as likely on a logarithmic scale, freed in any order;
+  of the events a twentieth stands at once.
   Free blocks of all sizes are many: the worst that a pool can be asked.
 
 *Replay* is what a prediction does: `memcallback.prediction.replay.replay`, with the figures of every phase. *Allocator* is `CachingAllocator` alone. Both
 stand beside a bare loop that keeps a dict of what is alive and adds up sizes, in the same round. Times are of the processor, medians over the rounds.
 
-The result goes to `benchmarks/results/cpu-<date>/`, or the folder that is named, as `allocator.json` and `allocator.md`; the exit code is 1 if what is asked of
-the figures (`judged`) is not met.
+The result goes to `benchmarks/results/cpu-<date>/`, or the folder that is named, as
+`allocator.json` and `allocator.md`; the exit code is 1 if what is asked of the figures (`judged`)
+is not met.
 """
 
 from __future__ import annotations
@@ -35,7 +39,15 @@ from random import Random
 from machine import processor, results_folder, today
 
 from memcallback import __version__
-from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    Event,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB
 from memcallback.prediction.allocator.blocks import Block
@@ -43,7 +55,8 @@ from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.replay import replay
 
 NUM_EVENTS = (10_000, 100_000, 1_000_000)
-#: What is asked: events a second in a replay of the longest training, and how much more than n log n the longest may take.
+#: What is asked: events a second in a replay of the longest training, and how much more than n log
+#: n the longest may take.
 LEAST_EVENTS_PER_SECOND = 500_000
 MOST_OVER_N_LOG_N = 1.5
 #: Of an activation, of a weight, of a temporary.
@@ -133,7 +146,11 @@ def by_bare_loop(events: Sequence[Event]) -> None:
 
 
 HISTORIES: dict[str, Callable[[int], list[Event]]] = {"training": training, "random": random}
-WAYS: dict[str, Callable[[Sequence[Event]], None]] = {"replay": by_replay, "allocator": by_allocator, "bare loop": by_bare_loop}
+WAYS: dict[str, Callable[[Sequence[Event]], None]] = {
+    "replay": by_replay,
+    "allocator": by_allocator,
+    "bare loop": by_bare_loop,
+}
 
 
 class Counting(CachingAllocator):
@@ -153,7 +170,9 @@ class Counting(CachingAllocator):
 
 
 def num_put(events: Sequence[Event]) -> int:
-    """How many events a replay puts to the allocator: the last update comes again until it has settled."""
+    """How many events a replay puts to the allocator: the last update comes again until it has
+    settled.
+    """
     allocator = Counting()
     replay(events, allocator)
     return allocator.num_events
@@ -169,7 +188,8 @@ class Row:
         num_events: How many.
         events_per_second: Of the median round; in a replay those that the allocator was given.
         over_bare_loop: The median of the rounds' quotients.
-        over_n_log_n: How much longer it takes for each event and each doubling of their number than the shortest history of its kind.
+        over_n_log_n: How much longer it takes for each event and each doubling of their number than
+            the shortest history of its kind.
     """
 
     history: str
@@ -195,7 +215,10 @@ def measure(num_rounds: int) -> Iterator[Row]:
         for number in NUM_EVENTS:
             events = make(number)
             num_given = {name: len(events) for name in WAYS} | {"replay": num_put(events)}
-            rounds = [{name: seconds(way, events) for name, way in WAYS.items()} for _ in range(num_rounds)]
+            rounds = [
+                {name: seconds(way, events) for name, way in WAYS.items()}
+                for _ in range(num_rounds)
+            ]
             for name in WAYS:
                 time_ = statistics.median(one[name] for one in rounds)
                 per_n_log_n = time_ / (len(events) * math.log2(len(events)))
@@ -204,7 +227,9 @@ def measure(num_rounds: int) -> Iterator[Row]:
                     way=name,
                     num_events=len(events),
                     events_per_second=num_given[name] / time_,
-                    over_bare_loop=statistics.median(one[name] / one["bare loop"] for one in rounds),
+                    over_bare_loop=statistics.median(
+                        one[name] / one["bare loop"] for one in rounds
+                    ),
                     over_n_log_n=per_n_log_n / shortest.setdefault(name, per_n_log_n),
                 )
                 print(f"{history}, {name}, {len(events):,}: {time_:.3f} s", file=sys.stderr)
@@ -212,7 +237,9 @@ def measure(num_rounds: int) -> Iterator[Row]:
 
 def judged(rows: Sequence[Row]) -> dict[str, bool]:
     """What is asked of the figures, and whether it is so."""
-    longest = next(row for row in reversed(rows) if (row.history, row.way) == ("training", "replay"))
+    longest = next(
+        row for row in reversed(rows) if (row.history, row.way) == ("training", "replay")
+    )
     return {
         f"replay of {longest.num_events:,} events of training: at least {LEAST_EVENTS_PER_SECOND:,} a second": longest.events_per_second
         >= LEAST_EVENTS_PER_SECOND,
@@ -224,8 +251,15 @@ def judged(rows: Sequence[Row]) -> dict[str, bool]:
 
 def to_markdown(rows: Sequence[Row], verdicts: dict[str, bool], about: dict[str, str]) -> str:
     """The result as a page."""
-    lines = ["# Events a second of the simulated allocator", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
-    lines += [f"- {'met' if is_met else '**not met**'}: {what}" for what, is_met in verdicts.items()]
+    lines = [
+        "# Events a second of the simulated allocator",
+        "",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        "",
+    ]
+    lines += [
+        f"- {'met' if is_met else '**not met**'}: {what}" for what, is_met in verdicts.items()
+    ]
     lines += [
         "",
         "| history | events | way | events a second | time over a bare loop's | over n log n |",
@@ -235,7 +269,11 @@ def to_markdown(rows: Sequence[Row], verdicts: dict[str, bool], about: dict[str,
         f"| {row.history} | {row.num_events:,} | {row.way} | {row.events_per_second:,.0f} | {row.over_bare_loop:.1f} | {row.over_n_log_n:.2f} |"
         for row in rows
     ]
-    lines += ["", "Not reported: expandable segments, streams, a device that is full (each retry walks through all free blocks).", ""]
+    lines += [
+        "",
+        "Not reported: expandable segments, streams, a device that is full (each retry walks through all free blocks).",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -256,7 +294,12 @@ def main() -> int:
     }
     out = options.out or results_folder("cpu")
     out.mkdir(parents=True, exist_ok=True)
-    results = {"environment": about, "rounds": options.rounds, "rows": [asdict(row) for row in rows], "judged": verdicts}
+    results = {
+        "environment": about,
+        "rounds": options.rounds,
+        "rows": [asdict(row) for row in rows],
+        "judged": verdicts,
+    }
     (out / "allocator.json").write_text(json.dumps(results, indent=2) + "\n")
     text = to_markdown(rows, verdicts, about)
     (out / "allocator.md").write_text(text)

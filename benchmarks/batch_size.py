@@ -1,32 +1,38 @@
-"""The largest batch size: what is suggested, what truly trains, and what searches by trying come to, side by side.
+"""The largest batch size: what is suggested, what truly trains, and what searches by trying come
+to, side by side.
 
-    python benchmarks/batch_size.py                            on virtual devices
-    python benchmarks/batch_size.py --here 16 --jobs 4 --out FOLDER      on the device that is here, of which each process may have 16 GiB
+    python benchmarks/batch_size.py                            on virtual devices python
+    benchmarks/batch_size.py --here 16 --jobs 4 --out FOLDER      on the device that is here, of
+    which each process may have 16 GiB
 
-Virtual devices (environment variable VGPU=1) are of several cards and capacities (VGPU_ARCH, VGPU_TOTAL_BYTES); memory is that of
-the card, and kernels do nothing. A Lightning Trainer trains, each trial in a process of its own, the warm-up and five more updates. With
-`--here` fewer configurations train, the allocator is bounded, and nobody searches.
+Virtual devices (environment variable VGPU=1) are of several cards and capacities (VGPU_ARCH,
+VGPU_TOTAL_BYTES); memory is that of the card, and kernels do nothing. A Lightning Trainer trains,
+each trial in a process of its own, the warm-up and five more updates. With `--here` fewer
+configurations train, the allocator is bounded, and nobody searches.
 
 *Suggestion*: `memcallback.suggest_batch_size(step, device="cuda", multiple_of=1)` with its default headroom of 5 %.
 
 *Truth*: found by trials alone, by bisection from the suggestion, with two more sizes beyond what is found, since memory need not grow with
 every sample. It is said of a card, and there are two:
 
-- *trains*: the largest size at which PyTorch's allocator never runs short: it never has to give back its cache and try again (a
-  retry, which waits for the device) and raises no OutOfMemoryError. That is what a suggestion means by fitting.
-- *gets by*: the largest at which training goes on at all: by retries, in every update if need be, and with other algorithms where a workspace
+- *trains*: the largest size at which PyTorch's allocator never runs short: it never has to give
+  back its cache and try again (a
+  retry, which waits for the device) and raises no OutOfMemoryError. That is what a suggestion means
+  by fitting.
+- *gets by*: the largest at which training goes on at all: by retries, in every update if need be,
+  and with other algorithms where a workspace
   of cuDNN cannot be had (PyTorch catches that OutOfMemoryError).
 
-To compare like with like, the suggestion is set beside the truth of a card of the capacity less the headroom; and the limits that come with
-it, which have no headroom, beside that of the whole card.
+To compare like with like, the suggestion is set beside the truth of a card of the capacity less the
+headroom; and the limits that come with it, which have no headroom, beside that of the whole card.
 
 *Searches*, on the whole card: Lightning's `Tuner.scale_batch_size` (`BatchSizeFinder`) in both modes, Accelerate's
 `find_executable_batch_size` from its default of 128 and from Lightning's maximum, 8192, and `memcallback.fit_batch_size`, all else by their
 defaults. Of these the last keeps 5 % of the memory free and Lightning's mode `binsearch` takes off 5 % of the samples. What each gives is trained
 like the suggestion. What a search leaves behind is looked at on a CPU, where values are real (`batch_size_state.py`).
 
-The result goes to `benchmarks/results/virtual-cards-<date>/`, with `--here` to that device's folder, as batch_size.json and batch_size.md; with
-`--only` the other pairs there stay.
+The result goes to `benchmarks/results/virtual-cards-<date>/`, with `--here` to that device's
+folder, as batch_size.json and batch_size.md; with `--only` the other pairs there stay.
 """
 
 from __future__ import annotations
@@ -50,7 +56,16 @@ import torch
 from accuracy import in_a_process_of_its_own, in_processes_of_their_own
 from accuracy_configs import CONFIGS, Config
 from batch_size_results import OURS, Pair, Search, Truth, pair_from, summarise, to_markdown
-from batch_size_runs import Found, Suggestion, Trial, by_accelerate, by_fit, by_lightning, suggested, try_out
+from batch_size_runs import (
+    Found,
+    Suggestion,
+    Trial,
+    by_accelerate,
+    by_fit,
+    by_lightning,
+    suggested,
+    try_out,
+)
 from machine import RESULTS, command, driver, is_virtual, processor, results_folder, today
 
 from memcallback import __version__
@@ -79,8 +94,18 @@ PAIRS = {
 }
 #: Those for `--here`.
 PAIRS_HERE = (
-    *("resnet50-momentum-32-true", "resnet18-sgd-32-true", "unet-adamw-bf16-mixed", "vit-s16-adamw-32-true"),
-    *("gpt2-adamw-bf16-mixed", "bert-adamw-fused-16-mixed", "llama-adamw-bf16-true", "wavenet-adam-32-true"),
+    *(
+        "resnet50-momentum-32-true",
+        "resnet18-sgd-32-true",
+        "unet-adamw-bf16-mixed",
+        "vit-s16-adamw-32-true",
+    ),
+    *(
+        "gpt2-adamw-bf16-mixed",
+        "bert-adamw-fused-16-mixed",
+        "llama-adamw-bf16-true",
+        "wavenet-adam-32-true",
+    ),
 )
 SEARCHES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "fit_batch_size": by_fit,
@@ -103,11 +128,15 @@ _ENDLESS = 1 << 24
 
 
 def on_card(capacity_bytes: int, arch: str, work: Callable[[], Any]) -> Any:
-    """Do work in a process of its own that sees a virtual device; or with arch `HERE`, that may have so much of the one that is here."""
+    """Do work in a process of its own that sees a virtual device; or with arch `HERE`, that may
+    have so much of the one that is here.
+    """
 
     def there() -> Any:
         if arch == HERE:
-            torch.cuda.set_per_process_memory_fraction(capacity_bytes / torch.cuda.get_device_properties(0).total_memory)
+            torch.cuda.set_per_process_memory_fraction(
+                capacity_bytes / torch.cuda.get_device_properties(0).total_memory
+            )
         else:
             os.environ.update(VGPU_ARCH=arch, VGPU_TOTAL_BYTES=str(capacity_bytes))
         return work()
@@ -131,7 +160,11 @@ class Trials:
     def at(self, batch_size: int) -> Trial:
         """What came of a size."""
         if batch_size not in self._done:
-            self._done[batch_size] = Trial(**on_card(self._capacity_bytes, self._arch, partial(try_out, self._config, batch_size)))
+            self._done[batch_size] = Trial(
+                **on_card(
+                    self._capacity_bytes, self._arch, partial(try_out, self._config, batch_size)
+                )
+            )
         return self._done[batch_size]
 
     def truth(self, *, near: int, near_at_all: int) -> Truth:
@@ -159,10 +192,15 @@ class Trials:
             near = further
 
 
-def measured(config: Config, capacity_gib: int, arch: str, tools: Sequence[str], suggestion: Suggestion) -> Pair:
+def measured(
+    config: Config, capacity_gib: int, arch: str, tools: Sequence[str], suggestion: Suggestion
+) -> Pair:
     """All else of one configuration on one card."""
     capacity_bytes = capacity_gib * GiB
-    whole, less = Trials(config, capacity_bytes, arch), Trials(config, int(capacity_bytes * (1 - DEFAULT_HEADROOM)), arch)
+    whole, less = (
+        Trials(config, capacity_bytes, arch),
+        Trials(config, int(capacity_bytes * (1 - DEFAULT_HEADROOM)), arch),
+    )
     limit = suggestion.limit or suggestion.size
     return Pair(
         config=config.name,
@@ -171,12 +209,18 @@ def measured(config: Config, capacity_gib: int, arch: str, tools: Sequence[str],
         suggestion=suggestion,
         trial=whole.at(max(1, suggestion.size)),
         less=less.truth(near=suggestion.size, near_at_all=int(limit * (1 - DEFAULT_HEADROOM))),
-        whole=whole.truth(near=suggestion.limit_without_retry or suggestion.size, near_at_all=limit),
-        searches=[_searched(tool, config, whole, partial(on_card, capacity_bytes, arch)) for tool in tools],
+        whole=whole.truth(
+            near=suggestion.limit_without_retry or suggestion.size, near_at_all=limit
+        ),
+        searches=[
+            _searched(tool, config, whole, partial(on_card, capacity_bytes, arch)) for tool in tools
+        ],
     )
 
 
-def _searched(tool: str, config: Config, whole: Trials, there: Callable[[Callable[[], Any]], Any]) -> Search:
+def _searched(
+    tool: str, config: Config, whole: Trials, there: Callable[[Callable[[], Any]], Any]
+) -> Search:
     try:
         found = Found(**there(partial(SEARCHES[tool], config)))
     except RuntimeError as error:
@@ -204,15 +248,24 @@ def environment(gib_here: int | None) -> dict[str, str]:
 
 
 def num_places(gib: int) -> int:
-    """How many processes with so much for tensors, and a context each, the device has room for; at least one."""
+    """How many processes with so much for tensors, and a context each, the device has room for; at
+    least one.
+    """
     return max(1, torch.cuda.get_device_properties(0).total_memory // ((gib + 1) * GiB))
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Check suggested batch sizes on virtual devices.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CONFIG", help=f"of {', '.join(PAIRS)}")
-    parser.add_argument("--here", type=int, metavar="GIB", help="on the device that is here, of which each process may have so much")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="CONFIG", help=f"of {', '.join(PAIRS)}"
+    )
+    parser.add_argument(
+        "--here",
+        type=int,
+        metavar="GIB",
+        help="on the device that is here, of which each process may have so much",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="pairs at a time")
     parser.add_argument("--out", type=Path, help="another folder for the results")
     return parser.parse_args()
@@ -222,7 +275,9 @@ def main() -> int:
     """Suggest, try, search, compare; 1 if a suggestion is not as asked."""
     options = arguments()
     if options.here is None and not is_virtual():
-        raise SystemExit("The capacities are those of virtual devices (VGPU=1), and this is none. Try --here 16.")
+        raise SystemExit(
+            "The capacities are those of virtual devices (VGPU=1), and this is none. Try --here 16."
+        )
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     configs = {config.name: config for config in CONFIGS}
@@ -230,9 +285,18 @@ def main() -> int:
     if options.here is not None:
         cards = [(name, options.here, HERE) for name in PAIRS_HERE]
     tools = list(SEARCHES) if options.here is None else []
-    chosen = {f"{name}, {gib} GiB": (configs[name], gib, arch) for name, gib, arch in cards if not options.only or name in options.only}
-    left_behind = {tool: in_a_process_of_its_own(look) for tool, look in LEFT_BEHIND.items() if options.here is None or tool == OURS}
-    # PyTorch's question for cuDNN's version opens the device, after which no process can be forked that uses it.
+    chosen = {
+        f"{name}, {gib} GiB": (configs[name], gib, arch)
+        for name, gib, arch in cards
+        if not options.only or name in options.only
+    }
+    left_behind = {
+        tool: in_a_process_of_its_own(look)
+        for tool, look in LEFT_BEHIND.items()
+        if options.here is None or tool == OURS
+    }
+    # PyTorch's question for cuDNN's version opens the device, after which no process can be forked
+    # that uses it.
     about = in_a_process_of_its_own(partial(environment, options.here))
     out = options.out or RESULTS / f"virtual-cards-{today()}"
     if options.here and not options.out:
@@ -242,8 +306,12 @@ def main() -> int:
     kept = json.loads(path.read_text())["pairs"] if options.only and path.exists() else []
     pairs = [pair_from(pair) for pair in kept if pair["config"] not in options.only]
     began = time.perf_counter()
-    # One at a time, since what others use of the device counts for a suggestion; a trial has its share of the device, whatever others do.
-    asked = {name: partial(on_card, gib * GiB, arch, partial(suggested, config)) for name, (config, gib, arch) in chosen.items()}
+    # One at a time, since what others use of the device counts for a suggestion; a trial has its
+    # share of the device, whatever others do.
+    asked = {
+        name: partial(on_card, gib * GiB, arch, partial(suggested, config))
+        for name, (config, gib, arch) in chosen.items()
+    }
     suggestions = dict(in_processes_of_their_own(asked))
     print(f"{time.perf_counter() - began:6.0f} s  {len(suggestions)} suggestions", file=sys.stderr)
     failed = {name: answer["error"] for name, answer in suggestions.items() if "error" in answer}
@@ -252,15 +320,29 @@ def main() -> int:
         for name, answer in suggestions.items()
         if name not in failed
     }
-    num_jobs = options.jobs if options.here is None else min(options.jobs, in_a_process_of_its_own(partial(num_places, options.here)))
+    num_jobs = (
+        options.jobs
+        if options.here is None
+        else min(options.jobs, in_a_process_of_its_own(partial(num_places, options.here)))
+    )
     for name, answer in in_processes_of_their_own(works, num_jobs=num_jobs):
-        print(f"{time.perf_counter() - began:6.0f} s  {name} {answer.get('error', '')}", file=sys.stderr)
+        print(
+            f"{time.perf_counter() - began:6.0f} s  {name} {answer.get('error', '')}",
+            file=sys.stderr,
+        )
         if "error" in answer:
             failed[name] = answer["error"]
             continue
-        pairs = sorted([*pairs, pair_from(answer["result"])], key=lambda pair: (list(PAIRS).index(pair.config), pair.capacity_bytes))
+        pairs = sorted(
+            [*pairs, pair_from(answer["result"])],
+            key=lambda pair: (list(PAIRS).index(pair.config), pair.capacity_bytes),
+        )
         summaries = summarise(pairs, left_behind)
-        results = {"environment": about, "pairs": [asdict(pair) for pair in pairs], "summaries": [asdict(row) for row in summaries]}
+        results = {
+            "environment": about,
+            "pairs": [asdict(pair) for pair in pairs],
+            "summaries": [asdict(row) for row in summaries],
+        }
         path.write_text(json.dumps({**results, "left_behind": left_behind}, indent=1) + "\n")
         path.with_suffix(".md").write_text(to_markdown(about, pairs, summaries))
         print(path.with_suffix(".md").read_text())
@@ -269,7 +351,9 @@ def main() -> int:
     return 0 if pairs and all(pair.is_met for pair in pairs) and not failed else 1
 
 
-def _measured(config: Config, gib: int, arch: str, tools: Sequence[str], suggestion: Suggestion) -> dict[str, Any]:
+def _measured(
+    config: Config, gib: int, arch: str, tools: Sequence[str], suggestion: Suggestion
+) -> dict[str, Any]:
     return asdict(measured(config, gib, arch, tools, suggestion))
 
 

@@ -55,7 +55,9 @@ class Search:
     @property
     def is_tested(self) -> bool:
         """Whether it has itself trained at that size to the end of a trial."""
-        return self.found is not None and any(size == self.found.size and steps >= NUM_SEARCHED for size, steps in self.found.trials)
+        return self.found is not None and any(
+            size == self.found.size and steps >= NUM_SEARCHED for size, steps in self.found.trials
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,8 @@ class Summary:
         least_share: The same.
         largest_share: The same; above 1 there are retries.
         num_out_of_memory: Sizes at which training runs out of memory.
-        num_short: Sizes at which the allocator runs short in the last update too, the above included.
+        num_short: Sizes at which the allocator runs short in the last update too, the above
+            included.
         num_untested: Sizes that it has not run itself.
         num_trials: Of a search, in the median.
         num_ooms: Trials that ran out of memory, in the median.
@@ -147,8 +150,14 @@ class Summary:
 
 def summarise(pairs: Sequence[Pair], left_behind: dict[str, list[str]]) -> list[Summary]:
     """The suggestion and all searches."""
-    own = [(pair, Search(tool=OURS, found=_nothing_tried(pair.suggestion.size), trial=pair.trial)) for pair in pairs]
-    by_tool = {tool: [(pair, one) for pair in pairs for one in pair.searches if one.tool == tool] for tool in _tools(pairs)}
+    own = [
+        (pair, Search(tool=OURS, found=_nothing_tried(pair.suggestion.size), trial=pair.trial))
+        for pair in pairs
+    ]
+    by_tool = {
+        tool: [(pair, one) for pair in pairs for one in pair.searches if one.tool == tool]
+        for tool in _tools(pairs)
+    }
     return [_summary(tool, rows, left_behind) for tool, rows in {OURS: own, **by_tool}.items()]
 
 
@@ -160,8 +169,14 @@ def _nothing_tried(size: int) -> Found:
     return Found(size=size, trials=[], num_ooms=0, changed=[])
 
 
-def _summary(tool: str, of_pairs: Sequence[tuple[Pair, Search]], left_behind: dict[str, list[str]]) -> Summary:
-    found = [(pair, one, one.found, one.trial) for pair, one in of_pairs if one.found is not None and one.trial is not None]
+def _summary(
+    tool: str, of_pairs: Sequence[tuple[Pair, Search]], left_behind: dict[str, list[str]]
+) -> Summary:
+    found = [
+        (pair, one, one.found, one.trial)
+        for pair, one in of_pairs
+        if one.found is not None and one.trial is not None
+    ]
     shares = [of.size / pair.whole.trains for pair, _, of, _ in found]
     on_cpu = next(changed for name, changed in left_behind.items() if tool.startswith(name))
     return Summary(
@@ -175,7 +190,9 @@ def _summary(tool: str, of_pairs: Sequence[tuple[Pair, Search]], left_behind: di
         num_untested=sum(not search.is_tested for _, search, *_ in found),
         num_trials=statistics.median([len(of.trials) for _, _, of, _ in found] or [0]),
         num_ooms=statistics.median([of.num_ooms for _, _, of, _ in found] or [0]),
-        changed=list(dict.fromkeys([*on_cpu, *(text for _, _, of, _ in found for text in of.changed)])),
+        changed=list(
+            dict.fromkeys([*on_cpu, *(text for _, _, of, _ in found for text in of.changed)])
+        ),
     )
 
 
@@ -183,10 +200,17 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
     """The page beside the JSON file."""
     shares = [pair.share for pair in pairs]
     at_all = [pair.suggestion.size / pair.less.gets_by for pair in pairs]
-    without_retry = [(pair.suggestion.limit_without_retry or 0) / pair.whole.trains for pair in pairs]
+    without_retry = [
+        (pair.suggestion.limit_without_retry or 0) / pair.whole.trains for pair in pairs
+    ]
     limits = [(pair.suggestion.limit or 0) / pair.whole.gets_by for pair in pairs]
     num_met = sum(pair.is_met for pair in pairs)
-    lines = ["# The largest batch size", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines = [
+        "# The largest batch size",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+    ]
     lines += [
         f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and {len({(pair.card, pair.capacity_bytes) for pair in pairs})} cards. "
         f"Asked: training at the suggestion never runs out of memory, and it is at least {LEAST_SHARE:.0%} of what trains on a card of the "
@@ -232,25 +256,51 @@ def _range(shares: Sequence[float]) -> str:
 
 def _pair_row(pair: Pair) -> str:
     one = pair.suggestion
-    cells = [pair.config, pair.card, pair.capacity_bytes // GiB, f"{one.size}{'' if pair.is_met else ' ✗'}", pair.less.trains]
-    cells += [f"{pair.share:.3f}", pair.less.gets_by, one.limit_without_retry, pair.whole.trains, one.limit, pair.whole.gets_by]
+    cells = [
+        pair.config,
+        pair.card,
+        pair.capacity_bytes // GiB,
+        f"{one.size}{'' if pair.is_met else ' ✗'}",
+        pair.less.trains,
+    ]
+    cells += [
+        f"{pair.share:.3f}",
+        pair.less.gets_by,
+        one.limit_without_retry,
+        pair.whole.trains,
+        one.limit,
+        pair.whole.gets_by,
+    ]
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def _summary_row(row: Summary) -> str:
-    cells = [row.tool, row.num_failed, f"{row.median_share:.3f}", f"{row.least_share:.3f}", f"{row.largest_share:.3f}"]
+    cells = [
+        row.tool,
+        row.num_failed,
+        f"{row.median_share:.3f}",
+        f"{row.least_share:.3f}",
+        f"{row.largest_share:.3f}",
+    ]
     cells += [row.num_out_of_memory, row.num_short, "" if row.tool == OURS else row.num_untested]
     cells += [f"{row.num_trials:g}", f"{row.num_ooms:g}", ", ".join(row.changed) or "nothing"]
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def _search_row(pair: Pair) -> str:
-    cells = [pair.config, str(pair.capacity_bytes // GiB), str(pair.whole.trains), str(pair.suggestion.size)]
+    cells = [
+        pair.config,
+        str(pair.capacity_bytes // GiB),
+        str(pair.whole.trains),
+        str(pair.suggestion.size),
+    ]
     for search in pair.searches:
         if search.found is None or search.trial is None:
             cells.append("failed")
             continue
         mark = "✗" if not search.trial.ran else "~" if search.trial.num_last_retries else ""
         mark += "" if search.is_tested else "?"
-        cells.append(f"{search.found.size}{mark} ({len(search.found.trials)}, {search.found.num_ooms})")
+        cells.append(
+            f"{search.found.size}{mark} ({len(search.found.trials)}, {search.found.num_ooms})"
+        )
     return f"| {' | '.join(cells)} |"

@@ -1,6 +1,8 @@
-"""What runs on the device for `batch_size.py`: a Trainer's first updates at a batch size, and what finds the largest.
+"""What runs on the device for `batch_size.py`: a Trainer's first updates at a batch size, and what
+finds the largest.
 
-Each function is for a process of its own, in which nothing has touched the device, and gives what goes into JSON.
+Each function is for a process of its own, in which nothing has touched the device, and gives what
+goes into JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from training_loop import to_device
 
 from memcallback import TrainingStep, fit_batch_size, suggest_batch_size
 
-#: The warm-up, in which gradients and optimizer state come into being, and five more: by then the allocator has settled.
+#: The warm-up, in which gradients and optimizer state come into being, and five more: by then the
+#: allocator has settled.
 NUM_UPDATES = 6
 #: What a search runs for each size: Lightning's own default, and that of `fit_batch_size`.
 NUM_SEARCHED = 3
@@ -31,7 +34,8 @@ NUM_SAMPLES = 10**7
 
 
 class Workload(LightningModule):
-    """A configuration of the accuracy proof whose batch size can be set, and which remembers at which it ran.
+    """A configuration of the accuracy proof whose batch size can be set, and which remembers at
+    which it ran.
 
     Args:
         config: The configuration, of one loss.
@@ -47,7 +51,9 @@ class Workload(LightningModule):
         parts = config.make(initialise=False)
         self.model, self.batch = parts.model, parts.batch
         (self.loss_function,), (self.make_optimizer,) = parts.losses, parts.optimizers
-        self.num_samples = next(value.shape[0] for value in parts.batch.values() if isinstance(value, Tensor))
+        self.num_samples = next(
+            value.shape[0] for value in parts.batch.values() if isinstance(value, Tensor)
+        )
         self.batch_size = batch_size or self.num_samples
         self.trials: list[tuple[int, int]] = []
 
@@ -61,14 +67,22 @@ class Workload(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches of zeros, which take no memory on the host until somebody writes there."""
-        return DataLoader(Numbers(), batch_size=self.batch_size, collate_fn=lambda numbers: self.sized(len(numbers)))
+        return DataLoader(
+            Numbers(),
+            batch_size=self.batch_size,
+            collate_fn=lambda numbers: self.sized(len(numbers)),
+        )
 
     def sized(self, batch_size: int) -> Batch:
         """A batch of so many samples."""
 
         def zeros(value: Any) -> Any:
             is_sized = isinstance(value, Tensor) and value.shape[:1] == (self.num_samples,)
-            return torch.zeros((batch_size, *value.shape[1:]), dtype=value.dtype) if is_sized else value
+            return (
+                torch.zeros((batch_size, *value.shape[1:]), dtype=value.dtype)
+                if is_sized
+                else value
+            )
 
         return {name: zeros(value) for name, value in self.batch.items()}
 
@@ -117,7 +131,8 @@ class Trial:
         ran: Whether it went to its end; else memory ran out.
         num_retries: How often the allocator gave back its cache and tried again.
         num_last_retries: The same in the last update.
-        num_ooms: How often it gave up. cuDNN's convolutions then take an algorithm with a smaller workspace.
+        num_ooms: How often it gave up. cuDNN's convolutions then take an algorithm with a smaller
+            workspace.
     """
 
     batch_size: int
@@ -169,7 +184,13 @@ def suggested(config: Config) -> dict[str, Any]:
     module = Workload(config)
     step = TrainingStep.from_lightning(module, module.batch, precision=config.precision)
     advice = suggest_batch_size(step, device="cuda", multiple_of=1)
-    return asdict(Suggestion(size=advice.batch_size, limit_without_retry=advice.limit_without_retry, limit=advice.limit))
+    return asdict(
+        Suggestion(
+            size=advice.batch_size,
+            limit_without_retry=advice.limit_without_retry,
+            limit=advice.limit,
+        )
+    )
 
 
 # Those who try.
@@ -193,7 +214,14 @@ class Found:
 
 
 def _found(size: int, trials: list[tuple[int, int]], changed: list[str]) -> dict[str, Any]:
-    return asdict(Found(size=size, trials=trials, num_ooms=sum(num_steps < NUM_SEARCHED for _, num_steps in trials), changed=changed))
+    return asdict(
+        Found(
+            size=size,
+            trials=trials,
+            num_ooms=sum(num_steps < NUM_SEARCHED for _, num_steps in trials),
+            changed=changed,
+        )
+    )
 
 
 def _left(loop: Trainer, root: str) -> list[str]:
@@ -202,7 +230,9 @@ def _left(loop: Trainer, root: str) -> list[str]:
 
 
 def by_lightning(config: Config, mode: str) -> dict[str, Any]:
-    """Lightning's `Tuner.scale_batch_size`, which runs its `BatchSizeFinder`, with its own defaults."""
+    """Lightning's `Tuner.scale_batch_size`, which runs its `BatchSizeFinder`, with its own
+    defaults.
+    """
     module = Workload(config)
     with tempfile.TemporaryDirectory() as root:
         loop = trainer(config, 100, root)
@@ -217,12 +247,17 @@ def by_fit(config: Config) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as root:
         loop = trainer(config, 100, root)
         fitted = fit_batch_size(loop, module, multiple_of=1)
-        trials = [(trial.batch_size, 0 if trial.is_out_of_memory else NUM_SEARCHED) for trial in fitted.trials]
+        trials = [
+            (trial.batch_size, 0 if trial.is_out_of_memory else NUM_SEARCHED)
+            for trial in fitted.trials
+        ]
         return _found(fitted.batch_size, trials, _left(loop, root))
 
 
 def by_accelerate(config: Config, starting_batch_size: int) -> dict[str, Any]:
-    """Accelerate's `find_executable_batch_size` around a plain loop; model and optimizer are made inside, as its documentation has it."""
+    """Accelerate's `find_executable_batch_size` around a plain loop; model and optimizer are made
+    inside, as its documentation has it.
+    """
     from accelerate.utils import find_executable_batch_size  # not on every machine with a device
 
     trials: list[tuple[int, int]] = []
@@ -234,7 +269,11 @@ def by_accelerate(config: Config, starting_batch_size: int) -> dict[str, Any]:
         scaler = torch.amp.GradScaler("cuda", enabled=config.has_grad_scaler)
         for number in range(NUM_SEARCHED):
             batch = to_device(module.sized(batch_size), torch.device("cuda"))
-            with torch.autocast("cuda", config.autocast_dtype) if config.autocast_dtype else nullcontext():
+            with (
+                torch.autocast("cuda", config.autocast_dtype)
+                if config.autocast_dtype
+                else nullcontext()
+            ):
                 loss = module.training_step(batch, number)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
@@ -243,5 +282,7 @@ def by_accelerate(config: Config, starting_batch_size: int) -> dict[str, Any]:
             trials[-1] = (batch_size, number + 1)
         return batch_size
 
-    search: Callable[[], int] = find_executable_batch_size(train, starting_batch_size=starting_batch_size)
+    search: Callable[[], int] = find_executable_batch_size(
+        train, starting_batch_size=starting_batch_size
+    )
     return _found(search(), trials, [])

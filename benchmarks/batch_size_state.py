@@ -1,4 +1,6 @@
-"""What a search for a batch size leaves behind in a training, on a CPU, where values are real; memory ends by an error of our own."""
+"""What a search for a batch size leaves behind in a training, on a CPU, where values are real;
+memory ends by an error of our own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ class Network(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+        self.network = nn.Sequential(
+            nn.Linear(NUM_FEATURES, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(64, 1),
+        )
         self.batch_size = 32
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -39,13 +47,17 @@ class Network(LightningModule):
         (x,) = batch
         hidden = self.network[:2](x)
         if len(x) > LIMIT:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate memory for {len(x)} samples.")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate memory for {len(x)} samples."
+            )
         loss: Tensor = self.network[2:](hidden).square().mean()
         return loss
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Random vectors."""
-        return DataLoader(TensorDataset(torch.randn(NUM_SAMPLES, NUM_FEATURES)), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(torch.randn(NUM_SAMPLES, NUM_FEATURES)), batch_size=self.batch_size
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
@@ -54,18 +66,25 @@ class Network(LightningModule):
 
 def _state(module: Network) -> State:
     """Parameters, buffers and the state of the random numbers."""
-    return {**{name: value.clone() for name, value in module.state_dict().items()}, "random numbers": torch.get_rng_state()}
+    return {
+        **{name: value.clone() for name, value in module.state_dict().items()},
+        "random numbers": torch.get_rng_state(),
+    }
 
 
 def _differences(before: State, after: State) -> list[str]:
-    return [f"{name} changed" for name, value in before.items() if not torch.equal(value, after[name])]
+    return [
+        f"{name} changed" for name, value in before.items() if not torch.equal(value, after[name])
+    ]
 
 
 def by_suggestion() -> list[str]:
     """What `memcallback.suggest_batch_size` changes."""
     module = Network()
     before = _state(module)
-    suggest_batch_size(TrainingStep.from_lightning(module, [torch.zeros(32, NUM_FEATURES)]), device="8GiB")
+    suggest_batch_size(
+        TrainingStep.from_lightning(module, [torch.zeros(32, NUM_FEATURES)]), device="8GiB"
+    )
     return _differences(before, _state(module))
 
 
@@ -94,11 +113,17 @@ def _by_trainer(search: Callable[[Trainer, Network], object]) -> list[str]:
         before = _state(module)
         search(trainer, module)
         step = [f"global_step is {trainer.global_step}"] if trainer.global_step else []
-        return [*_differences(before, _state(module)), *step, *(f"{path.name} is left" for path in Path(root).rglob("*"))]
+        return [
+            *_differences(before, _state(module)),
+            *step,
+            *(f"{path.name} is left" for path in Path(root).rglob("*")),
+        ]
 
 
 def by_accelerate() -> list[str]:
-    """What is otherwise when the attempt begins that fits, for a model from outside of the function."""
+    """What is otherwise when the attempt begins that fits, for a model from outside of the
+    function.
+    """
     from accelerate.utils import find_executable_batch_size  # not on every machine with a device
 
     module = Network()

@@ -1,8 +1,10 @@
-"""What a CUDA device takes besides tensors: its context, the workspaces of cuBLAS and cuBLASLt, the segments of the first allocations.
+"""What a CUDA device takes besides tensors: its context, the workspaces of cuBLAS and cuBLASLt, the
+segments of the first allocations.
 
     python benchmarks/device_facts.py --out FILE
 
-Each figure is taken in a process of its own. Used memory is the device's own figure (`cudaMemGetInfo`), so others on it would be seen too: run it alone.
+Each figure is taken in a process of its own. Used memory is the device's own figure
+(`cudaMemGetInfo`), so others on it would be seen too: run it alone.
 """
 
 from __future__ import annotations
@@ -29,13 +31,23 @@ def context() -> dict[str, int]:
     free_before = _free_by_driver()
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    found = {"used before, by the driver": free_before, "after the first tensor": used_bytes() - torch.cuda.memory_reserved()}
-    values, half = torch.ones(256, 256, device="cuda"), torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    found = {
+        "used before, by the driver": free_before,
+        "after the first tensor": used_bytes() - torch.cuda.memory_reserved(),
+    }
+    values, half = (
+        torch.ones(256, 256, device="cuda"),
+        torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16),
+    )
     works: dict[str, Callable[[], Any]] = {
         "after elementwise kernels": lambda: torch.nn.functional.gelu(values * 2 + 1),
         "after a matrix product": lambda: values @ values,
-        "after a convolution": lambda: torch.nn.functional.conv2d(values.view(4, 16, 32, 32), torch.ones(16, 16, 3, 3, device="cuda")),
-        "after attention": lambda: torch.nn.functional.scaled_dot_product_attention(half, half, half),
+        "after a convolution": lambda: torch.nn.functional.conv2d(
+            values.view(4, 16, 32, 32), torch.ones(16, 16, 3, 3, device="cuda")
+        ),
+        "after attention": lambda: torch.nn.functional.scaled_dot_product_attention(
+            half, half, half
+        ),
     }
     for name, work in works.items():
         work()
@@ -56,7 +68,9 @@ def _free_by_driver() -> int:
 
 
 def workspaces() -> dict[str, int]:
-    """Bytes that stay allocated after the first matrix product of each kind, in the order in which they are made."""
+    """Bytes that stay allocated after the first matrix product of each kind, in the order in which
+    they are made.
+    """
     found = {}
     left, right = torch.ones(512, 512, device="cuda"), torch.ones(512, 512, device="cuda")
     bias = torch.ones(512, device="cuda")
@@ -92,10 +106,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a CUDA device takes besides tensors.")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    works = {"environment": environment, "context_bytes": context, "workspace_bytes": workspaces, "first_segments_bytes": first_segments}
+    works = {
+        "environment": environment,
+        "context_bytes": context,
+        "workspace_bytes": workspaces,
+        "first_segments_bytes": first_segments,
+    }
     answers = dict(in_processes_of_their_own(works))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({name: answers[name].get("result", answers[name]) for name in works}, indent=1) + "\n")
+    options.out.write_text(
+        json.dumps({name: answers[name].get("result", answers[name]) for name in works}, indent=1)
+        + "\n"
+    )
     print(options.out.read_text())
     return 1 if any("error" in answer for answer in answers.values()) else 0
 

@@ -1,16 +1,22 @@
-"""A long run of programs drawn at random: each check of `tests/prediction/test_generated_programs.py` with many seeds, a process for each.
+"""A long run of programs drawn at random: each check of
+`tests/prediction/test_generated_programs.py` with many seeds, a process for each.
 
-    python benchmarks/generated_run.py --seeds 1-10 --programs 500 [--checks boundaries observer card] [--out FOLDER]
+    python benchmarks/generated_run.py --seeds 1-10 --programs 500 [--checks boundaries observer
+    card] [--out FOLDER]
 
 Checks:
 
-- *boundaries*: what a prediction for a CPU says of every start and end of a phase is what PyTorch's own allocation events say of the real run.
-- *observer*: weights and losses are bit for bit those of a training that nobody watches, and every step is recorded.
+- *boundaries*: what a prediction for a CPU says of every start and end of a phase is what PyTorch's
+  own allocation events say of the real run.
+- *observer*: weights and losses are bit for bit those of a training that nobody watches, and every
+  step is recorded.
 - *card*: a prediction for a card holds together, and a larger batch needs no less.
 
-In all of them an exception that escapes is a failure. The result goes to `benchmarks/results/cpu-<date>/generated.json` and `.md`, or the folder that is
-named, after every seed: what has passed there with as many programs is not run again, so the run can be stopped and continued, several can share the
-folder, and a failure is tried again once it is mended. The exit code is 1 if any failed.
+In all of them an exception that escapes is a failure. The result goes to
+`benchmarks/results/cpu-<date>/generated.json` and `.md`, or the folder that is named, after every
+seed: what has passed there with as many programs is not run again, so the run can be stopped and
+continued, several can share the folder, and a failure is tried again once it is mended. The exit
+code is 1 if any failed.
 """
 
 from __future__ import annotations
@@ -58,7 +64,8 @@ class Run:
         num_programs: How many were to be drawn.
         num_passed: How many were, and passed; 0 if one failed.
         seconds: On the clock, the imports included.
-        failure: The error and the smallest program that shows it, as pytest and hypothesis print it; None if all passed.
+        failure: The error and the smallest program that shows it, as pytest and hypothesis print
+            it; None if all passed.
     """
 
     check: str
@@ -80,11 +87,23 @@ def run(check: str, seed: int, num_programs: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         test = f"tests/prediction/test_generated_programs.py::{CHECKS[check]}"
-        options = [f"--hypothesis-seed={seed}", f"--num-programs={num_programs}", f"--junitxml={report}", "-p", "no:cacheprovider"]
+        options = [
+            f"--hypothesis-seed={seed}",
+            f"--num-programs={num_programs}",
+            f"--junitxml={report}",
+            "-p",
+            "no:cacheprovider",
+        ]
         ended = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", test, *options], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "pytest", "-q", test, *options],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        num_passed, failure = outcome(report.read_text()) if report.exists() else (0, ended.stdout + ended.stderr)
+        num_passed, failure = (
+            outcome(report.read_text()) if report.exists() else (0, ended.stdout + ended.stderr)
+        )
     return Run(
         check=check,
         seed=seed,
@@ -101,7 +120,9 @@ def outcome(report: str) -> tuple[int, str | None]:
     assert test is not None
     wrong = next((part for part in test if part.tag in ("failure", "error")), None)
     if wrong is not None:
-        said = [line[1:].strip() for line in (wrong.text or "").splitlines() if line.startswith("E ")]
+        said = [
+            line[1:].strip() for line in (wrong.text or "").splitlines() if line.startswith("E ")
+        ]
         return 0, "\n".join(said) or wrong.get("message", "")
     return int(test.findall(".//property[@name='num_programs']")[0].get("value", "")), None
 
@@ -125,7 +146,12 @@ def as_ranges(seeds: Iterable[int]) -> str:
 
 def to_markdown(about: dict[str, str], runs: Sequence[Run]) -> str:
     """The page beside the JSON file."""
-    lines = ["# Programs drawn at random", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines = [
+        "# Programs drawn at random",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+    ]
     failures = [one for one in runs if one.failure is not None]
     lines += [
         f"{sum(one.num_passed for one in runs):,} programs passed, {len(failures)} failed.",
@@ -165,8 +191,15 @@ def write(out: Path, runs: Sequence[Run], commands: Sequence[str]) -> None:
         "date": today(),
         "command": "; ".join(commands),
     }
-    in_order = sorted(runs, key=lambda one: (list(CHECKS).index(one.check), one.num_programs, one.seed))
-    results = {"environment": about, "commands": commands, "runs": [asdict(one) for one in in_order], "not_reported": NOT_REPORTED}
+    in_order = sorted(
+        runs, key=lambda one: (list(CHECKS).index(one.check), one.num_programs, one.seed)
+    )
+    results = {
+        "environment": about,
+        "commands": commands,
+        "runs": [asdict(one) for one in in_order],
+        "not_reported": NOT_REPORTED,
+    }
     out.mkdir(parents=True, exist_ok=True)
     (out / "generated.json").write_text(json.dumps(results, indent=2) + "\n")
     (out / "generated.md").write_text(to_markdown(about, in_order))
@@ -175,8 +208,15 @@ def write(out: Path, runs: Sequence[Run], commands: Sequence[str]) -> None:
 def main() -> int:
     """Run what has not passed yet, and write the results after each seed; 1 if any failed."""
     parser = argparse.ArgumentParser(description="Check many programs drawn at random.")
-    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-10"), help="one, or the first and the last: 1-10")
-    parser.add_argument("--programs", type=int, default=500, help="how many are drawn with each seed")
+    parser.add_argument(
+        "--seeds",
+        type=seeds_of,
+        default=seeds_of("1-10"),
+        help="one, or the first and the last: 1-10",
+    )
+    parser.add_argument(
+        "--programs", type=int, default=500, help="how many are drawn with each seed"
+    )
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--out", type=Path, help="the folder for the result")
     options = parser.parse_args()
@@ -188,8 +228,15 @@ def main() -> int:
                 continue
             new = run(*key)
             runs, commands = read(out)  # anew: another call may have written meanwhile
-            write(out, [*(one for one in runs if one.key != key), new], list(dict.fromkeys((*commands, command()))))
-            print(f"{check}, seed {seed}: {new.failure or 'passed'}, {new.seconds:.0f} s", file=sys.stderr)
+            write(
+                out,
+                [*(one for one in runs if one.key != key), new],
+                list(dict.fromkeys((*commands, command()))),
+            )
+            print(
+                f"{check}, seed {seed}: {new.failure or 'passed'}, {new.seconds:.0f} s",
+                file=sys.stderr,
+            )
     return 1 if any(one.failure is not None for one in read(out)[0]) else 0
 
 

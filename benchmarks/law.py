@@ -1,10 +1,13 @@
-"""How far the textbook law is off: memory = model memory + batch size * memory per sample, beside the traced step and what was measured.
+"""How far the textbook law is off: memory = model memory + batch size * memory per sample, beside
+the traced step and what was measured.
 
     python benchmarks/law.py [--only NAME ...] [--out FOLDER]
 
-Needs no GPU: what was measured is that of the accuracy proof (the newest on a virtual H200 in `benchmarks/results/`). All its configurations in float32 and in
-bf16-mixed that neither accumulate nor recompute nor clip, with one loss, are predicted by the law (`memcallback.prediction.textbook.predict`: an upper and
-a lower edge) and by a trace (`memcallback.predict`), and the largest allocated figure of a steady step is compared.
+Needs no GPU: what was measured is that of the accuracy proof (the newest on a virtual H200 in
+`benchmarks/results/`). All its configurations in float32 and in bf16-mixed that neither accumulate
+nor recompute nor clip, with one loss, are predicted by the law
+(`memcallback.prediction.textbook.predict`: an upper and a lower edge) and by a trace
+(`memcallback.predict`), and the largest allocated figure of a steady step is compared.
 
 *Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts what autograd saves, once. The
 result goes to `benchmarks/results/cpu-<date>/` as law.json and law.md.
@@ -59,14 +62,26 @@ class Row:
 
     def errors_pct(self) -> tuple[float | None, float | None, float | None]:
         """Of the law, its lower edge and the trace."""
-        law, low, traced = (error_pct(one, self.measured_bytes) for one in (self.law_bytes, self.low_bytes, self.traced_bytes))
+        law, low, traced = (
+            error_pct(one, self.measured_bytes)
+            for one in (self.law_bytes, self.low_bytes, self.traced_bytes)
+        )
         return law, low, traced
 
 
 def is_plain(config: Config) -> bool:
     """Whether the law has words for it."""
-    is_said = config.precision in ("32-true", "bf16-mixed") and not config.has_closure and len(config.workload.losses) == 1
-    is_saving = config.accumulate > 1 or config.checkpointing != "none" or config.clip_grad_norm is not None or config.channels_last
+    is_said = (
+        config.precision in ("32-true", "bf16-mixed")
+        and not config.has_closure
+        and len(config.workload.losses) == 1
+    )
+    is_saving = (
+        config.accumulate > 1
+        or config.checkpointing != "none"
+        or config.clip_grad_norm is not None
+        or config.channels_last
+    )
     return is_said and not is_saving and config.left_out is None
 
 
@@ -90,22 +105,37 @@ def row(config: Config, measured: dict[str, Any]) -> Row:
 
 def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
     """The result as a page."""
-    lines = ["# The textbook law beside a trace", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
-    for label, errors in zip(("law", "lower edge of the law", "trace"), zip(*(one.errors_pct() for one in rows), strict=True), strict=True):
+    lines = [
+        "# The textbook law beside a trace",
+        "",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        "",
+    ]
+    for label, errors in zip(
+        ("law", "lower edge of the law", "trace"),
+        zip(*(one.errors_pct() for one in rows), strict=True),
+        strict=True,
+    ):
         known = [error for error in errors if error is not None]
         lines.append(
             f"- {label}: error from {min(known):+.1f} % to {max(known):+.1f} %, in the median {statistics.median(known):+.1f} %, its size in the "
             f"median {statistics.median(map(abs, known)):.1f} % ({len(known)} of {len(rows)})"
         )
     cells = [
-        (one.config, format_bytes(one.measured_bytes), *("not followed" if e is None else f"{e:+.1f}" for e in one.errors_pct()))
+        (
+            one.config,
+            format_bytes(one.measured_bytes),
+            *("not followed" if e is None else f"{e:+.1f}" for e in one.errors_pct()),
+        )
         for one in sorted(rows, key=lambda one: one.config)
     ]
     columns = ("configuration", "measured", "law, %", "lower edge, %", "trace, %")
     return (
         "\n".join(lines)
         + "\n\n"
-        + Table(title="Error of the peak of allocated memory", columns=columns, rows=tuple(cells)).to_markdown()
+        + Table(
+            title="Error of the peak of allocated memory", columns=columns, rows=tuple(cells)
+        ).to_markdown()
         + "\n"
         + "\n".join([*not_reported(NOT_REPORTED), ""])
     )
@@ -114,13 +144,19 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
 def main() -> None:
     """Predict, compare, write."""
     parser = argparse.ArgumentParser(description="The textbook law beside a trace.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these configurations alone")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="these configurations alone"
+    )
     parser.add_argument("--out", type=Path, help="another folder to write into")
     options = parser.parse_args()
     document = read_json(latest_result("nvidia-h200-virtual", "accuracy.json.gz"))
     rows = []
     for config in CONFIGS:
-        if is_plain(config) and config.name in document["configs"] and (not options.only or config.name in options.only):
+        if (
+            is_plain(config)
+            and config.name in document["configs"]
+            and (not options.only or config.name in options.only)
+        ):
             print(config.name, file=sys.stderr, flush=True)
             rows.append(row(config, document["configs"][config.name]))
     about = {
@@ -133,7 +169,9 @@ def main() -> None:
     }
     out = options.out or results_folder("cpu")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "law.json").write_text(json.dumps({"environment": about, "rows": [asdict(one) for one in rows]}, indent=1) + "\n")
+    (out / "law.json").write_text(
+        json.dumps({"environment": about, "rows": [asdict(one) for one in rows]}, indent=1) + "\n"
+    )
     (out / "law.md").write_text(to_markdown(about, rows))
     print(to_markdown(about, rows))
 

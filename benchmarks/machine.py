@@ -50,7 +50,13 @@ def today() -> str:
 def command() -> str:
     """How this program was called, of paths the last part."""
     program, *arguments = sys.argv
-    return shlex.join(["python", f"benchmarks/{Path(program).name}", *(Path(one).name if "/" in one else one for one in arguments)])
+    return shlex.join(
+        [
+            "python",
+            f"benchmarks/{Path(program).name}",
+            *(Path(one).name if "/" in one else one for one in arguments),
+        ]
+    )
 
 
 def not_reported(texts: Iterable[str]) -> list[str]:
@@ -59,12 +65,15 @@ def not_reported(texts: Iterable[str]) -> list[str]:
 
 
 def kind(device: str) -> str:
-    """A device's name as a folder has it: `cpu`, `nvidia-h200`; `nvidia-h200-virtual` where CUDA devices are virtual.
+    """A device's name as a folder has it: `cpu`, `nvidia-h200`; `nvidia-h200-virtual` where CUDA
+    devices are virtual.
 
     Args:
         device: PyTorch's name of a CUDA device, or `CPU`.
     """
-    return re.sub(r"\W+", "-", device.lower()) + ("-virtual" if is_virtual() and device.lower() != "cpu" else "")
+    return re.sub(r"\W+", "-", device.lower()) + (
+        "-virtual" if is_virtual() and device.lower() != "cpu" else ""
+    )
 
 
 def results_folder(device: str) -> Path:

@@ -74,14 +74,31 @@ def _chart(models: list[dict[str, Any]], families: dict[str, str], to: Path) -> 
     _plain_log(axes.xaxis, [2, 3, 4, 6, 10, 20, 30, 50, 100, 200, 300, 500])
     axes.set_xlim(min(xs) / 1.25, max(xs) * 1.35)
     axes.grid(color="#e6e6e6", linewidth=0.7)
-    axes.set_xlabel(f"training memory per image, MiB (predicted, {SHOWN_PRECISION}, SGD with momentum)", fontsize=11)
+    axes.set_xlabel(
+        f"training memory per image, MiB (predicted, {SHOWN_PRECISION}, SGD with momentum)",
+        fontsize=11,
+    )
     axes.set_ylabel("top-1 accuracy on ImageNet-1K, %", fontsize=11)
-    axes.set_title("What an image costs to train on", fontsize=TITLE_SIZE, loc="left", fontweight="bold")
+    axes.set_title(
+        "What an image costs to train on", fontsize=TITLE_SIZE, loc="left", fontweight="bold"
+    )
     legend = axes.legend(
-        loc="lower right", fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="#dddddd", ncols=2, title="area: parameters"
+        loc="lower right",
+        fontsize=8.5,
+        frameon=True,
+        framealpha=0.9,
+        edgecolor="#dddddd",
+        ncols=2,
+        title="area: parameters",
     )
     for millions in (5, 50, 150):
-        axes.scatter([], [], s=_area({"num_parameters": millions * 1e6}), color="#bbbbbb", label=f"{millions} M")
+        axes.scatter(
+            [],
+            [],
+            s=_area({"num_parameters": millions * 1e6}),
+            color="#bbbbbb",
+            label=f"{millions} M",
+        )
     handles, labels = axes.get_legend_handles_labels()
     legend.remove()
     axes.legend(
@@ -102,8 +119,12 @@ def _chart(models: list[dict[str, Any]], families: dict[str, str], to: Path) -> 
     figure.savefig(to)
 
 
-def _label(figure: Figure, axes: Any, models: list[dict[str, Any]], places: list[tuple[float, float]]) -> None:
-    """A name beside each point, where it covers the least: tried in rings around it, crowded points first."""
+def _label(
+    figure: Figure, axes: Any, models: list[dict[str, Any]], places: list[tuple[float, float]]
+) -> None:
+    """A name beside each point, where it covers the least: tried in rings around it, crowded points
+    first.
+    """
     points = [tuple(axes.transData.transform(place)) for place in places]
     scale = figure.dpi / 72
     sizes = []
@@ -114,9 +135,14 @@ def _label(figure: Figure, axes: Any, models: list[dict[str, Any]], places: list
         text.remove()
     window = axes.get_window_extent()
     legend = axes.get_legend().get_window_extent()
-    dots: list[_Box] = [(x - 3 * scale, y - 3 * scale, x + 3 * scale, y + 3 * scale) for x, y in points]
+    dots: list[_Box] = [
+        (x - 3 * scale, y - 3 * scale, x + 3 * scale, y + 3 * scale) for x, y in points
+    ]
     taken: list[_Box] = [(legend.x0, legend.y0, legend.x1, legend.y1)]
-    crowded = sorted(range(len(models)), key=lambda n: sum(math.dist(points[n], point) for point in _nearest(points, n)))
+    crowded = sorted(
+        range(len(models)),
+        key=lambda n: sum(math.dist(points[n], point) for point in _nearest(points, n)),
+    )
     for number in crowded:
         (x, y), (width, height) = points[number], sizes[number]
         best: tuple[float, float, float, _Box] | None = None
@@ -125,17 +151,35 @@ def _label(figure: Figure, axes: Any, models: list[dict[str, Any]], places: list
                 angle = 2 * math.pi * turn / 16
                 centre_x = x + math.cos(angle) * (distance * scale + width / 2)
                 centre_y = y + math.sin(angle) * (distance * scale + height / 2)
-                box = (centre_x - width / 2 - 2, centre_y - height / 2 - 1, centre_x + width / 2 + 2, centre_y + height / 2 + 1)
-                cost = sum(_overlap(box, other) for other in [*taken, *(dot for n, dot in enumerate(dots) if n != number)])
-                is_outside = box[0] < window.x0 or box[2] > window.x1 or box[1] < window.y0 or box[3] > window.y1
-                cost = 100 * cost + (1e9 if is_outside else 0) + 30 * ring + 3 * abs(math.sin(angle))
+                box = (
+                    centre_x - width / 2 - 2,
+                    centre_y - height / 2 - 1,
+                    centre_x + width / 2 + 2,
+                    centre_y + height / 2 + 1,
+                )
+                cost = sum(
+                    _overlap(box, other)
+                    for other in [*taken, *(dot for n, dot in enumerate(dots) if n != number)]
+                )
+                is_outside = (
+                    box[0] < window.x0
+                    or box[2] > window.x1
+                    or box[1] < window.y0
+                    or box[3] > window.y1
+                )
+                cost = (
+                    100 * cost + (1e9 if is_outside else 0) + 30 * ring + 3 * abs(math.sin(angle))
+                )
                 if best is None or cost < best[0]:
                     best = (cost, centre_x, centre_y, box)
         assert best is not None
         _, centre_x, centre_y, box = best
         taken.append(box)
         at = axes.transData.inverted().transform((centre_x, centre_y))
-        is_far = math.dist((min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])), (x, y)) > 9 * scale
+        is_far = (
+            math.dist((min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])), (x, y))
+            > 9 * scale
+        )
         line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
         axes.annotate(
             models[number]["name"],
@@ -160,31 +204,84 @@ def _overlap(first: _Box, second: _Box) -> float:
 
 
 def _batches(models: list[dict[str, Any]], families: dict[str, str], to: Path) -> None:
-    ordered = sorted(models, key=lambda model: model["trainings"][SHOWN_PRECISION]["suggested_batch_size"])
+    ordered = sorted(
+        models, key=lambda model: model["trainings"][SHOWN_PRECISION]["suggested_batch_size"]
+    )
     figure, axes = _figure(10, 1.6 + 0.235 * len(models))
     axes.set_xscale("log")
     for row, model in enumerate(ordered):
-        low, high = (max(1, model["trainings"][precision]["suggested_batch_size"]) for precision in (OTHER_PRECISION, SHOWN_PRECISION))
+        low, high = (
+            max(1, model["trainings"][precision]["suggested_batch_size"])
+            for precision in (OTHER_PRECISION, SHOWN_PRECISION)
+        )
         colour = families[model["family"]]
-        axes.plot([low, high], [row, row], color=colour, linewidth=2.2, alpha=0.5, solid_capstyle="round", zorder=2)
-        axes.scatter([low], [row], s=34, facecolors="white", edgecolors=colour, linewidths=1.6, zorder=3)
+        axes.plot(
+            [low, high],
+            [row, row],
+            color=colour,
+            linewidth=2.2,
+            alpha=0.5,
+            solid_capstyle="round",
+            zorder=2,
+        )
+        axes.scatter(
+            [low], [row], s=34, facecolors="white", edgecolors=colour, linewidths=1.6, zorder=3
+        )
         axes.scatter([high], [row], s=34, color=colour, zorder=3)
         axes.annotate(
-            str(low), (low, row), xytext=(-7, 0), textcoords="offset points", ha="right", va="center", fontsize=7.5, color="#666666"
+            str(low),
+            (low, row),
+            xytext=(-7, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=7.5,
+            color="#666666",
         )
-        axes.annotate(str(high), (high, row), xytext=(7, 0), textcoords="offset points", ha="left", va="center", fontsize=7.5)
-    names = [f"{model['name']}  {model['image_size']}" if model["image_size"] != 224 else model["name"] for model in ordered]
+        axes.annotate(
+            str(high),
+            (high, row),
+            xytext=(7, 0),
+            textcoords="offset points",
+            ha="left",
+            va="center",
+            fontsize=7.5,
+        )
+    names = [
+        f"{model['name']}  {model['image_size']}" if model["image_size"] != 224 else model["name"]
+        for model in ordered
+    ]
     axes.set_yticks(range(len(ordered)), names, fontsize=8.5)
     axes.set_ylim(-0.8, len(ordered) - 0.2)
     _plain_log(axes.xaxis, [2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000])
-    sizes = [model["trainings"][precision]["suggested_batch_size"] for model in models for precision in (OTHER_PRECISION, SHOWN_PRECISION)]
+    sizes = [
+        model["trainings"][precision]["suggested_batch_size"]
+        for model in models
+        for precision in (OTHER_PRECISION, SHOWN_PRECISION)
+    ]
     axes.set_xlim(max(1, min(sizes)) / 1.7, max(sizes) * 1.6)
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.7)
-    axes.scatter([], [], s=34, facecolors="white", edgecolors="#555555", linewidths=1.6, label=OTHER_PRECISION)
+    axes.scatter(
+        [],
+        [],
+        s=34,
+        facecolors="white",
+        edgecolors="#555555",
+        linewidths=1.6,
+        label=OTHER_PRECISION,
+    )
     axes.scatter([], [], s=34, color="#555555", label=SHOWN_PRECISION)
     axes.legend(loc="lower right", fontsize=9, framealpha=0.95, edgecolor="#dddddd")
-    axes.set_xlabel("images (predicted; without a retry of the allocator, 5 % of the card kept free)", fontsize=10)
-    axes.set_title("The largest batch on a card of 24 GiB\n", fontsize=TITLE_SIZE, loc="left", fontweight="bold")
+    axes.set_xlabel(
+        "images (predicted; without a retry of the allocator, 5 % of the card kept free)",
+        fontsize=10,
+    )
+    axes.set_title(
+        "The largest batch on a card of 24 GiB\n",
+        fontsize=TITLE_SIZE,
+        loc="left",
+        fontweight="bold",
+    )
     axes.text(
         0,
         1.005,

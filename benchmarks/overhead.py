@@ -1,10 +1,12 @@
-"""What one recorded step costs: no callback, MemoryCallback and Lightning's DeviceStatsMonitor, side by side in one run.
+"""What one recorded step costs: no callback, MemoryCallback and Lightning's DeviceStatsMonitor,
+side by side in one run.
 
     python benchmarks/overhead.py [--device cuda]
 
-In each round every callback trains the same small network, where a step is so short that the cost shows. The cost is the
-round's step time with the callback less that without, and the figures are medians over rounds. Reads of the
-allocator and synchronisations are counted in a run of their own, so that counting is not timed.
+In each round every callback trains the same small network, where a step is so short that the cost
+shows. The cost is the round's step time with the callback less that without, and the figures are
+medians over rounds. Reads of the allocator and synchronisations are counted in a run of their own,
+so that counting is not timed.
 
 The result goes to `benchmarks/results/<device>-<date>/` as JSON and Markdown.
 """
@@ -40,7 +42,11 @@ from torch import Tensor, nn
 from memcallback import MemoryCallback, __version__
 
 NONE, OURS, THEIRS = "none", "MemoryCallback", "DeviceStatsMonitor"
-CALLBACKS: dict[str, Callable[[], list[Callback]]] = {NONE: list, OURS: lambda: [MemoryCallback()], THEIRS: lambda: [DeviceStatsMonitor()]}
+CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
+    NONE: list,
+    OURS: lambda: [MemoryCallback()],
+    THEIRS: lambda: [DeviceStatsMonitor()],
+}
 #: Lightning's default interval, and the one at which every step is logged.
 DEFAULT_INTERVAL = 50
 INTERVALS = (1, DEFAULT_INTERVAL)
@@ -66,7 +72,8 @@ class Row:
         cost_us: What the callback adds to a step; None without one.
         ratio: Its cost over DeviceStatsMonitor's; None where that has no meaning.
         num_allocator_reads_per_step: Reads of the CUDA allocator's counters.
-        num_synchronisations: In the whole fit, beyond those without a callback: calls that wait for the device.
+        num_synchronisations: In the whole fit, beyond those without a callback: calls that wait for
+            the device.
     """
 
     callback: str
@@ -110,7 +117,9 @@ class SameBatch:
 
 
 class Clock(Callback):
-    """From the end of the last warm-up step to the end of the last step: whatever lies between is in the time."""
+    """From the end of the last warm-up step to the end of the last step: whatever lies between is
+    in the time.
+    """
 
     def __init__(self, num_steps: int, counts: Counter[str]) -> None:
         self.num_steps = num_steps
@@ -119,7 +128,9 @@ class Clock(Callback):
         self.counts_after: Counter[str] = Counter()
         self.start = self.end = 0.0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Note the time."""
         if batch_idx + 1 == NUM_WARM_UP_STEPS:
             self.start, self.counts_before = time.perf_counter(), Counter(self.counts)
@@ -132,7 +143,9 @@ class Clock(Callback):
         return 1e6 * (self.end - self.start) / self.num_steps
 
 
-def fit(callback: str, interval: int, device: str, num_steps: int, counts: Counter[str] | None = None) -> Clock:
+def fit(
+    callback: str, interval: int, device: str, num_steps: int, counts: Counter[str] | None = None
+) -> Clock:
     """Train with a callback and the default TensorBoardLogger."""
     clock = Clock(num_steps, counts if counts is not None else Counter())
     torch.manual_seed(0)
@@ -167,7 +180,9 @@ COUNTED = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count reads of the allocator and synchronisations; PyTorch's own watch counts the implicit ones, such as `.item()`."""
+    """Count reads of the allocator and synchronisations; PyTorch's own watch counts the implicit
+    ones, such as `.item()`.
+    """
     counts: Counter[str] = Counter()
 
     def counted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -180,14 +195,18 @@ def counting() -> Iterator[Counter[str]]:
     with contextlib.ExitStack() as stack:
         for (owner, attribute), name in COUNTED.items():
             if hasattr(owner, attribute):
-                stack.enter_context(mock.patch.object(owner, attribute, counted(getattr(owner, attribute), name)))
+                stack.enter_context(
+                    mock.patch.object(owner, attribute, counted(getattr(owner, attribute), name))
+                )
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("warn")
             stack.callback(torch.cuda.set_sync_debug_mode, "default")
         yield counts
-    counts[SYNCHRONISATION] += sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+    counts[SYNCHRONISATION] += sum(
+        "synchronizing CUDA operation" in str(warning.message) for warning in seen
+    )
 
 
 def count(callback: str, interval: int, device: str, num_steps: int) -> tuple[float, int]:
@@ -208,7 +227,10 @@ def measure(interval: int, device: str, num_steps: int, num_rounds: int) -> list
             if number >= 0:  # the first round only loads what is loaded on first use
                 times[name].append(step_us)
         print(f"log_every_n_steps={interval}: round {number + 1} of {num_rounds}", file=sys.stderr)
-    costs = {name: [with_it - without for with_it, without in zip(times[name], times[NONE], strict=True)] for name in names}
+    costs = {
+        name: [with_it - without for with_it, without in zip(times[name], times[NONE], strict=True)]
+        for name in names
+    }
     ratios = [ours / theirs for ours, theirs in zip(costs[OURS], costs[THEIRS], strict=True)]
     counted = {name: count(name, interval, device, num_steps) for name in names}
     return [
@@ -234,7 +256,11 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 def environment(device: str) -> dict[str, str]:
     """What the figures hold for."""
     names = {"device": _device_name(device)} | ({"driver": driver()} if device == "cuda" else {})
-    names |= {"processor": f"{processor()}, of which PyTorch uses one", "python": platform.python_version(), "memcallback": __version__}
+    names |= {
+        "processor": f"{processor()}, of which PyTorch uses one",
+        "python": platform.python_version(),
+        "memcallback": __version__,
+    }
     names |= {package: version(package) for package in ("torch", "lightning", "tensorboard")}
     return names | {"date": today(), "command": command()}
 
@@ -242,13 +268,20 @@ def environment(device: str) -> dict[str, str]:
 def _device_name(device: str) -> str:
     if device != "cuda":
         return "CPU"
-    return torch.cuda.get_device_name() + (" (virtual device: host code is real, kernels do nothing)" if is_virtual() else "")
+    return torch.cuda.get_device_name() + (
+        " (virtual device: host code is real, kernels do nothing)" if is_virtual() else ""
+    )
 
 
 def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
     """The page beside the JSON file."""
     virtual = ", virtual device" if "virtual" in about["device"] else ""
-    lines = [f"# Cost of one recorded step{virtual}", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines = [
+        f"# Cost of one recorded step{virtual}",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+    ]
     lines += [
         "| log every | callback | step, µs | quartiles, µs | added to a step, µs | over DeviceStatsMonitor's | allocator reads a step | synchronisations in a fit |",
         "|---:|:---|---:|---:|---:|---:|---:|---:|",
@@ -261,7 +294,10 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
             f"| {row.log_every_n_steps} | {row.callback} | {row.step_us:,.0f} | {first:,.0f} to {third:,.0f} | {cost} | {ratio} | "
             f"{row.num_allocator_reads_per_step:g} | {row.num_synchronisations} |"
         )
-    lines += ["", "The quotient is the median of the rounds' quotients. Where both costs are within the quartiles, it says nothing."]
+    lines += [
+        "",
+        "The quotient is the median of the rounds' quotients. Where both costs are within the quartiles, it says nothing.",
+    ]
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
 
@@ -269,7 +305,9 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure what one recorded step costs.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each fit")
     parser.add_argument("--out", type=Path, help="the folder for overhead.json and overhead.md")
@@ -281,13 +319,26 @@ def main() -> None:
     options = arguments()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # threads that wait for a core would be most of the time of so small a step
-    rows = [row for interval in INTERVALS for row in measure(interval, options.device, options.steps, options.rounds)]
+    torch.set_num_threads(
+        1
+    )  # threads that wait for a core would be most of the time of so small a step
+    rows = [
+        row
+        for interval in INTERVALS
+        for row in measure(interval, options.device, options.steps, options.rounds)
+    ]
     about = environment(options.device)
     out = options.out or results_folder(about["device"].split(" (")[0])
     out.mkdir(parents=True, exist_ok=True)
-    results = {"environment": about, "rounds": options.rounds, "steps": options.steps, "rows": [asdict(row) for row in rows]}
-    (out / "overhead.json").write_text(json.dumps(results | {"not_reported": NOT_REPORTED}, indent=2) + "\n")
+    results = {
+        "environment": about,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "rows": [asdict(row) for row in rows],
+    }
+    (out / "overhead.json").write_text(
+        json.dumps(results | {"not_reported": NOT_REPORTED}, indent=2) + "\n"
+    )
     text = to_markdown(rows, about)
     (out / "overhead.md").write_text(text)
     print(text)

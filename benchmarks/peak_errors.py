@@ -1,4 +1,6 @@
-"""How far predicted peaks are off over many trainings: median, 95th percentile, signed extremes, under-estimates."""
+"""How far predicted peaks are off over many trainings: median, 95th percentile, signed extremes,
+under-estimates.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ PEAK_ALLOCATED, PEAK_RESERVED = "peak allocated", "peak reserved"
 
 @dataclass(frozen=True, kw_only=True)
 class PeakErrors:
-    """The errors of one kind of peak in a group of trainings, in percent of what was measured; positive where the prediction is too high.
+    """The errors of one kind of peak in a group of trainings, in percent of what was measured;
+    positive where the prediction is too high.
 
     Attributes:
         group: Which.
@@ -25,9 +28,10 @@ class PeakErrors:
         percentile_95_pct: 95 % of the errors are at most of this size.
         lowest_pct: The error that is lowest with its sign.
         highest_pct: The highest.
-        under_estimated_share: The share of the peaks that were predicted lower than measured, by a byte or more; 0 to 1.
-        above_bound_share: The share that was measured above the upper bound that is stated for a prediction: the upper end of the band outside of
-            which a report calls a prediction off.
+        under_estimated_share: The share of the peaks that were predicted lower than measured, by a
+            byte or more; 0 to 1.
+        above_bound_share: The share that was measured above the upper bound that is stated for a
+            prediction: the upper end of the band outside of which a report calls a prediction off.
     """
 
     group: str
@@ -66,7 +70,9 @@ def peak_errors(group: str, quantity: str, found: Sequence[Figure]) -> PeakError
 
 
 def step_peaks(found: Iterable[Figure]) -> list[Figure]:
-    """The peaks of whole steps: of all phases and micro-batches the largest measured and the largest predicted figure."""
+    """The peaks of whole steps: of all phases and micro-batches the largest measured and the
+    largest predicted figure.
+    """
     by_step: dict[tuple[str, str], list[Figure]] = {}
     for figure in found:
         if figure.quantity in (PEAK_ALLOCATED, PEAK_RESERVED):
@@ -84,23 +90,34 @@ def step_peaks(found: Iterable[Figure]) -> list[Figure]:
 
 
 def by_phase(found: Iterable[Figure]) -> dict[str, list[Figure]]:
-    """The same figures by their phase: the window's name without the number of the micro-batch, or of the optimizer."""
+    """The same figures by their phase: the window's name without the number of the micro-batch, or
+    of the optimizer.
+    """
     phases: dict[str, list[Figure]] = {}
     for figure in found:
         phases.setdefault(re.sub(r"^micro-batch \d+: | \d+$", "", figure.window), []).append(figure)
     return phases
 
 
-def all_peak_errors(found: Mapping[str, Sequence[Figure]], groups: Mapping[str, Sequence[str]]) -> list[PeakErrors]:
-    """Of whole steps, of each phase, and of the steps of each group of configurations; allocated, then reserved.
+def all_peak_errors(
+    found: Mapping[str, Sequence[Figure]], groups: Mapping[str, Sequence[str]]
+) -> list[PeakErrors]:
+    """Of whole steps, of each phase, and of the steps of each group of configurations; allocated,
+    then reserved.
 
     Args:
         found: Configuration -> its figures, none where it was not predicted.
         groups: Name of a group -> its configurations.
     """
     every = [figure for figures in found.values() for figure in figures]
-    by_group = {"all steps": step_peaks(every), **{f"phase {name}": figures for name, figures in by_phase(every).items()}}
-    by_group |= {group: step_peaks(figure for name in names for figure in found[name]) for group, names in sorted(groups.items())}
+    by_group = {
+        "all steps": step_peaks(every),
+        **{f"phase {name}": figures for name, figures in by_phase(every).items()},
+    }
+    by_group |= {
+        group: step_peaks(figure for name in names for figure in found[name])
+        for group, names in sorted(groups.items())
+    }
     return [
         peak_errors(group, quantity, figures)
         for quantity in (PEAK_ALLOCATED, PEAK_RESERVED)

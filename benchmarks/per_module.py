@@ -1,11 +1,14 @@
-"""What recording by module costs: a plain step, a sampled one with and without modules, and a step that is not sampled, side by side.
+"""What recording by module costs: a plain step, a sampled one with and without modules, and a step
+that is not sampled, side by side.
 
     python benchmarks/per_module.py [--device cuda]
 
-In each round every kind of step is run some times on the same model; the figures are medians over the rounds, and a quotient is the
-median of the rounds' quotients with the plain step. On a card the time is that of the clock, with the device waited for; else it is the
-processor's, which others on the machine disturb less. A virtual device computes nothing: a step there is the host's part alone, which on a
-card runs beside the kernels. A CPU is read through PyTorch's profiler, on sampled steps only.
+In each round every kind of step is run some times on the same model; the figures are medians over
+the rounds, and a quotient is the median of the rounds' quotients with the plain step. On a card the
+time is that of the clock, with the device waited for; else it is the processor's, which others on
+the machine disturb less. A virtual device computes nothing: a step there is the host's part alone,
+which on a card runs beside the kernels. A CPU is read through PyTorch's profiler, on sampled steps
+only.
 
 The result goes to `benchmarks/results/<device>-<date>/` as per_module.json and per_module.md.
 """
@@ -30,7 +33,12 @@ from models.workloads import WORKLOADS, Workload
 
 from memcallback import MemoryRecorder, Phase, __version__
 
-PLAIN, SAMPLED, BY_MODULE, BETWEEN = "plain", "sampled", "sampled, by module", "by module, not sampled"
+PLAIN, SAMPLED, BY_MODULE, BETWEEN = (
+    "plain",
+    "sampled",
+    "sampled, by module",
+    "by module, not sampled",
+)
 #: How a recorder is made for each kind of step; none for a plain one.
 KINDS = {PLAIN: None, SAMPLED: (False, 1), BY_MODULE: (True, 1), BETWEEN: (True, sys.maxsize)}
 #: Workload -> samples in a batch, on a CUDA device and on a CPU.
@@ -60,7 +68,8 @@ class Row:
         step_ms: The median over the rounds.
         step_quartiles_ms: The rounds' first and third quartile.
         added_ms: The median over the rounds of the time beyond the plain step's of that round.
-        ratio: The median over the rounds of the time as a multiple of the plain step's of that round.
+        ratio: The median over the rounds of the time as a multiple of the plain step's of that
+            round.
         num_readings: Readings of the device in a step.
     """
 
@@ -90,7 +99,8 @@ class Loop:
         self.model = workload.model().to(device)
         length = CPU_LENGTH if device == "cpu" else None
         cut = {
-            name: tensor[:batch_size, :length] if tensor.dim() == 2 else tensor[:batch_size] for name, tensor in workload.batch().items()
+            name: tensor[:batch_size, :length] if tensor.dim() == 2 else tensor[:batch_size]
+            for name, tensor in workload.batch().items()
         }
         self.batch = {name: tensor.contiguous().to(device) for name, tensor in cut.items()}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -120,7 +130,9 @@ class Loop:
         if options is None:
             return self._time(self.step_plain, num_steps)
         per_module, interval = options
-        recorder = MemoryRecorder(self.model, self.optimizer, per_module=per_module, sample_every_n_steps=interval)
+        recorder = MemoryRecorder(
+            self.model, self.optimizer, per_module=per_module, sample_every_n_steps=interval
+        )
         numbers: list[int] = []
         end = recorder.meter.end
 
@@ -136,7 +148,9 @@ class Loop:
         return found
 
     def _time(self, step: Callable[[], None], num_steps: int) -> float:
-        clock = time.perf_counter if self.device == "cuda" and not is_virtual() else time.process_time
+        clock = (
+            time.perf_counter if self.device == "cuda" and not is_virtual() else time.process_time
+        )
         times = []
         for number in range(NUM_WARM_UP_STEPS + num_steps):
             start = clock()
@@ -170,8 +184,12 @@ def measure(name: str, device: str, num_steps: int, num_rounds: int) -> list[Row
             kind=kind,
             step_ms=statistics.median(times[kind]),
             step_quartiles_ms=_quartiles(times[kind]),
-            added_ms=statistics.median(ours - plain for ours, plain in zip(times[kind], times[PLAIN], strict=True)),
-            ratio=statistics.median(ours / plain for ours, plain in zip(times[kind], times[PLAIN], strict=True)),
+            added_ms=statistics.median(
+                ours - plain for ours, plain in zip(times[kind], times[PLAIN], strict=True)
+            ),
+            ratio=statistics.median(
+                ours / plain for ours, plain in zip(times[kind], times[PLAIN], strict=True)
+            ),
             num_readings=numbers[kind],
         )
         for kind in names
@@ -202,7 +220,12 @@ def environment(device: str) -> dict[str, str]:
 
 def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
     """The page beside the JSON file."""
-    lines = ["# Cost of recording by module", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines = [
+        "# Cost of recording by module",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+    ]
     lines += [
         "| model | modules | step | time, ms | quartiles, ms | added, ms | times a plain step | readings |",
         "|:---|---:|:---|---:|---:|---:|---:|---:|",
@@ -221,18 +244,29 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description="Measure what recording by module costs.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each kind in a round")
     parser.add_argument("--out", type=Path, help="another folder for the results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows = [row for name in MODELS for row in measure(name, options.device, options.steps, options.rounds)]
+    rows = [
+        row
+        for name in MODELS
+        for row in measure(name, options.device, options.steps, options.rounds)
+    ]
     about = environment(options.device)
     out = options.out or results_folder(about["device"].split(" (")[0])
     out.mkdir(parents=True, exist_ok=True)
-    results = {"environment": about, "rounds": options.rounds, "steps": options.steps, "rows": [asdict(row) for row in rows]}
+    results = {
+        "environment": about,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "rows": [asdict(row) for row in rows],
+    }
     (out / "per_module.json").write_text(json.dumps(results, indent=2) + "\n")
     text = to_markdown(rows, about)
     (out / "per_module.md").write_text(text)

@@ -1,8 +1,10 @@
-"""Training with savings of memory, had as the rows of `memcallback.what_if` say to have them: in a plain loop, or by a Lightning Trainer.
+"""Training with savings of memory, had as the rows of `memcallback.what_if` say to have them: in a
+plain loop, or by a Lightning Trainer.
 
-The line of a row is run as it stands wherever it is Python about the model, the optimizer, `memcallback` or a Trainer; what is to
-be written elsewhere (`fused=True`, a smaller input) is done in that place. So nothing of what a prediction did to its
-`TrainingStep` is shared with what is measured. The plain loop is that of `training_loop.py`, with `memcallback.amp` and
+The line of a row is run as it stands wherever it is Python about the model, the optimizer,
+`memcallback` or a Trainer; what is to be written elsewhere (`fused=True`, a smaller input) is done
+in that place. So nothing of what a prediction did to its `TrainingStep` is shared with what is
+measured. The plain loop is that of `training_loop.py`, with `memcallback.amp` and
 `memcallback.accumulate` where they are the saving.
 """
 
@@ -42,7 +44,9 @@ class Training:
         is_lightning: Whether a Trainer trains.
     """
 
-    def __init__(self, config: Config, lines: Lines, *, initialise: bool, is_lightning: bool) -> None:
+    def __init__(
+        self, config: Config, lines: Lines, *, initialise: bool, is_lightning: bool
+    ) -> None:
         parts = config.make(initialise=initialise)
         (self.loss,) = parts.losses
         self.model: nn.Module = Module(parts.model, self.loss) if is_lightning else parts.model
@@ -66,7 +70,9 @@ class Training:
 
     def _by_hand(self) -> list[StepMemory]:
         model = self.model.to(_DEVICE)
-        optimizer = self.make_optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+        optimizer = self.make_optimizer(
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        )
         recorder = MemoryRecorder(device=_DEVICE)
         if self.accumulate > 1:
             self._accumulated(model, optimizer, recorder)
@@ -76,7 +82,9 @@ class Training:
                     self._step(model, optimizer, recorder)
         return list(recorder.steps)[-self.accumulate :]
 
-    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: MemoryRecorder) -> None:
+    def _step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: MemoryRecorder
+    ) -> None:
         batch = to_device(self.batch, _DEVICE)
         optimizer.zero_grad()
         with recorder.phase(Phase.FORWARD), self.amp.autocast() if self.amp else nullcontext():
@@ -92,12 +100,17 @@ class Training:
             else:
                 optimizer.step()
 
-    def _accumulated(self, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: MemoryRecorder) -> None:
+    def _accumulated(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: MemoryRecorder
+    ) -> None:
         accumulation = memcallback.accumulate(self.accumulate, model, optimizer, amp=self.amp)
         for on_host in accumulation.over([self.batch] * NUM_WINDOWS * self.accumulate):
             batch = to_device(on_host, _DEVICE)
             with recorder.step(batch):
-                with recorder.phase(Phase.FORWARD), self.amp.autocast() if self.amp else nullcontext():
+                with (
+                    recorder.phase(Phase.FORWARD),
+                    self.amp.autocast() if self.amp else nullcontext(),
+                ):
                     loss = self.loss(model, batch)
                 with recorder.phase(Phase.BACKWARD):
                     accumulation.backward(loss)
@@ -126,7 +139,8 @@ class Training:
             callbacks=[callback],
             **self.trainer_options,
         )
-        trainer.fit(module, DataLoader([self.batch] * NUM_WINDOWS * self.accumulate, batch_size=None))  # type: ignore[arg-type]
+        batches: Any = [self.batch] * NUM_WINDOWS * self.accumulate
+        trainer.fit(module, DataLoader(batches, batch_size=None))
 
 
 class Module(LightningModule):
@@ -149,7 +163,9 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, of what learns."""
-        return self.make_optimizer(parameter for parameter in self.parameters() if parameter.requires_grad)
+        return self.make_optimizer(
+            parameter for parameter in self.parameters() if parameter.requires_grad
+        )
 
 
 # How each saving is had.
@@ -162,7 +178,9 @@ def _saving(name: str) -> Apply:
 
 
 def _run(training: Training, line: str, **names: Any) -> dict[str, Any]:
-    """Run a line and give the names that there are then; what it gives to a Trainer or a callback is kept for it."""
+    """Run a line and give the names that there are then; what it gives to a Trainer or a callback
+    is kept for it.
+    """
     known: dict[str, Any] = {
         "torch": torch,
         "memcallback": memcallback,
@@ -183,7 +201,10 @@ def _accumulate(training: Training, name: str, line: str) -> None:
     training.accumulate = int(name.split()[1])
     if training.is_lightning:
         _run(training, line)
-    size = next(value.shape[0] for value in training.batch.values() if isinstance(value, Tensor)) // training.accumulate
+    size = (
+        next(value.shape[0] for value in training.batch.values() if isinstance(value, Tensor))
+        // training.accumulate
+    )
     training.batch = {name: value[:size] for name, value in training.batch.items()}
 
 
@@ -195,7 +216,9 @@ def _in_half(training: Training, name: str, line: str) -> None:
     _run(training, line)
     dtype = torch.bfloat16 if name == "bf16-true" else torch.float16
     if not training.is_lightning:
-        training.batch = _mapped(training.batch, lambda value: value.to(dtype) if value.is_floating_point() else value)
+        training.batch = _mapped(
+            training.batch, lambda value: value.to(dtype) if value.is_floating_point() else value
+        )
 
 
 def _optimizer(training: Training, name: str, line: str) -> None:
@@ -203,7 +226,9 @@ def _optimizer(training: Training, name: str, line: str) -> None:
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         learning = nn.ParameterList(parameters)
-        optimizer: torch.optim.Optimizer = _run(training, f"optimizer = {expression}", **{owner: learning})["optimizer"]
+        optimizer: torch.optim.Optimizer = _run(
+            training, f"optimizer = {expression}", **{owner: learning}
+        )["optimizer"]
         return optimizer
 
     training.make_optimizer = make
@@ -224,16 +249,24 @@ def _channels_last(training: Training, name: str, line: str) -> None:
 
 def _smaller_images(training: Training, name: str, line: str) -> None:
     sides = training.batch["image"].shape[-2:]
-    training.batch = _mapped(training.batch, lambda value: value[..., ::2, ::2].contiguous() if value.shape[-2:] == sides else value)
+    training.batch = _mapped(
+        training.batch,
+        lambda value: value[..., ::2, ::2].contiguous() if value.shape[-2:] == sides else value,
+    )
 
 
 def _shorter_sequences(training: Training, name: str, line: str) -> None:
     length = int(name.split()[-1])
-    training.batch = _mapped(training.batch, lambda value: value[:, :length].contiguous() if value.dim() > 1 else value)
+    training.batch = _mapped(
+        training.batch, lambda value: value[:, :length].contiguous() if value.dim() > 1 else value
+    )
 
 
 def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    return {name: function(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {
+        name: function(value) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def _of_the_process(training: Training, name: str, line: str) -> None:

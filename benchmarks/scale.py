@@ -1,18 +1,23 @@
-"""Large models on many devices, on paper: what one rank of a job is predicted to hold, beside what public training reports say.
+"""Large models on many devices, on paper: what one rank of a job is predicted to hold, beside what
+public training reports say.
 
     python benchmarks/scale.py [--only TEXT] [--out FOLDER]
 
-Needs no GPU. Llama 3.1 with 8, 70 and 405 billion parameters, made on the meta device, is trained with AdamW under FSDP2 (parameters in float32,
-computation in bfloat16, gradients reduced in float32) on 8 to 1,024 devices, sequences of 8,192 tokens; one rank is traced, in a process of its
-own. Activation checkpointing is `selective` (attention and every other matrix product of a block are kept, the rest is computed again) or
-`full` (all of a block is computed again), as in torchtitan.
+Needs no GPU. Llama 3.1 with 8, 70 and 405 billion parameters, made on the meta device, is trained
+with AdamW under FSDP2 (parameters in float32, computation in bfloat16, gradients reduced in
+float32) on 8 to 1,024 devices, sequences of 8,192 tokens; one rank is traced, in a process of its
+own. Activation checkpointing is `selective` (attention and every other matrix product of a block
+are kept, the rest is computed again) or `full` (all of a block is computed again), as in
+torchtitan.
 
-Besides, what a rank costs to predict: a Llama-like model of 7 billion parameters on one device, and one rank of 64 under FSDP2, both by
-`predict` in processes of their own. Asked is at most twice the time, and 3 GiB.
+Besides, what a rank costs to predict: a Llama-like model of 7 billion parameters on one device, and
+one rank of 64 under FSDP2, both by `predict` in processes of their own. Asked is at most twice the
+time, and 3 GiB.
 
-Where a public report has the same job, its figure is set beside the predicted one. That is no proof: a report says little of versions and of how
-memory was read, and our model follows the published shapes, not that program. The result goes to `benchmarks/results/cpu-<date>/scale.json` and
-`scale.md`, and the latter to stdout.
+Where a public report has the same job, its figure is set beside the predicted one. That is no
+proof: a report says little of versions and of how memory was read, and our model follows the
+published shapes, not that program. The result goes to `benchmarks/results/cpu-<date>/scale.json`
+and `scale.md`, and the latter to stdout.
 """
 
 from __future__ import annotations
@@ -36,7 +41,11 @@ from models.transformers import Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from memcallback import Ranks, TrainingStep, __version__, format_bytes
 from memcallback.core.units import GiB
@@ -47,7 +56,8 @@ from memcallback.prediction.predict import predict, predict_once
 LENGTH, VOCABULARY = 8192, 128_256
 #: Ranks of which the cost is told, and what is asked of it.
 NUM_RANKS, MOST_TIMES, MOST_RESIDENT_BYTES = 64, 2.0, 3 * GiB
-#: Width, layers, heads, heads of keys and values, features inside: arXiv 2407.21783, table 3; vocabulary in section 3.2.
+#: Width, layers, heads, heads of keys and values, features inside: arXiv 2407.21783, table 3;
+#: vocabulary in section 3.2.
 SHAPES = {
     "8 B": (4096, 32, 32, 8, 14336),
     "70 B": (8192, 80, 64, 8, 28672),
@@ -55,7 +65,10 @@ SHAPES = {
 }
 _aten = torch.ops.aten
 #: What selective checkpointing keeps of a block, besides every other matrix product.
-KEPT = {_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_efficient_attention.default}
+KEPT = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+}
 TORCHTITAN_2024 = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TORCHTITAN_A100 = "pytorch/torchtitan, docs/performance.md of 2024"
 NOT_REPORTED = (
@@ -167,7 +180,11 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.block = block
         is_selective = kind == "selective"
-        self._contexts: dict[str, Any] = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())} if is_selective else {}
+        self._contexts: dict[str, Any] = (
+            {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())}
+            if is_selective
+            else {}
+        )
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run."""
@@ -191,12 +208,16 @@ def _policy() -> Any:
 
 
 def spread(model: Any, mesh: DeviceMesh) -> None:
-    """FSDP2 as torchtitan applies it: each block, then the rest; the last block stays gathered after its forward pass."""
+    """FSDP2 as torchtitan applies it: each block, then the rest; the last block stays gathered
+    after its forward pass.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for number, block in enumerate(model.blocks):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=number < len(model.blocks) - 1)
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, reshard_after_forward=number < len(model.blocks) - 1
+        )
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=mesh.device_type)
 
@@ -212,15 +233,29 @@ def predict_job(job: Job) -> Found:
     width, depth, num_heads, num_kv_heads, hidden = SHAPES[job.size]
     with torch.device("meta"):
         model = Llama(
-            width=width, depth=depth, num_heads=num_heads, num_kv_heads=num_kv_heads, hidden=hidden, vocabulary=VOCABULARY, length=LENGTH
+            width=width,
+            depth=depth,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            hidden=hidden,
+            vocabulary=VOCABULARY,
+            length=LENGTH,
         )
         for number, block in enumerate(model.blocks):
             model.blocks[number] = Checkpointed(block, job.checkpointing)
         tokens = torch.empty((job.batch_size, LENGTH + 1), dtype=torch.int64)
-    step = TrainingStep(model, tokens, loss=next_token, optimizer=torch.optim.AdamW, ranks=Ranks(job.world_size, spread))
+    step = TrainingStep(
+        model,
+        tokens,
+        loss=next_token,
+        optimizer=torch.optim.AdamW,
+        ranks=Ranks(job.world_size, spread),
+    )
     device = find_device(job.device)
     assert isinstance(device, DeviceSpec)
-    prediction = predict_once(step, device=device, batch_size=job.batch_size, settings=AllocatorSettings())
+    prediction = predict_once(
+        step, device=device, batch_size=job.batch_size, settings=AllocatorSettings()
+    )
     steady = prediction.step
     held = steady.held_bytes
     return Found(
@@ -235,41 +270,79 @@ def predict_job(job: Job) -> Found:
 
 def in_a_process(job: Job) -> Found:
     """The same in a process of its own."""
-    answer = subprocess.run([sys.executable, __file__, "--job", job.name], check=True, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, __file__, "--job", job.name], check=True, capture_output=True, text=True
+    )
     return Found(**json.loads(answer.stdout))
 
 
 def predict_seven_billion(num_ranks: int) -> dict[str, float]:
-    """What it costs to predict a model of 7 billion parameters, in this process: the processor's time of `predict`, the largest resident size."""
+    """What it costs to predict a model of 7 billion parameters, in this process: the processor's
+    time of `predict`, the largest resident size.
+    """
     warnings.simplefilter("ignore")
     with torch.device("meta"):
-        model = Llama(width=4096, depth=32, num_heads=32, num_kv_heads=32, hidden=11008, vocabulary=32000, length=2048).to(torch.bfloat16)
+        model = Llama(
+            width=4096,
+            depth=32,
+            num_heads=32,
+            num_kv_heads=32,
+            hidden=11008,
+            vocabulary=32000,
+            length=2048,
+        ).to(torch.bfloat16)
         tokens = torch.empty((1, 2049), dtype=torch.int64)
     ranks = Ranks(num_ranks, "fsdp2") if num_ranks > 1 else None
-    step = TrainingStep(model, tokens, loss=next_token, optimizer=torch.optim.AdamW, precision="bf16-true", ranks=ranks)
+    step = TrainingStep(
+        model,
+        tokens,
+        loss=next_token,
+        optimizer=torch.optim.AdamW,
+        precision="bf16-true",
+        ranks=ranks,
+    )
     start = time.process_time()
     predict(step, device="NVIDIA H100 80GB HBM3").peak_reserved_bytes  # noqa: B018  (it is replayed when it is asked for)
-    return {"seconds": time.process_time() - start, "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {
+        "seconds": time.process_time() - start,
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def cost() -> dict[str, dict[str, float]]:
     """The same for one device and for one rank of many, each in a process of its own."""
     found = {}
     for num_ranks in (1, NUM_RANKS):
-        answer = subprocess.run([sys.executable, __file__, "--cost", str(num_ranks)], check=True, capture_output=True, text=True)
+        answer = subprocess.run(
+            [sys.executable, __file__, "--cost", str(num_ranks)],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         found[str(num_ranks)] = json.loads(answer.stdout)
     return found
 
 
 def environment() -> dict[str, str]:
     """What the figures hold for."""
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "memcallback": __version__}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "memcallback": __version__,
+    }
     return {"processor": processor(), **versions, "date": today(), "command": command()}
 
 
-def to_markdown(about: dict[str, str], rows: list[tuple[Job, Found]], costs: dict[str, dict[str, float]]) -> str:
+def to_markdown(
+    about: dict[str, str], rows: list[tuple[Job, Found]], costs: dict[str, dict[str, float]]
+) -> str:
     """The page beside the JSON file."""
-    lines = ["# Large models on many devices, on paper", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines = [
+        "# Large models on many devices, on paper",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+    ]
     lines += [
         f"Llama 3.1, FSDP2, AdamW, sequences of {LENGTH:,}; one rank predicted.",
         "",
@@ -277,7 +350,11 @@ def to_markdown(about: dict[str, str], rows: list[tuple[Job, Found]], costs: dic
         "|:---|---:|---:|:---|---:|---:|---:|:---|:---|---:|:---|---:|---:|",
     ]
     for job, found in rows:
-        off = "" if job.published_gib is None else f"{100 * (found.peak_reserved_bytes / GiB / job.published_gib - 1):+.1f} %"
+        off = (
+            ""
+            if job.published_gib is None
+            else f"{100 * (found.peak_reserved_bytes / GiB / job.published_gib - 1):+.1f} %"
+        )
         sizes = (found.held_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
         lines.append(
             f"| {job.size} | {job.world_size:,} | {job.batch_size} | {job.checkpointing} | {' | '.join(map(format_bytes, sizes))} "
@@ -299,10 +376,18 @@ def to_markdown(about: dict[str, str], rows: list[tuple[Job, Found]], costs: dic
 
 def main() -> None:
     """Predict all jobs and write the results."""
-    parser = argparse.ArgumentParser(description="Predict ranks of large jobs, and set what was reported beside it.")
+    parser = argparse.ArgumentParser(
+        description="Predict ranks of large jobs, and set what was reported beside it."
+    )
     parser.add_argument("--only", default="", help="jobs with this in their name")
-    parser.add_argument("--job", help="predict the job of this name in this process and print the figures as JSON")
-    parser.add_argument("--cost", type=int, help="predict 7 billion parameters on so many ranks in this process and print the cost as JSON")
+    parser.add_argument(
+        "--job", help="predict the job of this name in this process and print the figures as JSON"
+    )
+    parser.add_argument(
+        "--cost",
+        type=int,
+        help="predict 7 billion parameters on so many ranks in this process and print the cost as JSON",
+    )
     parser.add_argument("--out", type=Path, help="the folder for scale.json and scale.md")
     options = parser.parse_args()
     if options.job:
@@ -315,7 +400,10 @@ def main() -> None:
     for job in JOBS:
         if options.only in job.name:
             rows.append((job, in_a_process(job)))
-            print(f"{job.name}: {format_bytes(rows[-1][1].peak_reserved_bytes)} reserved", file=sys.stderr)
+            print(
+                f"{job.name}: {format_bytes(rows[-1][1].peak_reserved_bytes)} reserved",
+                file=sys.stderr,
+            )
     about, costs = environment(), cost()
     out = options.out or results_folder("cpu")
     out.mkdir(parents=True, exist_ok=True)

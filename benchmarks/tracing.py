@@ -1,26 +1,36 @@
-"""What a trace costs and how near it comes: ours, a bare fake run and torch's MemTracker on the same steps, side by side.
+"""What a trace costs and how near it comes: ours, a bare fake run and torch's MemTracker on the
+same steps, side by side.
 
     python benchmarks/tracing.py [--rounds 3] [--out FOLDER]
 
-Needs no GPU; takes about 20 minutes. It does five things, one after the other, and says on stderr how far it is:
+Needs no GPU; takes about 20 minutes. It does five things, one after the other, and says on stderr
+how far it is:
 
-1. Times. Five cases (GPT-2 small in two precisions and two batch sizes, ResNet-50, a small Llama) are each run in three
-   ways: `trace` as `predict` calls it, for an H200; the same steps on fake tensors with nothing that looks on; and those under
-   MemTracker. In each round every way takes two training steps (forward, backward, foreach optimizer) in a process of its own,
-   twice: the first time fills PyTorch's caches of fake operators, the second finds them full. Each makes its own copies of the
-   model on fake tensors, which is in its time. Quotients are of the processor's times in one round, and given with the least and
-   the largest: one thread works at a time, so this is how long it takes where nothing else runs. Times on the wall are in the JSON.
-2. Peaks. The largest allocated figure by `predict` and by MemTracker, which is told of the model, the optimizer and the batch before
+1. Times. Five cases (GPT-2 small in two precisions and two batch sizes, ResNet-50, a small Llama)
+   are each run in three
+   ways: `trace` as `predict` calls it, for an H200; the same steps on fake tensors with nothing
+       that looks on; and those under MemTracker. In each round every way takes two training steps
+       (forward, backward, foreach optimizer) in a process of its own,
+   twice: the first time fills PyTorch's caches of fake operators, the second finds them full. Each
+       makes its own copies of the model on fake tensors, which is in its time. Quotients are of the
+       processor's times in one round, and given with the least and the largest: one thread works at
+       a time, so this is how long it takes where nothing else runs. Times on the wall are in the
+       JSON.
+2. Peaks. The largest allocated figure by `predict` and by MemTracker, which is told of the model,
+   the optimizer and the batch before
    the first step, against the one that the accuracy proof measured on a virtual H200.
-3. Large models. Llama-like models of 7 and 70 billion parameters, made on the meta device, are predicted each in a process of its own, which
+3. Large models. Llama-like models of 7 and 70 billion parameters, made on the meta device, are
+   predicted each in a process of its own, which
    begins with importing PyTorch and is measured as a whole: `--only-large "70 B"` is that process.
 4. Growth with layers, parameters and events: `tracing_growth.py`.
-5. The curve over batch sizes, of GPT-2 small and ResNet-50, from a prediction that is there: the reserved peaks at each power of two up to
-   4,096, as `BatchSizeAdvice.curve` has them, each a replay to the byte. And by 64 other sizes what every one up to there would take, and how far a
-   line between the powers is off.
+5. The curve over batch sizes, of GPT-2 small and ResNet-50, from a prediction that is there: the
+   reserved peaks at each power of two up to
+   4,096, as `BatchSizeAdvice.curve` has them, each a replay to the byte. And by 64 other sizes what
+   every one up to there would take, and how far a line between the powers is off.
 
-What is asked of the figures (`judged`) is set against them; the exit code is 1 if something is not met. The result goes to
-`benchmarks/results/cpu-<date>/`, or the folder that is named, as `tracing.json` and `tracing.md`, and the latter to stdout.
+What is asked of the figures (`judged`) is set against them; the exit code is 1 if something is not
+met. The result goes to `benchmarks/results/cpu-<date>/`, or the folder that is named, as
+`tracing.json` and `tracing.md`, and the latter to stdout.
 """
 
 from __future__ import annotations
@@ -73,8 +83,14 @@ from memcallback.trace.tracer import trace  # noqa: E402
 
 MEASURED = latest_result("nvidia-h200-virtual", "accuracy.json.gz")
 GPT2_8 = "gpt2-adamw-32-true, batch 8 x 512"
-#: The curve: of which cases, where, how large at most, and of how many sizes the time of every one is told.
-CURVES, NO_END, LARGEST, NUM_TIMED = ("gpt2-adamw-32-true", "resnet50-momentum-32-true"), f"{1 << 20}GiB", 4096, 64
+#: The curve: of which cases, where, how large at most, and of how many sizes the time of every one
+#: is told.
+CURVES, NO_END, LARGEST, NUM_TIMED = (
+    ("gpt2-adamw-32-true", "resnet50-momentum-32-true"),
+    f"{1 << 20}GiB",
+    4096,
+    64,
+)
 #: What is asked of the figures.
 MOST_OVER_BARE = 1.2
 LEAST_BELOW_THEIRS = 5.0
@@ -94,7 +110,8 @@ class Case:
     Attributes:
         name: Its name.
         config: A configuration of the accuracy proof.
-        truth_bytes: The largest allocated figure of its training on the device; None if it was not measured.
+        truth_bytes: The largest allocated figure of its training on the device; None if it was not
+            measured.
     """
 
     name: str
@@ -202,7 +219,8 @@ class Curve:
         num_sizes: How many sizes it has.
         cpu_seconds: The processor's time for these.
         every_seconds: What every size up to the largest would take, by some of them.
-        most_off_percent: How far at most a straight line between two sizes of the curve is from a replay, at these.
+        most_off_percent: How far at most a straight line between two sizes of the curve is from a
+            replay, at these.
     """
 
     case: str
@@ -224,17 +242,33 @@ class Criterion:
 def cases() -> list[Case]:
     """Four configurations of the accuracy proof, and GPT-2 with a larger batch."""
     measured = read_json(MEASURED)["configs"]
-    names = ("gpt2-adamw-32-true", "gpt2-adamw-bf16-mixed", "resnet50-momentum-32-true", "llama-adamw-bf16-true")
+    names = (
+        "gpt2-adamw-32-true",
+        "gpt2-adamw-bf16-mixed",
+        "resnet50-momentum-32-true",
+        "llama-adamw-bf16-true",
+    )
     configs = {config.name: config for config in CONFIGS if config.name in names}
-    found = [Case(name=name, config=configs[name], truth_bytes=_largest(measured[name]["windows"])) for name in names]
+    found = [
+        Case(name=name, config=configs[name], truth_bytes=_largest(measured[name]["windows"]))
+        for name in names
+    ]
     workload = configs[names[0]].workload
-    larger = replace(configs[names[0]], workload=replace(workload, batch=token_sequences(8, 512, vocabulary=50257)))
+    larger = replace(
+        configs[names[0]],
+        workload=replace(workload, batch=token_sequences(8, 512, vocabulary=50257)),
+    )
     return [Case(name=GPT2_8, config=larger, truth_bytes=None), *found]
 
 
 def _largest(windows: list[list[list[dict[str, Any]]]]) -> int:
     """The peak of the first and of the steady update."""
-    return max(int(phase["peak_allocated_bytes"]) for window in (windows[0], windows[-1]) for step in window for phase in step)
+    return max(
+        int(phase["peak_allocated_bytes"])
+        for window in (windows[0], windows[-1])
+        for step in window
+        for phase in step
+    )
 
 
 # The three ways.
@@ -250,12 +284,16 @@ def our_trace(config: Config, parts: Parts) -> None:
 WAYS: dict[str, Callable[[Config, Parts], object]] = {
     BARE: lambda config, parts: fake_run(parts, None, autocast_dtype=config.autocast_dtype),
     OURS: our_trace,
-    THEIRS: lambda config, parts: fake_run(parts, MemTracker(), autocast_dtype=config.autocast_dtype),
+    THEIRS: lambda config, parts: fake_run(
+        parts, MemTracker(), autocast_dtype=config.autocast_dtype
+    ),
 }
 
 
 def seconds(config: Config, way: str) -> list[tuple[float, float]]:
-    """The time of a way in this process, on the wall and of the processor: with empty caches, and with full ones."""
+    """The time of a way in this process, on the wall and of the processor: with empty caches, and
+    with full ones.
+    """
     warnings.simplefilter("ignore")
     parts = config.make(initialise=False)
     times = []
@@ -274,7 +312,9 @@ def peaks(case: Case) -> dict[str, Any]:
     prediction = predict(training_step(case.config, parts), device=DEVICE)
     ours = max(step.peak_allocated_bytes or 0 for step in prediction.steps)
     theirs = fake_run(parts, MemTracker(), autocast_dtype=case.config.autocast_dtype)
-    return asdict(Peaks(case=case.name, truth_bytes=case.truth_bytes, ours_bytes=ours, theirs_bytes=theirs))
+    return asdict(
+        Peaks(case=case.name, truth_bytes=case.truth_bytes, ours_bytes=ours, theirs_bytes=theirs)
+    )
 
 
 def measure(case: Case, num_rounds: int) -> list[Row]:
@@ -288,15 +328,22 @@ def measure(case: Case, num_rounds: int) -> list[Row]:
         print(f"{case.name}: round {number + 1} of {num_rounds}", file=sys.stderr)
     rows = []
     for index, caches in enumerate(("empty", "full")):
-        wall, cpu = ({way: [of_round[index][clock] for of_round in times[way]] for way in ways} for clock in (0, 1))
+        wall, cpu = (
+            {way: [of_round[index][clock] for of_round in times[way]] for way in ways}
+            for clock in (0, 1)
+        )
         rows.append(
             Row(
                 case=case.name,
                 caches=caches,
                 wall_seconds={way: Spread.of(values) for way, values in wall.items()},
                 cpu_seconds={way: Spread.of(values) for way, values in cpu.items()},
-                over_bare=Spread.of([ours / bare for ours, bare in zip(cpu[OURS], cpu[BARE], strict=True)]),
-                theirs_over_ours=Spread.of([theirs / ours for theirs, ours in zip(cpu[THEIRS], cpu[OURS], strict=True)]),
+                over_bare=Spread.of(
+                    [ours / bare for ours, bare in zip(cpu[OURS], cpu[BARE], strict=True)]
+                ),
+                theirs_over_ours=Spread.of(
+                    [theirs / ours for theirs, ours in zip(cpu[THEIRS], cpu[OURS], strict=True)]
+                ),
             )
         )
     return rows
@@ -328,7 +375,9 @@ def predict_large(name: str) -> Large:
 
 def large(name: str) -> Large:
     """The same in a process of its own."""
-    answer = subprocess.run([sys.executable, __file__, "--only-large", name], check=True, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, __file__, "--only-large", name], check=True, capture_output=True, text=True
+    )
     print(f"{name}: predicted", file=sys.stderr)
     return Large(**json.loads(answer.stdout))
 
@@ -339,7 +388,9 @@ def large(name: str) -> Large:
 def curve(config: Config) -> dict[str, Any]:
     """The curve over batch sizes of a configuration, in this process."""
     warnings.simplefilter("ignore")
-    prediction = predict(training_step(config, config.make(initialise=False)), device=DEVICE).on(NO_END)
+    prediction = predict(training_step(config, config.make(initialise=False)), device=DEVICE).on(
+        NO_END
+    )
     powers = [1 << power for power in range(LARGEST.bit_length())]
     spread = range(LARGEST // NUM_TIMED, LARGEST + 1, LARGEST // NUM_TIMED)
     seconds, peaks = [], []
@@ -354,7 +405,9 @@ def curve(config: Config) -> dict[str, Any]:
         num_sizes=len(powers),
         cpu_seconds=seconds[0],
         every_seconds=seconds[1] * LARGEST / len(spread),
-        most_off_percent=max(100 * abs(between(size, peaks[0]) / peak - 1) for size, peak in peaks[1].items()),
+        most_off_percent=max(
+            100 * abs(between(size, peaks[0]) / peak - 1) for size, peak in peaks[1].items()
+        ),
     )
     return asdict(found)
 
@@ -371,9 +424,15 @@ def between(size: int, peaks: Mapping[int, int]) -> float:
 
 
 def judged(
-    rows: Sequence[Row], found: Sequence[Peaks], larges: Mapping[str, Large], points: Points, curves: Sequence[Curve]
+    rows: Sequence[Row],
+    found: Sequence[Peaks],
+    larges: Mapping[str, Large],
+    points: Points,
+    curves: Sequence[Curve],
 ) -> list[Criterion]:
-    """What is asked of the figures, against them. Medians are judged, with full caches unless it says otherwise."""
+    """What is asked of the figures, against them. Medians are judged, with full caches unless it
+    says otherwise.
+    """
     full = [row for row in rows if row.caches == "full"]
     gpt2 = next(row for row in full if row.case == GPT2_8)
     slowest = min(full, key=lambda row: row.theirs_over_ours.median)
@@ -454,9 +513,16 @@ def to_markdown(
     curves: Sequence[Curve],
 ) -> str:
     """The page beside the JSON file."""
-    lines = ["# What a trace costs, and how near it comes", "", *(f"- {name}: {text}" for name, text in about.items()), ""]
+    lines = [
+        "# What a trace costs, and how near it comes",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+    ]
     lines += ["| asked | found | met |", "|:---|:---|:---|"]
-    lines += [f"| {one.asked} | {one.found} | {'yes' if one.is_met else '**no**'} |" for one in criteria]
+    lines += [
+        f"| {one.asked} | {one.found} | {'yes' if one.is_met else '**no**'} |" for one in criteria
+    ]
     lines += ["", f"## Time of {NUM_STEPS} steps", ""]
     lines += [
         f"Median of {num_rounds} rounds, seconds of the processor; quotients with the least and the largest of the rounds. Caches are PyTorch's own of fake operators.",
@@ -468,11 +534,22 @@ def to_markdown(
     ]
     for row in rows:
         times = " | ".join(f"{row.cpu_seconds[way].median:.2f}" for way in WAYS)
-        lines.append(f"| {row.case} | {row.caches} | {times} | {row.over_bare.text()} | {row.theirs_over_ours.text()} |")
-    lines += ["", "## Peaks", "", f"| case | measured | {OURS} | error, % | {THEIRS} | error, % |", "|:---|---:|---:|---:|---:|---:|"]
+        lines.append(
+            f"| {row.case} | {row.caches} | {times} | {row.over_bare.text()} | {row.theirs_over_ours.text()} |"
+        )
+    lines += [
+        "",
+        "## Peaks",
+        "",
+        f"| case | measured | {OURS} | error, % | {THEIRS} | error, % |",
+        "|:---|---:|---:|---:|---:|---:|",
+    ]
     for peak in found:
         truth = "" if peak.truth_bytes is None else format_bytes(peak.truth_bytes)
-        figures = " | ".join(f"{format_bytes(size)} | {_signed(peak.error_pct(size))}" for size in (peak.ours_bytes, peak.theirs_bytes))
+        figures = " | ".join(
+            f"{format_bytes(size)} | {_signed(peak.error_pct(size))}"
+            for size in (peak.ours_bytes, peak.theirs_bytes)
+        )
         lines.append(f"| {peak.case} | {truth} | {figures} |")
     lines += ["", "## Llama-like, meta device, batch 1 x 2048, bf16, AdamW", ""]
     lines += [
@@ -490,7 +567,8 @@ def to_markdown(
         "|:---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {one.case} | {one.num_sizes} | {one.cpu_seconds:.2f} | {one.every_seconds:.0f} | {one.most_off_percent:.2f} |" for one in curves
+        f"| {one.case} | {one.num_sizes} | {one.cpu_seconds:.2f} | {one.every_seconds:.0f} | {one.most_off_percent:.2f} |"
+        for one in curves
     ]
     lines += [
         "",
@@ -512,7 +590,11 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure what a trace costs.")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only-large", choices=MOST_FOR_LARGE, help="predict a large model in this process and print the figures as JSON")
+    parser.add_argument(
+        "--only-large",
+        choices=MOST_FOR_LARGE,
+        help="predict a large model in this process and print the figures as JSON",
+    )
     parser.add_argument("--out", type=Path, help="the folder for tracing.json and tracing.md")
     return parser.parse_args()
 
@@ -529,7 +611,11 @@ def main() -> int:
     found = [Peaks(**in_a_process_of_its_own(partial(peaks, case))) for case in chosen]
     larges = {name: large(name) for name in MOST_FOR_LARGE}
     points = measure_growth()
-    curves = [Curve(**in_a_process_of_its_own(partial(curve, config))) for config in CONFIGS if config.name in CURVES]
+    curves = [
+        Curve(**in_a_process_of_its_own(partial(curve, config)))
+        for config in CONFIGS
+        if config.name in CURVES
+    ]
     criteria = judged(rows, found, larges, points, curves)
     about = environment()
     out = options.out or results_folder("cpu")
@@ -542,7 +628,10 @@ def main() -> int:
         "peaks": [asdict(one) for one in found],
         "large": {name: asdict(one) for name, one in larges.items()},
         "growth": {
-            row: {value: {way: one and asdict(one) for way, one in by_way.items()} for value, by_way in by_value.items()}
+            row: {
+                value: {way: one and asdict(one) for way, one in by_way.items()}
+                for value, by_way in by_value.items()
+            }
             for row, by_value in points.items()
         },
         "exponents": exponents(points),

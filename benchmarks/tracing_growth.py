@@ -1,10 +1,13 @@
-"""How the cost of a trace grows with a model's layers, its parameters and the events of its step, beside a bare fake run and MemTracker.
+"""How the cost of a trace grows with a model's layers, its parameters and the events of its step,
+beside a bare fake run and MemTracker.
 
-Models are Llama-like and lie on the meta device. Each figure comes from a process of its own, which makes the model and takes two updates:
+Models are Llama-like and lie on the meta device. Each figure comes from a process of its own, which
+makes the model and takes two updates:
 
 - *layers*: 12 to 96 at width 512, batch 1 x 256.
 - *parameters*: 0.1 to 70 billion, in the shapes of models that there are, batch 1 x 2048.
-- *events*: 24 layers of width 512, with gradients of 1, 8 and 80 batches for each update: the events of a trace are 10^4 to 10^6.
+- *events*: 24 layers of width 512, with gradients of 1, 8 and 80 batches for each update: the
+  events of a trace are 10^4 to 10^6.
 
     python benchmarks/tracing_growth.py layers 96 memcallback    # one figure, as JSON
 """
@@ -38,7 +41,8 @@ from memcallback.trace.tracer import trace
 DEVICE = "NVIDIA H200"
 NUM_STEPS = 2
 BARE, OURS, THEIRS = "bare fake run", "memcallback", "MemTracker"
-#: What would take longer, by the value before and the layers and batches, is not run; ours always is.
+#: What would take longer, by the value before and the layers and batches, is not run; ours always
+#: is.
 LONG_SECONDS = 120
 VOCABULARY = 32000
 
@@ -75,18 +79,38 @@ class Shape:
                 vocabulary=VOCABULARY, length=self.length,
             ).to(torch.bfloat16)  # fmt: skip
             batch = {"tokens": torch.empty((1, self.length + 1), dtype=torch.int64)}
-        return Parts(model=model, batch=batch, losses=(next_token,), optimizers=(lambda model: torch.optim.AdamW(model.parameters()),))
+        return Parts(
+            model=model,
+            batch=batch,
+            losses=(next_token,),
+            optimizers=(lambda model: torch.optim.AdamW(model.parameters()),),
+        )
 
     def step(self) -> TrainingStep:
         """The same as the package's users say it."""
         parts = self.parts()
         return TrainingStep(
-            parts.model, parts.batch, loss=next_token, optimizer=torch.optim.AdamW, precision="bf16-true", accumulate=self.accumulate
+            parts.model,
+            parts.batch,
+            loss=next_token,
+            optimizer=torch.optim.AdamW,
+            precision="bf16-true",
+            accumulate=self.accumulate,
         )
 
 
-def _real(name: str, width: int, depth: int, num_heads: int, num_kv_heads: int, hidden: int) -> Shape:
-    return Shape(name=name, width=width, depth=depth, num_heads=num_heads, num_kv_heads=num_kv_heads, hidden=hidden, length=2048)
+def _real(
+    name: str, width: int, depth: int, num_heads: int, num_kv_heads: int, hidden: int
+) -> Shape:
+    return Shape(
+        name=name,
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden=hidden,
+        length=2048,
+    )
 
 
 #: By what grows.
@@ -102,7 +126,10 @@ ROWS: dict[str, dict[str, Shape]] = {
             _real("70 B", 8192, 80, 64, 8, 28672),
         )
     },
-    "events": {f"{count} batches": Shape(name=f"{count} batches", depth=24, accumulate=count) for count in (1, 8, 80)},
+    "events": {
+        f"{count} batches": Shape(name=f"{count} batches", depth=24, accumulate=count)
+        for count in (1, 8, 80)
+    },
 }
 
 
@@ -125,7 +152,13 @@ class Point:
     kept_bytes: int
 
 
-def fake_run(parts: Parts, tracker: MemTracker | None, *, autocast_dtype: torch.dtype | None = None, accumulate: int = 1) -> int:
+def fake_run(
+    parts: Parts,
+    tracker: MemTracker | None,
+    *,
+    autocast_dtype: torch.dtype | None = None,
+    accumulate: int = 1,
+) -> int:
     """Two updates on fake tensors; the peak that a tracker saw, 0 without one."""
     mode = FakeTensorMode()
     model, batch = fake_copy((parts.model, parts.batch), mode)
@@ -140,19 +173,29 @@ def fake_run(parts: Parts, tracker: MemTracker | None, *, autocast_dtype: torch.
             for _ in range(NUM_STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for _ in range(accumulate):
-                    with torch.autocast("cpu", autocast_dtype) if autocast_dtype else contextlib.nullcontext():
+                    with (
+                        torch.autocast("cpu", autocast_dtype)
+                        if autocast_dtype
+                        else contextlib.nullcontext()
+                    ):
                         loss = loss_function(model, batch)
                     loss.backward()
                     del loss
                 optimizer.step()
                 if tracker:
                     tracker.reset_mod_stats()
-    return 0 if tracker is None else sum(int(by_kind["Total"]) for by_kind in tracker.get_tracker_snapshot("peak").values())
+    return (
+        0
+        if tracker is None
+        else sum(int(by_kind["Total"]) for by_kind in tracker.get_tracker_snapshot("peak").values())
+    )
 
 
 def resident_bytes() -> int:
     """The largest resident size that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def point(shape: Shape, way: str) -> Point:
@@ -167,7 +210,10 @@ def point(shape: Shape, way: str) -> Point:
         num_events: int | None = len(trace(step, spec, num_windows=NUM_STEPS).trace.events)
     else:
         parts = shape.parts()
-        num_parameters, num_events = sum(parameter.numel() for parameter in parts.model.parameters()), None
+        num_parameters, num_events = (
+            sum(parameter.numel() for parameter in parts.model.parameters()),
+            None,
+        )
         before_bytes, began = resident_bytes(), time.process_time()
         fake_run(parts, MemTracker() if way == THEIRS else None, accumulate=shape.accumulate)
     return Point(
@@ -187,7 +233,9 @@ def measure() -> Points:
     found: Points = {}
     for row, shapes in ROWS.items():
         found[row] = {}
-        before: dict[str, float | None] = dict.fromkeys((BARE, OURS, THEIRS), 0.0)  # seconds for each layer of each batch
+        before: dict[str, float | None] = dict.fromkeys(
+            (BARE, OURS, THEIRS), 0.0
+        )  # seconds for each layer of each batch
         for value, shape in shapes.items():
             num_layers, points = shape.depth * shape.accumulate, dict[str, Point | None]()
             for way, seconds in before.items():
@@ -195,17 +243,24 @@ def measure() -> Points:
                 points[way] = one = None if is_long else _in_a_process_of_its_own(row, value, way)
                 before[way] = one.cpu_seconds / num_layers if one else None
             found[row][value] = points
-            print(f"{row}, {value}: {', '.join(f'{one.cpu_seconds:.1f} s' if one else '-' for one in points.values())}", file=sys.stderr)
+            print(
+                f"{row}, {value}: {', '.join(f'{one.cpu_seconds:.1f} s' if one else '-' for one in points.values())}",
+                file=sys.stderr,
+            )
     return found
 
 
 def _in_a_process_of_its_own(row: str, value: str, way: str) -> Point:
-    answer = subprocess.run([sys.executable, __file__, row, value, way], check=True, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, __file__, row, value, way], check=True, capture_output=True, text=True
+    )
     return Point(**json.loads(answer.stdout))
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """The power with which a figure grows: the slope of the straight line through the logarithms, by least squares."""
+    """The power with which a figure grows: the slope of the straight line through the logarithms,
+    by least squares.
+    """
     xs, ys = zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)
     return statistics.linear_regression(xs, ys).slope
 
@@ -215,11 +270,17 @@ def size(row: str, value: str, points: Points) -> float:
     ours = points[row][value][OURS]
     assert ours is not None
     assert ours.num_events is not None
-    return {"layers": ROWS[row][value].depth, "parameters": ours.num_parameters, "events": ours.num_events}[row]
+    return {
+        "layers": ROWS[row][value].depth,
+        "parameters": ours.num_parameters,
+        "events": ours.num_events,
+    }[row]
 
 
 def exponents(points: Points) -> dict[str, dict[str, dict[str, float]]]:
-    """By what grows, by way: the powers with which time and memory grow; of ways that have three values."""
+    """By what grows, by way: the powers with which time and memory grow; of ways that have three
+    values.
+    """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row, by_value in points.items():
         for way in (BARE, OURS, THEIRS):
@@ -233,11 +294,17 @@ def exponents(points: Points) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def most_over_n_log_n(points: Points) -> float:
-    """The most that a trace takes over what n log n would, n its events, from the shortest of its row on."""
+    """The most that a trace takes over what n log n would, n its events, from the shortest of its
+    row on.
+    """
     worst = 0.0
     for by_value in points.values():
         ours = [one[OURS] for one in by_value.values()]
-        per_event = [one.cpu_seconds / (one.num_events * math.log2(one.num_events)) for one in ours if one is not None and one.num_events]
+        per_event = [
+            one.cpu_seconds / (one.num_events * math.log2(one.num_events))
+            for one in ours
+            if one is not None and one.num_events
+        ]
         worst = max(worst, *(each / per_event[0] for each in per_event))
     return worst
 
@@ -252,7 +319,10 @@ def to_markdown(points: Points) -> list[str]:
     ]
     powers = exponents(points)
     for row, by_value in points.items():
-        lines += ["", f"| {row} | parameters | events | {BARE}, s | {OURS}, s | {THEIRS}, s | {BARE} | {OURS} | {THEIRS} |"]
+        lines += [
+            "",
+            f"| {row} | parameters | events | {BARE}, s | {OURS}, s | {THEIRS}, s | {BARE} | {OURS} | {THEIRS} |",
+        ]
         lines += ["|:---|---:|---:|---:|---:|---:|---:|---:|---:|"]
         for value, by_way in by_value.items():
             ours = by_way[OURS]
@@ -260,15 +330,28 @@ def to_markdown(points: Points) -> list[str]:
             ways = list(by_way.values())
             times = " | ".join(f"{one.cpu_seconds:.1f}" if one else "-" for one in ways)
             sizes = " | ".join(format_bytes(one.resident_bytes) if one else "-" for one in ways)
-            lines.append(f"| {value} | {ours.num_parameters:,} | {ours.num_events:,} | {times} | {sizes} |")
-        for figure, what in (("cpu_seconds", "Time"), ("kept_bytes", "Memory beyond PyTorch and the model")):
-            of_ways = ", ".join(f"{power[figure]:.2f} ({way})" for way, power in powers[row].items())
+            lines.append(
+                f"| {value} | {ours.num_parameters:,} | {ours.num_events:,} | {times} | {sizes} |"
+            )
+        for figure, what in (
+            ("cpu_seconds", "Time"),
+            ("kept_bytes", "Memory beyond PyTorch and the model"),
+        ):
+            of_ways = ", ".join(
+                f"{power[figure]:.2f} ({way})" for way, power in powers[row].items()
+            )
             lines += ["", f"{what} grows with {row} to the power of {of_ways}."]
     return lines
 
 
 def _before(points: Points) -> list[int]:
-    every = [one for by_value in points.values() for by_way in by_value.values() for one in by_way.values() if one is not None]
+    every = [
+        one
+        for by_value in points.values()
+        for by_way in by_value.values()
+        for one in by_way.values()
+        if one is not None
+    ]
     return [one.resident_bytes - one.kept_bytes for one in every]
 
 

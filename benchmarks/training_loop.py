@@ -1,20 +1,26 @@
-"""The reference loop of the accuracy proof: a plain training loop in a fixed order, which a prediction follows exactly.
+"""The reference loop of the accuracy proof: a plain training loop in a fixed order, which a
+prediction follows exactly.
 
-Before the first step: the model goes to the device as `nn.Module.to` moves it, then the optimizers are made, then the
-GradScaler (16-mixed only; with so small a scale that no update is skipped). One step is one micro-batch:
+Before the first step: the model goes to the device as `nn.Module.to` moves it, then the optimizers
+are made, then the GradScaler (16-mixed only; with so small a scale that no update is skipped). One
+step is one micro-batch:
 
 1. every tensor of the batch goes to the device;
 2. on the first micro-batch of a window `zero_grad(set_to_none=True)`;
-3. FORWARD: `loss = loss_function(model, batch)`, under autocast if the precision is a mixed one; when autocast has ended,
+3. FORWARD: `loss = loss_function(model, batch)`, under autocast if the precision is a mixed one;
+   when autocast has ended,
    `loss = loss / accumulate` if several micro-batches make an update;
 4. BACKWARD: `loss.backward()`, with a GradScaler `scaler.scale(loss).backward()`;
-5. OPTIMIZER_STEP, on the last micro-batch of a window: with clipping `scaler.unscale_(optimizer)` and `clip_grad_norm_` of the
-   optimizer's parameters, then `optimizer.step()`, or `scaler.step(optimizer)` and `scaler.update()`;
+5. OPTIMIZER_STEP, on the last micro-batch of a window: with clipping `scaler.unscale_(optimizer)`
+   and `clip_grad_norm_` of the
+   optimizer's parameters, then `optimizer.step()`, or `scaler.step(optimizer)` and
+   `scaler.update()`;
 6. the loss goes, then the batch.
 
-Steps 1, 2 and 6 are outside of all phases. With several optimizers 2 to 5 are done for each of them in turn, each with a loss
-of its own, and the loss of the one is dropped before the next begins. An optimizer that calls a closure (LBFGS) runs 2 to 4 in it,
-and the whole is one window, since nothing marks a boundary inside.
+Steps 1, 2 and 6 are outside of all phases. With several optimizers 2 to 5 are done for each of them
+in turn, each with a loss of its own, and the loss of the one is dropped before the next begins. An
+optimizer that calls a closure (LBFGS) runs 2 to 4 in it, and the whole is one window, since nothing
+marks a boundary inside.
 """
 
 from __future__ import annotations
@@ -31,9 +37,9 @@ from torch.overrides import TorchFunctionMode
 from memcallback.core.types import Phase
 from memcallback.record.recorder import MemoryRecorder
 
-#: Updates. In the first, gradients and the optimizer's state appear. From the second on every update asks for the same, but the
-#: allocator finds other free blocks until it has settled, seldom later than in the fifth; in some models it comes to alternate
-#: between two or three arrangements.
+#: Updates. In the first, gradients and the optimizer's state appear. From the second on every
+#: update asks for the same, but the allocator finds other free blocks until it has settled, seldom
+#: later than in the fifth; in some models it comes to alternate between two or three arrangements.
 NUM_WINDOWS = 6
 
 
@@ -54,12 +60,16 @@ def train(config: Config, parts: Parts, recorder: MemoryRecorder, device: torch.
 
 
 class _Loop:
-    def __init__(self, config: Config, parts: Parts, recorder: MemoryRecorder, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, parts: Parts, recorder: MemoryRecorder, device: torch.device
+    ) -> None:
         self.config, self.recorder, self.device = config, recorder, device
         self.cpu_batch, self.losses = parts.batch, parts.losses
         self.model = parts.model.to(device)
         self.optimizers = [make(self.model) for make in parts.optimizers]
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=128.0) if config.has_grad_scaler else None
+        self.scaler = (
+            torch.amp.GradScaler(device.type, init_scale=128.0) if config.has_grad_scaler else None
+        )
 
     def step(self, *, is_first: bool, is_last: bool) -> None:
         batch = to_device(self.cpu_batch, self.device)
@@ -95,14 +105,19 @@ class _Loop:
         if self.config.clip_grad_norm is not None:
             if self.scaler:
                 self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.config.clip_grad_norm)
+            nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]],
+                self.config.clip_grad_norm,
+            )
         if self.scaler:
             self.scaler.step(optimizer)
             self.scaler.update()
         else:
             optimizer.step()
 
-    def _step_with_closure(self, loss_function: Loss, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    def _step_with_closure(
+        self, loss_function: Loss, optimizer: torch.optim.Optimizer, batch: Batch
+    ) -> None:
         def closure() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             loss = self._forward(loss_function, batch)
@@ -116,13 +131,28 @@ class _Loop:
 
 
 class _CurvatureIsPositive(TorchFunctionMode):
-    """LBFGS keeps a direction if `ys > 1e-10`, which holds in practice; a virtual device reads every value as 0, where it does not."""
+    """LBFGS keeps a direction if `ys > 1e-10`, which holds in practice; a virtual device reads
+    every value as 0, where it does not.
+    """
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
-        return True if getattr(function, "__name__", "") in ("__gt__", "gt") and args[1] == 1e-10 else result
+        return (
+            True
+            if getattr(function, "__name__", "") in ("__gt__", "gt") and args[1] == 1e-10
+            else result
+        )
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on a device."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }

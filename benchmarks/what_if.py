@@ -1,11 +1,14 @@
-"""What savings buy: every row of `memcallback.what_if`, and the same saving in a training on the device, side by side.
+"""What savings buy: every row of `memcallback.what_if`, and the same saving in a training on the
+device, side by side.
 
     python benchmarks/what_if.py
 
-Each row is trained in a process of its own, so that the allocator begins empty; a setting of the allocator is in the environment of
-a new one. `savings_loop.py` says how each saving is had there. What is said not to work is tried too.
+Each row is trained in a process of its own, so that the allocator begins empty; a setting of the
+allocator is in the environment of a new one. `savings_loop.py` says how each saving is had there.
+What is said not to work is tried too.
 
-Compared are the largest allocated and the largest reserved figure in the phases of the last update, all its micro-batches.
+Compared are the largest allocated and the largest reserved figure in the phases of the last update,
+all its micro-batches.
 
 The result goes to `benchmarks/results/<device>-<date>/` as what_if.json and what_if.md.
 """
@@ -27,11 +30,26 @@ from typing import Any
 
 import lightning
 import torch
-from accuracy import Answer, environment, in_a_process_of_its_own, in_processes_of_their_own, training_step
+from accuracy import (
+    Answer,
+    environment,
+    in_a_process_of_its_own,
+    in_processes_of_their_own,
+    training_step,
+)
 from accuracy_configs import Config
 from machine import command, is_virtual, not_reported, results_folder
 from models import convolutional, others, transformers
-from models.workloads import BATCH_NORM_IS_A_GUESS, WORKLOADS, clicks, features, images, segmented_images, texts, token_sequences
+from models.workloads import (
+    BATCH_NORM_IS_A_GUESS,
+    WORKLOADS,
+    clicks,
+    features,
+    images,
+    segmented_images,
+    texts,
+    token_sequences,
+)
 from savings_loop import Module, Training
 from torch import nn
 
@@ -72,29 +90,50 @@ class Case:
         return TrainingStep.from_lightning(module, parts.batch)
 
 
-def _case(architecture: str, model: Callable[[], nn.Module], batch: Any, optimizer: str = "adamw") -> Case:
+def _case(
+    architecture: str, model: Callable[[], nn.Module], batch: Any, optimizer: str = "adamw"
+) -> Case:
     """A workload of the accuracy proof in another size."""
     workload = replace(WORKLOADS[architecture], model=model, batch=batch)
-    return Case(name=architecture, config=Config(workload=workload, optimizer=optimizer, precision="32-true"))
+    return Case(
+        name=architecture,
+        config=Config(workload=workload, optimizer=optimizer, precision="32-true"),
+    )
 
 
 _PLAIN = (
     _case("resnet18", WORKLOADS["resnet18"].model, images(64, 128), "adam"),
-    _case("unet", lambda: convolutional.UNet(num_channels=32, num_levels=3), segmented_images(8, 128)),
+    _case(
+        "unet", lambda: convolutional.UNet(num_channels=32, num_levels=3), segmented_images(8, 128)
+    ),
     _case("autoencoder", convolutional.autoencoder, images(128, 128), "adam"),
     _case("convnext", lambda: convolutional.convnext((1, 1, 3, 1)), images(32)),
     _case("vit-s16", lambda: transformers.ViT(depth=6), images(32)),
-    _case("gpt2-dropout", lambda: transformers.Gpt(depth=4, vocabulary=16384, dropout=0.1), token_sequences(8, 255, vocabulary=16384)),
-    _case("bert", lambda: transformers.Bert(depth=4, vocabulary=8192), texts(32, 128, vocabulary=8192)),
+    _case(
+        "gpt2-dropout",
+        lambda: transformers.Gpt(depth=4, vocabulary=16384, dropout=0.1),
+        token_sequences(8, 255, vocabulary=16384),
+    ),
+    _case(
+        "bert", lambda: transformers.Bert(depth=4, vocabulary=8192), texts(32, 128, vocabulary=8192)
+    ),
     _case("mlp", lambda: others.mlp(width=2048), features(8192, 1024)),
     _case("dlrm", lambda: others.Dlrm(num_rows=50000), clicks(8192, num_rows=50000)),
 )
-CASES = (*_PLAIN, *(replace(case, name=f"{case.name} in Lightning", is_lightning=True) for case in _PLAIN if case.name == "vit-s16"))
+CASES = (
+    *_PLAIN,
+    *(
+        replace(case, name=f"{case.name} in Lightning", is_lightning=True)
+        for case in _PLAIN
+        if case.name == "vit-s16"
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a plan beside what was measured. Sizes in bytes; None where it could not be predicted, or did not run.
+    """A row of a plan beside what was measured. Sizes in bytes; None where it could not be
+    predicted, or did not run.
 
     Attributes:
         case: What was trained.
@@ -122,7 +161,9 @@ class Row:
 
     @property
     def allocated_error_pct(self) -> float | None:
-        """How far the allocated figure is off, in percent of what was measured; positive where the row has too much."""
+        """How far the allocated figure is off, in percent of what was measured; positive where the
+        row has too much.
+        """
         return _error_pct(self.predicted_allocated_bytes, self.measured_allocated_bytes)
 
     @property
@@ -140,7 +181,11 @@ class Row:
 
 
 def _error_pct(predicted_bytes: int | None, measured_bytes: int | None) -> float | None:
-    return None if predicted_bytes is None or not measured_bytes else 100 * (predicted_bytes / measured_bytes - 1)
+    return (
+        None
+        if predicted_bytes is None or not measured_bytes
+        else 100 * (predicted_bytes / measured_bytes - 1)
+    )
 
 
 # Predicted and measured, each in a process of its own.
@@ -154,7 +199,9 @@ def planned(case: Case) -> list[dict[str, Any]]:
 
 def trained(case: Case, lines: dict[str, str]) -> dict[str, int]:
     """The largest figures of the last update with savings."""
-    steps = Training(case.config, lines, initialise=not is_virtual(), is_lightning=case.is_lightning).run()
+    steps = Training(
+        case.config, lines, initialise=not is_virtual(), is_lightning=case.is_lightning
+    ).run()
     return {
         "allocated_bytes": max(step.peak_allocated_bytes or 0 for step in steps),
         "reserved_bytes": max(step.peak_reserved_bytes or 0 for step in steps),
@@ -165,7 +212,9 @@ Jobs = list[tuple[str, dict[str, str]]]
 
 
 def all_trained(jobs: Jobs) -> list[Answer]:
-    """The figures of several trainings, each the name of a case and its savings; those that need it in a new environment."""
+    """The figures of several trainings, each the name of a case and its savings; those that need it
+    in a new environment.
+    """
     is_elsewhere = [EXPANDABLE in lines and SETTINGS not in os.environ for _, lines in jobs]
     elsewhere = [job for job, there in zip(jobs, is_elsewhere, strict=True) if there]
     answers = iter(_in_new_environment(elsewhere) if elsewhere else [])
@@ -180,7 +229,9 @@ def all_trained(jobs: Jobs) -> list[Answer]:
         here[number] = answer
         name, lines = jobs[int(number)]
         print(f"{name}, {' + '.join(lines) or AS_IT_IS}: {answer}", file=sys.stderr)
-    return [next(answers) if there else here[str(number)] for number, there in enumerate(is_elsewhere)]
+    return [
+        next(answers) if there else here[str(number)] for number, there in enumerate(is_elsewhere)
+    ]
 
 
 def _in_new_environment(jobs: Jobs) -> list[Answer]:
@@ -206,7 +257,9 @@ def compared(case: Case) -> list[Row]:
 
 def _row(case: Case, row: PlanRow, answer: Answer) -> Row:
     measured = answer.get("result", {})
-    is_guess = is_virtual() and case.config.workload.has_batch_norm and "channels_last" in row.saving
+    is_guess = (
+        is_virtual() and case.config.workload.has_batch_norm and "channels_last" in row.saving
+    )
     return Row(
         case=case.name,
         saving=row.saving,
@@ -228,9 +281,19 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     """The page beside the JSON file."""
     judged = [row for row in rows if not row.left_out]
     wrong = [row for row in judged if not row.is_right]
-    errors = [error for row in judged for error in (row.allocated_error_pct, row.reserved_error_pct) if error is not None]
-    exact = sum(row.predicted_allocated_bytes == row.measured_allocated_bytes is not None for row in judged)
-    lines = [f"# What savings buy, predicted and measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}", ""]
+    errors = [
+        error
+        for row in judged
+        for error in (row.allocated_error_pct, row.reserved_error_pct)
+        if error is not None
+    ]
+    exact = sum(
+        row.predicted_allocated_bytes == row.measured_allocated_bytes is not None for row in judged
+    )
+    lines = [
+        f"# What savings buy, predicted and measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}",
+        "",
+    ]
     lines += [*(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
         f"{len(judged)} rows of {len({row.case for row in judged})} models, each within {BAR_PCT:g} % of what was measured, allocated and "
@@ -252,7 +315,9 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
 def _line(row: Row, as_it_is: Row) -> str:
     name = f"{row.saving}{'' if row.is_right else ' ✗'}{' *' if row.left_out else ''}"
     if row.measured_allocated_bytes is None or row.measured_reserved_bytes is None or row.problem:
-        problem, error = (textwrap.shorten(text, 100, placeholder=" ...") for text in (row.problem, row.error))
+        problem, error = (
+            textwrap.shorten(text, 100, placeholder=" ...") for text in (row.problem, row.error)
+        )
         return f"| {name} | {row.batch_size} | not predicted: {problem or 'it was'} | | did not run: {error or 'it did'} | | | |"
     cells = [
         name,
@@ -273,9 +338,21 @@ def _saved(with_it: int | None, without: int | None) -> str:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Check every row of memcallback.what_if on the device.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help=f"of {', '.join(case.name for case in CASES)}")
-    parser.add_argument("--train", type=json.loads, help="cases with their savings as JSON; their figures are printed, and nothing written")
+    parser = argparse.ArgumentParser(
+        description="Check every row of memcallback.what_if on the device."
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="CASE",
+        help=f"of {', '.join(case.name for case in CASES)}",
+    )
+    parser.add_argument(
+        "--train",
+        type=json.loads,
+        help="cases with their savings as JSON; their figures are printed, and nothing written",
+    )
     parser.add_argument("--out", type=Path, help="another folder for the results")
     return parser.parse_args()
 

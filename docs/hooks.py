@@ -1,4 +1,6 @@
-"""What mkdocs does while it builds the site: the help of each command is put where the page asks for it."""
+"""What mkdocs does while it builds the site: the help of each command is put where the page asks
+for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ _WIDTH = "96"
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace `<!-- help COMMAND -->` by what `memcallback COMMAND --help` prints."""
-    return re.sub(r"^<!-- help (\S+) -->$", lambda match: f"```text\n{_help(match[1])}```", markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^<!-- help (\S+) -->$",
+        lambda match: f"```text\n{_help(match[1])}```",
+        markdown,
+        flags=re.MULTILINE,
+    )
 
 
 def _help(command: str) -> str:

@@ -1,9 +1,10 @@
-"""Make the README's pictures from what a person sees: the example trained, its logs in the real TensorBoard.
+"""Make the README's pictures from what a person sees: the example trained, its logs in the real
+TensorBoard.
 
     python docs/render_dashboard.py
 
-Trains `examples/digits.py` into a temporary folder, serves its logs with TensorBoard, renders the tabs with headless
-Chromium and fetches the figures; all go to `docs/images/`.
+Trains `examples/digits.py` into a temporary folder, serves its logs with TensorBoard, renders the
+tabs with headless Chromium and fetches the figures; all go to `docs/images/`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 #: Tab of TensorBoard -> file, width and height of the window in pixels.
-TABS = {"custom_scalars": ("custom-scalars.png", 1500, 800), "text&tagFilter=memory/report": ("text.png", 1500, 780)}
+TABS = {
+    "custom_scalars": ("custom-scalars.png", 1500, 800),
+    "text&tagFilter=memory/report": ("text.png", 1500, 780),
+}
 #: Image tag -> file.
 FIGURES = {
     "memory/step_by_category": "step-by-category.png",
@@ -46,7 +50,8 @@ BROWSER_OPTIONS = (
     "--disable-component-update",
     "--no-first-run",
     "--hide-scrollbars",
-    # Time that passes only while nothing is fetched: the page has loaded and drawn whatever the machine's speed.
+    # Time that passes only while nothing is fetched: the page has loaded and drawn whatever the
+    # machine's speed.
     "--virtual-time-budget=30000",
 )
 DEADLINE_S = 60.0
@@ -65,12 +70,27 @@ def serve(log_dir: Path) -> Iterator[str]:
     Raises:
         RuntimeError: If it does not start within a minute.
     """
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", log_dir.name, "--host", "127.0.0.1", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        log_dir.name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         # From the folder above, since the page shows the path as it was given.
-        server = subprocess.Popen(command, cwd=log_dir.parent, stdout=log.file.fileno(), stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command, cwd=log_dir.parent, stdout=log.file.fileno(), stderr=subprocess.STDOUT
+        )
         try:
-            found = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+/", Path(log.name).read_text()), "TensorBoard's address")
+            found = wait_for(
+                lambda: re.search(r"http://127\.0\.0\.1:\d+/", Path(log.name).read_text()),
+                "TensorBoard's address",
+            )
             yield str(found[0])
         finally:
             server.terminate()
@@ -94,7 +114,9 @@ def wait_for(look: Callable[[], Any], what: str) -> Any:
 def ask(url: str, path: str, **query: object) -> Any:
     """An answer of TensorBoard's HTTP API; None while it has none."""
     try:
-        with urllib.request.urlopen(f"{url}data/{path}?{urllib.parse.urlencode(query)}", timeout=DEADLINE_S) as answer:
+        with urllib.request.urlopen(
+            f"{url}data/{path}?{urllib.parse.urlencode(query)}", timeout=DEADLINE_S
+        ) as answer:
             return json.load(answer)
     except (urllib.error.URLError, json.JSONDecodeError):
         return None
@@ -104,13 +126,21 @@ def wait_until_loaded(url: str) -> None:
     """Until the server has read the run: the report and the figures are the last things in it."""
     wait_for(lambda: ask(url, "plugin/custom_scalars/layout"), "The dashboard's layout")
     wait_for(lambda: ask(url, "plugin/text/tags"), "The report")
-    wait_for(lambda: FIGURES.keys() <= {tag for tags in (ask(url, "plugin/images/tags") or {}).values() for tag in tags}, "The figures")
+    wait_for(
+        lambda: (
+            FIGURES.keys()
+            <= {tag for tags in (ask(url, "plugin/images/tags") or {}).values() for tag in tags}
+        ),
+        "The figures",
+    )
 
 
 def fetch_figure(url: str, run: str, tag: str) -> bytes:
     """The last figure of a tag, as PNG."""
     last = ask(url, "plugin/images/images", run=run, tag=tag, sample=0)[-1]
-    with urllib.request.urlopen(f"{url}data/plugin/images/individualImage?{last['query']}", timeout=DEADLINE_S) as answer:
+    with urllib.request.urlopen(
+        f"{url}data/plugin/images/individualImage?{last['query']}", timeout=DEADLINE_S
+    ) as answer:
         return bytes(answer.read())
 
 
@@ -138,7 +168,9 @@ def render(browser: str, address: str, width: int, height: int, to: Path) -> Non
 def train(folder: Path) -> Path:
     """Train the example; the folder of its run."""
     example = str(ROOT / "examples" / "digits.py")
-    subprocess.run([sys.executable, example, "--what-if", "--per-module", "--log-dir", str(folder)], check=True)
+    subprocess.run(
+        [sys.executable, example, "--what-if", "--per-module", "--log-dir", str(folder)], check=True
+    )
     return folder / "lightning_logs"
 
 
@@ -151,7 +183,9 @@ def find_browser() -> str:
     for name in BROWSERS:
         if found := shutil.which(name):
             return found
-    raise SystemExit(f"None of {', '.join(BROWSERS)} is on the path. Install Chromium, or give --browser.")
+    raise SystemExit(
+        f"None of {', '.join(BROWSERS)} is on the path. Install Chromium, or give --browser."
+    )
 
 
 def main() -> None:
@@ -167,7 +201,9 @@ def main() -> None:
         run = next(run for run, tags in ask(url, "plugin/images/tags").items() if tags)
         for tag, name in FIGURES.items():
             (IMAGES / name).write_bytes(fetch_figure(url, run, tag))
-    print(f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in {IMAGES.relative_to(ROOT)}")
+    print(
+        f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in {IMAGES.relative_to(ROOT)}"
+    )
 
 
 if __name__ == "__main__":

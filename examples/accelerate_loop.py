@@ -1,9 +1,10 @@
-"""The digits of `examples/plain_loop.py` in a loop of Hugging Face accelerate, with gradient accumulation.
+"""The digits of `examples/plain_loop.py` in a loop of Hugging Face accelerate, with gradient
+accumulation.
 
     python examples/accelerate_loop.py
 
-accelerate changes models and optimizers into its own; the recorder watches those, and the prediction is made of them too. Each batch is a step;
-every fourth of them makes an update.
+accelerate changes models and optimizers into its own; the recorder watches those, and the
+prediction is made of them too. Each batch is a step; every fourth of them makes an update.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ACCUMULATE = 4
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network with accelerate and record its memory.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network with accelerate and record its memory."
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no")
@@ -33,16 +36,22 @@ def main() -> None:
     """Predict, train, compare."""
     options = arguments()
     torch.manual_seed(0)
-    accelerator = Accelerator(mixed_precision=options.mixed_precision, gradient_accumulation_steps=ACCUMULATE)
+    accelerator = Accelerator(
+        mixed_precision=options.mixed_precision, gradient_accumulation_steps=ACCUMULATE
+    )
     images, digits = data()[0]
     own_model = network()
     own_optimizer = torch.optim.Adam(own_model.parameters(), lr=0.001)
-    loader: DataLoader[Batch] = DataLoader(TensorDataset(images, digits), options.batch_size, shuffle=True, drop_last=True)
+    loader: DataLoader[Batch] = DataLoader(
+        TensorDataset(images, digits), options.batch_size, shuffle=True, drop_last=True
+    )
     model, optimizer, batches = accelerator.prepare(own_model, own_optimizer, loader)
 
     recorder = mc.MemoryRecorder(model, optimizer)
     recorder.watch()
-    step = mc.TrainingStep(model, next(iter(batches)), loss=loss_of, optimizer=optimizer, accumulate=ACCUMULATE)
+    step = mc.TrainingStep(
+        model, next(iter(batches)), loss=loss_of, optimizer=optimizer, accumulate=ACCUMULATE
+    )
     mc.MemoryLog(recorder, step)
     for _ in range(options.epochs):
         for batch in batches:

@@ -1,10 +1,12 @@
-"""The digits of `examples/plain_loop.py` on several devices, with DistributedDataParallel: each rank records its own memory.
+"""The digits of `examples/plain_loop.py` on several devices, with DistributedDataParallel: each
+rank records its own memory.
 
-    python examples/ddp.py                         # starts a process for each GPU; without one two processes on the CPU
-    torchrun --nproc-per-node 2 examples/ddp.py
+    python examples/ddp.py                         # starts a process for each GPU; without one two
+    processes on the CPU torchrun --nproc-per-node 2 examples/ddp.py
 
-Rank zero prints for all: its own report, then the range over the ranks and the rank that is nearest to its capacity. Nobody waits for that:
-a rank that fails is missing there, and what it has to say of its memory is in a file of its own.
+Rank zero prints for all: its own report, then the range over the ranks and the rank that is nearest
+to its capacity. Nobody waits for that: a rank that fails is missing there, and what it has to say
+of its memory is in a file of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Run = Callable[[argparse.Namespace, torch.device], None]
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network on several devices and record the memory of each.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network on several devices and record the memory of each."
+    )
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a rank")
     return parser.parse_args()
@@ -45,11 +49,14 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     samples = TensorDataset(images, digits)
     sampler: DistributedSampler[Batch] = DistributedSampler(samples)
     batches = DataLoader(samples, options.batch_size, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(network().to(device), device_ids=[device] if device.type == "cuda" else None)
+    model = DistributedDataParallel(
+        network().to(device), device_ids=[device] if device.type == "cuda" else None
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     batch = [tensor.to(device) for tensor in next(iter(batches))]
-    # The buckets in which gradients are summed are predicted with the rest. On a CPU they cannot be measured, and are the difference.
+    # The buckets in which gradients are summed are predicted with the rest. On a CPU they cannot be
+    # measured, and are the difference.
     step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer)
     recorder = mc.MemoryRecorder(model, optimizer)
     with mc.MemoryLog(recorder, step, log_every_n_steps=10), recorder.watch(per_module=False):
@@ -59,7 +66,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def launch(run: Run, options: argparse.Namespace) -> None:
-    """Run a function on every rank: be one rank of torchrun's, or start a process for each GPU, two where there is none.
+    """Run a function on every rank: be one rank of torchrun's, or start a process for each GPU, two
+    where there is none.
 
     Args:
         run: What every rank does.
@@ -71,7 +79,11 @@ def launch(run: Run, options: argparse.Namespace) -> None:
     num_ranks = torch.cuda.device_count() or 2
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(num_ranks)}
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": str(num_ranks),
+        }
     torch.multiprocessing.spawn(_join, (run, options), nprocs=num_ranks)  # type: ignore[attr-defined,no-untyped-call]
 
 

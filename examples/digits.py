@@ -1,9 +1,11 @@
-"""A convolutional network on 1,797 real handwritten digits, with MemoryCallback: the one line that shows the memory.
+"""A convolutional network on 1,797 real handwritten digits, with MemoryCallback: the one line that
+shows the memory.
 
     python examples/digits.py
 
-The images come with scikit-learn, so nothing is downloaded. It runs on a GPU where there is one, else on the CPU, and
-leaves its curves in `lightning_logs`. `examples/plain_loop.py` does the same without Lightning.
+The images come with scikit-learn, so nothing is downloaded. It runs on a GPU where there is one,
+else on the CPU, and leaves its curves in `lightning_logs`. `examples/plain_loop.py` does the same
+without Lightning.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ NUM_VALIDATION_IMAGES = 360
 
 
 class DigitsNet(LightningModule):
-    """Three convolutions, at 16 x 16 and 8 x 8, and two linear layers, which have most of the parameters."""
+    """Three convolutions, at 16 x 16 and 8 x 8, and two linear layers, which have most of the
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,28 +70,49 @@ class DigitsNet(LightningModule):
 
 def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
     """A convolution that keeps height and width, with its normalisation and activation."""
-    return nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1), nn.BatchNorm2d(num_outputs), nn.ReLU()
+    return (
+        nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1),
+        nn.BatchNorm2d(num_outputs),
+        nn.ReLU(),
+    )
 
 
 def loaders(batch_size: int) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """Batches for training and for validation: images of shape (batch_size, 1, 8, 8), 0 to 1, and their digits."""
+    """Batches for training and for validation: images of shape (batch_size, 1, 8, 8), 0 to 1, and
+    their digits.
+    """
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
-    train, validation = random_split(dataset, [len(dataset) - NUM_VALIDATION_IMAGES, NUM_VALIDATION_IMAGES])
+    train, validation = random_split(
+        dataset, [len(dataset) - NUM_VALIDATION_IMAGES, NUM_VALIDATION_IMAGES]
+    )
     num_workers = min(2, suggested_max_num_workers(1))
     return (
-        DataLoader(train, batch_size, shuffle=True, drop_last=True, num_workers=num_workers, persistent_workers=True),
+        DataLoader(
+            train,
+            batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=num_workers,
+            persistent_workers=True,
+        ),
         DataLoader(validation, batch_size, num_workers=num_workers, persistent_workers=True),
     )
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits and record its memory.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network on handwritten digits and record its memory."
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--what-if", action="store_true", help="predict besides what each saving of memory would buy")
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="predict besides what each saving of memory would buy",
+    )
     parser.add_argument("--per-module", action="store_true", help="record by module too")
     parser.add_argument("--log-dir", default=".", help="the folder in which lightning_logs is made")
     return parser.parse_args()

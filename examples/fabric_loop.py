@@ -2,8 +2,9 @@
 
     python examples/fabric_loop.py
 
-Fabric wraps models and optimizers; the recorder watches the wrappers, which the loop calls. The step that is predicted is that of the model itself,
-in Fabric's precision: the output of a wrapper wants `fabric.backward`.
+Fabric wraps models and optimizers; the recorder watches the wrappers, which the loop calls. The
+step that is predicted is that of the model itself, in Fabric's precision: the output of a wrapper
+wants `fabric.backward`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import memcallback as mc
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network with Lightning Fabric and record its memory.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network with Lightning Fabric and record its memory."
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
@@ -37,13 +40,20 @@ def main() -> None:
     images, digits = data()[0]
     own_model = network()
     model, optimizer = fabric.setup(own_model, torch.optim.Adam(own_model.parameters(), lr=0.001))
-    loader: DataLoader[Batch] = DataLoader(TensorDataset(images, digits), options.batch_size, shuffle=True, drop_last=True)
+    loader: DataLoader[Batch] = DataLoader(
+        TensorDataset(images, digits), options.batch_size, shuffle=True, drop_last=True
+    )
     batches: Any = fabric.setup_dataloaders(loader)
 
     recorder = mc.MemoryRecorder(model, optimizer)
     recorder.watch()
     batch = next(iter(batches))
-    mc.MemoryLog(recorder, mc.TrainingStep(own_model, batch, loss=loss_of, optimizer=optimizer, precision=options.precision))
+    mc.MemoryLog(
+        recorder,
+        mc.TrainingStep(
+            own_model, batch, loss=loss_of, optimizer=optimizer, precision=options.precision
+        ),
+    )
     for _ in range(options.epochs):
         for batch in batches:
             optimizer.zero_grad()

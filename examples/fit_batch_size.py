@@ -1,8 +1,10 @@
-"""The largest batch that fits, found before training: predicted, run, and everything but the batch size left as it was.
+"""The largest batch that fits, found before training: predicted, run, and everything but the batch
+size left as it was.
 
     python examples/fit_batch_size.py
 
-On a GPU its memory is the limit; on a CPU a limit is given. `MemoryCallback(fit_batch_size=True)` does the same at the start of a fit.
+On a GPU its memory is the limit; on a CPU a limit is given. `MemoryCallback(fit_batch_size=True)`
+does the same at the start of a fit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Network(LightningModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """The images, shuffled, in batches of `self.batch_size`."""
-        return DataLoader(TensorDataset(self.images, self.classes), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(
+            TensorDataset(self.images, self.classes), batch_size=self.batch_size, shuffle=True
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """The loss of one batch."""
@@ -55,10 +59,16 @@ class Network(LightningModule):
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Find the largest batch size that fits, and train with it.")
+    parser = argparse.ArgumentParser(
+        description="Find the largest batch size that fits, and train with it."
+    )
     parser.add_argument("--batch-size", type=int, default=8, help="the size to begin with")
     parser.add_argument("--images", type=int, default=4096)
-    parser.add_argument("--capacity", default=None, help="the memory to plan for; by default the GPU's, on a CPU 64MiB")
+    parser.add_argument(
+        "--capacity",
+        default=None,
+        help="the memory to plan for; by default the GPU's, on a CPU 64MiB",
+    )
     return parser.parse_args()
 
 
@@ -83,8 +93,13 @@ def main() -> None:
     weights = [parameter.clone() for parameter in module.parameters()]
     found = mc.fit_batch_size(trainer, module, capacity=capacity)
     print(found.to_text())
-    is_same = all(torch.equal(parameter, before) for parameter, before in zip(module.parameters(), weights, strict=True))
-    print(f"Weights are {'as before' if is_same else 'others'}, optimizer updates made: {trainer.global_step}.")
+    is_same = all(
+        torch.equal(parameter, before)
+        for parameter, before in zip(module.parameters(), weights, strict=True)
+    )
+    print(
+        f"Weights are {'as before' if is_same else 'others'}, optimizer updates made: {trainer.global_step}."
+    )
     trainer.fit(module)
     print(f"Trained {trainer.global_step} steps of {module.batch_size} images.")
 

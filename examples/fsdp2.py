@@ -1,10 +1,12 @@
-"""A small transformer whose parameters, gradients and optimizer state are sharded over several devices by `fully_shard` (FSDP2).
+"""A small transformer whose parameters, gradients and optimizer state are sharded over several
+devices by `fully_shard` (FSDP2).
 
-    python examples/fsdp2.py                       # starts a process for each GPU; without one two processes on the CPU
-    torchrun --nproc-per-node 2 examples/fsdp2.py
+    python examples/fsdp2.py                       # starts a process for each GPU; without one two
+    processes on the CPU torchrun --nproc-per-node 2 examples/fsdp2.py
 
-Each rank holds its part; the layers come together one at a time while they run. The rows of parameters, gradients and optimizer state in the
-report are those of one rank: divided by the number of ranks.
+Each rank holds its part; the layers come together one at a time while they run. The rows of
+parameters, gradients and optimizer state in the report are those of one rank: divided by the number
+of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, NUM_WORDS = 256, 4, 4, 128, 1000
 
 def network() -> nn.Sequential:
     """Embedding, encoder layers, and a score for each word."""
-    layers = [nn.TransformerEncoderLayer(WIDTH, NUM_HEADS, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(NUM_LAYERS)]
+    layers = [
+        nn.TransformerEncoderLayer(WIDTH, NUM_HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+        for _ in range(NUM_LAYERS)
+    ]
     return nn.Sequential(nn.Embedding(NUM_WORDS, WIDTH), *layers, nn.Linear(WIDTH, NUM_WORDS))
 
 
@@ -67,7 +72,9 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small sharded transformer on several devices and record the memory of each.")
+    parser = argparse.ArgumentParser(
+        description="Train a small sharded transformer on several devices and record the memory of each."
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=8, help="samples of a rank")
     return parser.parse_args()

@@ -1,8 +1,10 @@
-"""A small language model in a Hugging Face Trainer, with MemoryTrainerCallback; nothing is downloaded.
+"""A small language model in a Hugging Face Trainer, with MemoryTrainerCallback; nothing is
+downloaded.
 
     python examples/huggingface_trainer.py
 
-The model is made from its configuration, and learns to count: each token is the one before it plus one.
+The model is made from its configuration, and learns to count: each token is the one before it plus
+one.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def model() -> LlamaForCausalLM:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small language model in a Hugging Face Trainer and record its memory.")
+    parser = argparse.ArgumentParser(
+        description="Train a small language model in a Hugging Face Trainer and record its memory."
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--output", default="huggingface_logs")

@@ -1,9 +1,11 @@
-"""The network and the data of `examples/digits.py` in a plain PyTorch loop: MemoryRecorder and MemoryLog in place of MemoryCallback.
+"""The network and the data of `examples/digits.py` in a plain PyTorch loop: MemoryRecorder and
+MemoryLog in place of MemoryCallback.
 
     python examples/plain_loop.py
 
-The training loop is as it would be without memcallback: the recorder watches it. The log predicts what a step will hold before one has run, by
-tracing it without data, prints both side by side, and writes them to TensorBoard.
+The training loop is as it would be without memcallback: the recorder watches it. The log predicts
+what a step will hold before one has run, by tracing it without data, prints both side by side, and
+writes them to TensorBoard.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ NUM_VALIDATION_IMAGES = 360
 
 
 def network() -> nn.Sequential:
-    """Three convolutions, at 16 x 16 and 8 x 8, and two linear layers, which have most of the parameters."""
+    """Three convolutions, at 16 x 16 and 8 x 8, and two linear layers, which have most of the
+    parameters.
+    """
     return nn.Sequential(
         nn.Upsample(scale_factor=2, mode="bilinear"),
         *convolution(1, 32),
@@ -41,7 +45,11 @@ def network() -> nn.Sequential:
 
 def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
     """A convolution that keeps height and width, with its normalisation and activation."""
-    return nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1), nn.BatchNorm2d(num_outputs), nn.ReLU()
+    return (
+        nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1),
+        nn.BatchNorm2d(num_outputs),
+        nn.ReLU(),
+    )
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -62,7 +70,12 @@ def data() -> tuple[Batch, Batch]:
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader[Batch], device: torch.device) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: DataLoader[Batch],
+    device: torch.device,
+) -> None:
     """One epoch."""
     for on_host in batches:
         batch = on_host[0].to(device), on_host[1].to(device)
@@ -80,7 +93,9 @@ def accuracy(model: nn.Module, images: Tensor, digits: Tensor) -> float:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits in a plain loop and record its memory.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network on handwritten digits in a plain loop and record its memory."
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
     return parser.parse_args()
@@ -101,13 +116,17 @@ def main() -> None:
     recorder.watch()
     log = mc.MemoryLog(recorder, mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer))
     if log.prediction:
-        print(f"Before the first step: a peak of {mc.format_bytes(log.prediction.peak_allocated_bytes)} is predicted.\n")
+        print(
+            f"Before the first step: a peak of {mc.format_bytes(log.prediction.peak_allocated_bytes)} is predicted.\n"
+        )
 
     for _ in range(options.epochs):
         train(model, optimizer, batches, device)
     recorder.close()  # and with it the watch and the log
 
-    print(f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}")
+    print(
+        f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Three ways to train in less memory, in a plain PyTorch loop: gradient accumulation, mixed precision, checkpointing.
+"""Three ways to train in less memory, in a plain PyTorch loop: gradient accumulation, mixed
+precision, checkpointing.
 
     python examples/savings.py
 
-None is on unless it is asked for. A dry run says what they would save before anything has run (each alone, if it is asked for alone); then a
-network is trained on the digits of `examples/plain_loop.py` with all three, and the recorder shows what they took.
+None is on unless it is asked for. A dry run says what they would save before anything has run (each
+alone, if it is asked for alone); then a network is trained on the digits of
+`examples/plain_loop.py` with all three, and the recorder shows what they took.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.perceptron = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, width) to the same."""
@@ -39,14 +43,23 @@ class Block(nn.Module):
 
 def network() -> nn.Sequential:
     """A pixel is a feature; most memory is in what the blocks save for the backward pass."""
-    return nn.Sequential(nn.Flatten(), *(Block() for _ in range(NUM_BLOCKS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES))
+    return nn.Sequential(
+        nn.Flatten(),
+        *(Block() for _ in range(NUM_BLOCKS)),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, NUM_CLASSES),
+    )
 
 
-def train(model: nn.Module, batches: DataLoader[Batch], device: torch.device, epochs: int) -> mc.MemoryRecorder:
+def train(
+    model: nn.Module, batches: DataLoader[Batch], device: torch.device, epochs: int
+) -> mc.MemoryRecorder:
     """Train with all three; the recorder is no part of them."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     num_updates = epochs * -(-len(batches) // ACCUMULATE)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.004, total_steps=num_updates)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.004, total_steps=num_updates
+    )
     amp = mc.amp(PRECISION, device=device)
     accumulation = mc.accumulate(ACCUMULATE, model, optimizer, amp=amp)
     recorder = mc.MemoryRecorder(model, optimizer)
@@ -69,7 +82,9 @@ def train(model: nn.Module, batches: DataLoader[Batch], device: torch.device, ep
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits in less memory, and see how much less.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network on handwritten digits in less memory, and see how much less."
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=512, help="images for each update")
     return parser.parse_args()
@@ -84,7 +99,9 @@ def main() -> None:
     model = network().to(device)
 
     whole_batch = [tensor[: options.batch_size].to(device) for tensor in training]
-    step = mc.TrainingStep(model, whole_batch, loss=loss_of, optimizer=torch.optim.Adam, clip_grad_norm=1.0)
+    step = mc.TrainingStep(
+        model, whole_batch, loss=loss_of, optimizer=torch.optim.Adam, clip_grad_norm=1.0
+    )
     here = "cpu" if device.type == "cpu" else None  # None: the CUDA device that is here
     dry = mc.dry_run(step, accumulate=ACCUMULATE, amp=PRECISION, checkpoint=True, device=here)
     print(dry.to_text())
@@ -94,8 +111,12 @@ def main() -> None:
 
     assert recorder.largest is not None
     measured, predicted = recorder.largest.peak_allocated_bytes or 0, dry.after.peak_allocated_bytes
-    print(f"Peak with all three: {mc.format_bytes(measured)} measured, {mc.format_bytes(predicted)} predicted.")
-    print(f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}")
+    print(
+        f"Peak with all three: {mc.format_bytes(measured)} measured, {mc.format_bytes(predicted)} predicted."
+    )
+    print(
+        f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def several_steps(model: nn.Module, device: torch.device) -> None:
         for _ in range(NUM_STEPS):
             images = torch.rand(8, 3, 32, 32, device=device)
             loss = model(images).square().mean()
-            losses.append(loss)  # keeps the step's activations too: losses.append(loss.detach()) does not
+            losses.append(
+                loss
+            )  # keeps the step's activations too: losses.append(loss.detach()) does not
     print(diff)
 
 

@@ -1,11 +1,13 @@
-"""See where device memory goes while a PyTorch model trains, know it before the first step, and find the largest batch.
+"""See where device memory goes while a PyTorch model trains, know it before the first step, and
+find the largest batch.
 
     from memcallback import MemoryCallback
     trainer = Trainer(callbacks=[MemoryCallback()])
 
-Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`, `replay`, `prediction`,
-`advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`, `steps`, `loops`, `tracer`, `tracing`, `savings`; then the adapters
-`tensorboard`, `sinks`, `fit`, `callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
+Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`,
+`replay`, `prediction`, `advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`,
+`steps`, `loops`, `tracer`, `tracing`, `savings`; then the adapters `tensorboard`, `sinks`, `fit`,
+`callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from memcallback.savings.checkpointing import checkpoint
     from memcallback.savings.dry_run import DryRun, dry_run
     from memcallback.savings.mixed_precision import amp
-    from memcallback.savings.planner import what_if
+    from memcallback.savings.what_if import what_if
     from memcallback.step.ranks import Ranks
     from memcallback.step.training_step import TrainingStep
 
@@ -108,7 +110,7 @@ _ON_FIRST_USE = {
     "layers": "prediction.textbook.shape_pass",
     "predict": "prediction.predict",
     "suggest_batch_size": "batch_size.suggest",
-    "what_if": "savings.planner",
+    "what_if": "savings.what_if",
 }
 
 

@@ -1,4 +1,6 @@
-"""Recorded histories of the real caching allocator, replayed on the simulated one: the format is that of tests/recorded/README.md."""
+"""Recorded histories of the real caching allocator, replayed on the simulated one: the format is
+that of tests/recorded/README.md.
+"""
 
 import gzip
 import json
@@ -15,14 +17,18 @@ def load(path):
     with gzip.open(path) as file:
         history = json.load(file)
     if history.get("addresses") == "differences":
-        for event, address in zip(history["events"], accumulate(event[1] for event in history["events"]), strict=True):
+        for event, address in zip(
+            history["events"], accumulate(event[1] for event in history["events"]), strict=True
+        ):
             event[1] = address
     return history
 
 
 @dataclass
 class Agreement:
-    """How far a replay went as the history says: what was compared, and the first differences in words."""
+    """How far a replay went as the history says: what was compared, and the first differences in
+    words.
+    """
 
     compared: Counter = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
@@ -34,11 +40,12 @@ class Agreement:
 
 
 class Replay:
-    """Each recorded request is put to the simulated allocator, which must hand out the recorded address.
+    """Each recorded request is put to the simulated allocator, which must hand out the recorded
+    address.
 
-    The addresses of new segments are the driver's choice, so they come from the history. Where the history has a capacity,
-    the simulation finds out by itself when to give segments back; else segments freed are an `empty_cache`, or the same
-    inside a retry.
+    The addresses of new segments are the driver's choice, so they come from the history. Where the
+    history has a capacity, the simulation finds out by itself when to give segments back; else
+    segments freed are an `empty_cache`, or the same inside a retry.
     """
 
     def __init__(self, history):
@@ -48,9 +55,13 @@ class Replay:
         self.agreement = Agreement()
         self.new = deque()
         meta = history["meta"]
-        settings = AllocatorSettings.parse((meta["settings"] or {}).get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        settings = AllocatorSettings.parse(
+            (meta["settings"] or {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
+        )
         self.capacity_bytes = meta.get("capacity_bytes")
-        self.allocator = CachingAllocator(settings, capacity_bytes=self.capacity_bytes, new_address=self.recorded_address)
+        self.allocator = CachingAllocator(
+            settings, capacity_bytes=self.capacity_bytes, new_address=self.recorded_address
+        )
         self.blocks = {}
         self.reserved = sum(size for _, size, *_ in history["initial_segments"])
         self.reported = reported(history.get("figures", []))
@@ -65,15 +76,22 @@ class Replay:
             while blocks and blocks[0][0] < address + size:
                 inside.append(blocks.popleft())
             ends = [*(block[0] for block in inside[1:]), address + size]
-            known = [(a, r, s or self.inferred_bytes(a, r, end, pool)) for (a, r, s), end in zip(inside, ends, strict=False)]
-            for block in self.allocator.adopt_segment(address, size, stream, is_small=pool == "small", blocks=known):
+            known = [
+                (a, r, s or self.inferred_bytes(a, r, end, pool))
+                for (a, r, s), end in zip(inside, ends, strict=False)
+            ]
+            for block in self.allocator.adopt_segment(
+                address, size, stream, is_small=pool == "small", blocks=known
+            ):
                 self.blocks[block.address] = block
 
     def inferred_bytes(self, address, requested_bytes, end, pool):
-        """The size of a block that was there before recording began, of which the history has only the request.
+        """The size of a block that was there before recording began, of which the history has only
+        the request.
 
-        In the large pool up to 1 MiB behind it may belong to it. Free blocks of that pool are larger than that; a free
-        block behind it is used from its beginning, so the first address that is handed out there is where it ends.
+        In the large pool up to 1 MiB behind it may belong to it. Free blocks of that pool are
+        larger than that; a free block behind it is used from its beginning, so the first address
+        that is handed out there is where it ends.
         """
         block_bytes = round_up(requested_bytes, 512)
         rest_bytes = end - address - block_bytes
@@ -143,10 +161,14 @@ class Replay:
 
     def compare(self, code):
         if code in "arfO":
-            self.agreement.same("reserved", self.allocator.reserved_bytes, self.reserved, self.index)
+            self.agreement.same(
+                "reserved", self.allocator.reserved_bytes, self.reserved, self.index
+            )
         if self.index in self.reported:
             now = (self.allocator.allocated_bytes, self.allocator.reserved_bytes)
-            self.agreement.same("allocated and reserved", now, self.reported[self.index], self.index)
+            self.agreement.same(
+                "allocated and reserved", now, self.reported[self.index], self.index
+            )
 
 
 def reported(figures):

@@ -1,7 +1,8 @@
-"""Training steps in bfloat16 for a card that does not have it, where PyTorch takes other kernels: convolutions without cuDNN, attention
-written out.
+"""Training steps in bfloat16 for a card that does not have it, where PyTorch takes other kernels:
+convolutions without cuDNN, attention written out.
 
-    python tests/bfloat16_steps.py        records, on a machine with such a CUDA device, what each phase of their third update takes
+    python tests/bfloat16_steps.py        records, on a machine with such a CUDA device, what each
+    phase of their third update takes
 """
 
 import datetime
@@ -27,7 +28,11 @@ class Attention(nn.Module):
 
     def forward(self, x):
         query, key, value = self.inner(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        return self.outer(F.scaled_dot_product_attention(query, key, value, **self.options).transpose(1, 2).flatten(2))
+        return self.outer(
+            F.scaled_dot_product_attention(query, key, value, **self.options)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def network():
@@ -50,7 +55,11 @@ IMAGES, TEXTS = (8, 3, 64, 64), (8, 96, 64)
 #: Name -> model, shape of the batch, precision.
 STEPS = {
     "convolutions": (network, IMAGES, "bf16-mixed"),
-    "convolutions, channels last": (lambda: network().to(memory_format=torch.channels_last), IMAGES, "bf16-mixed"),
+    "convolutions, channels last": (
+        lambda: network().to(memory_format=torch.channels_last),
+        IMAGES,
+        "bf16-mixed",
+    ),
     "convolutions, bf16-true": (network, IMAGES, "bf16-true"),
     "attention": (Attention, TEXTS, "bf16-mixed"),
     "causal attention": (lambda: Attention(is_causal=True), TEXTS, "bf16-mixed"),
@@ -63,7 +72,9 @@ def model_and_batch(name):
     make, shape, precision = STEPS[name]
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     batch = torch.zeros(shape, dtype=dtype)
-    return make().to(dtype), batch.to(memory_format=torch.channels_last) if "channels last" in name else batch
+    return make().to(dtype), batch.to(
+        memory_format=torch.channels_last
+    ) if "channels last" in name else batch
 
 
 def loss_of(model, batch):
@@ -72,11 +83,15 @@ def loss_of(model, batch):
 
 def step(name):
     """The step as a user describes it."""
-    return TrainingStep(*model_and_batch(name), loss=loss_of, optimizer=torch.optim.Adam, precision=STEPS[name][2])
+    return TrainingStep(
+        *model_and_batch(name), loss=loss_of, optimizer=torch.optim.Adam, precision=STEPS[name][2]
+    )
 
 
 def measured(name):
-    """The bytes of each phase of the third update: allocated at its start, at its end and at most, reserved at most."""
+    """The bytes of each phase of the third update: allocated at its start, at its end and at most,
+    reserved at most.
+    """
     model, on_host = model_and_batch(name)
     model.cuda()
     optimizer = torch.optim.Adam(model.parameters())
@@ -86,7 +101,10 @@ def measured(name):
         batch = on_host.cuda()
         optimizer.zero_grad()
         with recorder.step(batch):
-            with recorder.phase(Phase.FORWARD), torch.autocast("cuda", torch.bfloat16, enabled=STEPS[name][2] == "bf16-mixed"):
+            with (
+                recorder.phase(Phase.FORWARD),
+                torch.autocast("cuda", torch.bfloat16, enabled=STEPS[name][2] == "bf16-mixed"),
+            ):
                 loss = loss_of(model, batch)
             with recorder.phase(Phase.BACKWARD):
                 loss.backward()
@@ -100,7 +118,12 @@ def measured(name):
 def figures(step):
     """Those of each phase of a step."""
     return [
-        [window.start.allocated_bytes, window.end.allocated_bytes, window.peak_allocated_bytes, window.peak_reserved_bytes]
+        [
+            window.start.allocated_bytes,
+            window.end.allocated_bytes,
+            window.peak_allocated_bytes,
+            window.peak_reserved_bytes,
+        ]
         for window in step.windows
     ]
 
@@ -109,6 +132,21 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(json.dumps(measured(sys.argv[1])))
     else:
-        outputs = {name: subprocess.run([sys.executable, __file__, name], check=True, capture_output=True).stdout for name in STEPS}
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
-        RECORDED.write_text(json.dumps({**about, "steps": {name: json.loads(text) for name, text in outputs.items()}}, indent=1) + "\n")
+        outputs = {
+            name: subprocess.run(
+                [sys.executable, __file__, name], check=True, capture_output=True
+            ).stdout
+            for name in STEPS
+        }
+        about = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
+        }
+        RECORDED.write_text(
+            json.dumps(
+                {**about, "steps": {name: json.loads(text) for name, text in outputs.items()}},
+                indent=1,
+            )
+            + "\n"
+        )

@@ -1,4 +1,6 @@
-"""What every test may use: small Lightning modules, quiet trainers, and whether there is a CUDA device."""
+"""What every test may use: small Lightning modules, quiet trainers, and whether there is a CUDA
+device.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import os
 import pytest
 from hypothesis import settings
 
-# With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how much depends on the processor. What
-# operators take for themselves on a CPU is not predicted. oneDNN reads this when it is first used, here and in the programs that tests start.
+# With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how
+# much depends on the processor. What operators take for themselves on a CPU is not predicted.
+# oneDNN reads this when it is first used, here and in the programs that tests start.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 # Workers of pytest-xdist share the cores; threads of their own would only wait for each other.
@@ -33,20 +36,30 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_is_set_aside():
-    """No collection and no search for tensors goes through what imports made (some 700,000 objects) and what other modules' tests keep."""
+    """No collection and no search for tensors goes through what imports made (some 700,000 objects)
+    and what other modules' tests keep.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    # Garbage of other tests that goes during a test of the device's memory would count as memory that the test let go of.
+    # Garbage of other tests that goes during a test of the device's memory would count as memory
+    # that the test let go of.
     if item.get_closest_marker("cuda"):
         gc.collect()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--overwrite-golden", action="store_true", help="write the golden files anew instead of comparing with them")
     parser.addoption(
-        "--num-programs", type=int, default=0, help="how many programs test_generated_programs.py draws anew; else few, and always the same"
+        "--overwrite-golden",
+        action="store_true",
+        help="write the golden files anew instead of comparing with them",
+    )
+    parser.addoption(
+        "--num-programs",
+        type=int,
+        default=0,
+        help="how many programs test_generated_programs.py draws anew; else few, and always the same",
     )

@@ -1,4 +1,5 @@
-"""Training programs that can be drawn at random, and what must hold of each; test_generated_programs.py draws them.
+"""Training programs that can be drawn at random, and what must hold of each;
+test_generated_programs.py draws them.
 
 A program is plain data, so that one that fails can be written down as a test of its own.
 """
@@ -21,8 +22,8 @@ from memcallback.trace.tracer import trace
 NUM_CLASSES = 5
 NUM_TOKENS = 30
 NUM_CHANNELS = 4
-#: From the end of the forward pass until the backward pass autograd keeps the number that the loss is divided by, on the host on any device; a
-#: trace has tensors alone.
+#: From the end of the forward pass until the backward pass autograd keeps the number that the loss
+#: is divided by, on the host on any device; a trace has tensors alone.
 BYTES_OF_A_NUMBER = 8
 
 
@@ -32,7 +33,8 @@ class Layer:
 
     Attributes:
         kind: Of `VECTOR_LAYERS`, `IMAGE_LAYERS` or `SEQUENCE_LAYERS`, after the program's family.
-        around: How it is called: as it is, twice (so that its weights are shared), with its input added, or computed again in the backward pass.
+        around: How it is called: as it is, twice (so that its weights are shared), with its input
+            added, or computed again in the backward pass.
         is_frozen: Whether its parameters are not trained.
     """
 
@@ -89,7 +91,11 @@ class Attention(nn.Module):
 
     def forward(self, x):
         query, key, value = self.projections(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Statistics(nn.Module):
@@ -113,7 +119,9 @@ VECTOR_LAYERS = {
     "linear": lambda width: nn.Linear(width, width),
     "linear without bias": lambda width: nn.Linear(width, width, bias=False),
     "relu": lambda width: nn.ReLU(),
-    "linear and relu in place": lambda width: nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)),
+    "linear and relu in place": lambda width: nn.Sequential(
+        nn.Linear(width, width), nn.ReLU(inplace=True)
+    ),
     "gelu": lambda width: nn.GELU(),
     "tanh": lambda width: nn.Tanh(),
     "silu": lambda width: nn.SiLU(),
@@ -128,19 +136,30 @@ IMAGE_LAYERS = {
     "convolution": convolution,
     "convolution without bias": lambda width: convolution(width, bias=False),
     "depthwise convolution": lambda width: convolution(width, groups=width),
-    "convolution and relu in place": lambda width: nn.Sequential(convolution(width), nn.ReLU(inplace=True)),
+    "convolution and relu in place": lambda width: nn.Sequential(
+        convolution(width), nn.ReLU(inplace=True)
+    ),
     "batch norm": lambda width: nn.BatchNorm2d(width),
     "group norm": lambda width: nn.GroupNorm(2, width),
     "relu": lambda width: nn.ReLU(),
     "average": lambda width: nn.AvgPool2d(3, stride=1, padding=1),
     "maximum": lambda width: nn.MaxPool2d(3, stride=1, padding=1),
     "dropout": lambda width: nn.Dropout2d(0.3),
-    "down and up": lambda width: nn.Sequential(nn.Conv2d(width, width, 2, 2), nn.Upsample(scale_factor=2)),
+    "down and up": lambda width: nn.Sequential(
+        nn.Conv2d(width, width, 2, 2), nn.Upsample(scale_factor=2)
+    ),
 }
-SEQUENCE_LAYERS = {name: VECTOR_LAYERS[name] for name in ("linear", "gelu", "dropout", "layer norm", "split", "statistics")} | {
+SEQUENCE_LAYERS = {
+    name: VECTOR_LAYERS[name]
+    for name in ("linear", "gelu", "dropout", "layer norm", "split", "statistics")
+} | {
     "attention": Attention,
-    "encoder layer": lambda width: nn.TransformerEncoderLayer(width, 2, 24, batch_first=True, norm_first=True),
-    "convolution": lambda width: nn.Sequential(Transposed(), nn.Conv1d(width, width, 3, padding=1), Transposed()),
+    "encoder layer": lambda width: nn.TransformerEncoderLayer(
+        width, 2, 24, batch_first=True, norm_first=True
+    ),
+    "convolution": lambda width: nn.Sequential(
+        Transposed(), nn.Conv1d(width, width, 3, padding=1), Transposed()
+    ),
 }
 LAYERS = {"vectors": VECTOR_LAYERS, "images": IMAGE_LAYERS, "sequences": SEQUENCE_LAYERS}
 AROUND = ("plain", "twice", "residual", "recomputed")
@@ -179,7 +198,9 @@ class Model(nn.Module):
             "images": lambda: nn.Conv2d(3, width, 3, padding=1),
             "sequences": lambda: nn.Embedding(NUM_TOKENS, width),
         }[program.family]()
-        self.layers = nn.ModuleList(LAYERS[program.family][layer.kind](width) for layer in program.layers)
+        self.layers = nn.ModuleList(
+            LAYERS[program.family][layer.kind](width) for layer in program.layers
+        )
         self.head = nn.Linear(width, NUM_CLASSES)
         for layer, module in zip(program.layers, self.layers, strict=True):
             module.requires_grad_(not layer.is_frozen)
@@ -226,7 +247,9 @@ def loss_of(program):
         inputs, targets = parts_of(program, batch)
         scores = model(inputs)
         likelihood = 0.0 if program.loss == "mean square" else F.cross_entropy(scores, targets)
-        return likelihood if program.loss == "cross entropy" else likelihood + scores.square().mean()
+        return (
+            likelihood if program.loss == "cross entropy" else likelihood + scores.square().mean()
+        )
 
     return loss
 
@@ -311,7 +334,11 @@ def measured(program):
                     optimizer.step()
             del loss, fresh
             step = recorder.end_step()
-            sizes = [size for window in step.windows for size in (window.start.allocated_bytes, window.end.allocated_bytes)]
+            sizes = [
+                size
+                for window in step.windows
+                for size in (window.start.allocated_bytes, window.end.allocated_bytes)
+            ]
             if program.accumulate > 1:
                 sizes[1] -= BYTES_OF_A_NUMBER
                 sizes[2] -= BYTES_OF_A_NUMBER
@@ -334,4 +361,7 @@ def check_card(program):
     prediction = mc.predict(step_of(program, Model(program), batch_of(program)), device="24GiB")
     assert prediction.fits
     assert prediction.peak_reserved_bytes >= prediction.peak_allocated_bytes
-    assert prediction.at(program.batch_size + 5).peak_allocated_bytes >= prediction.peak_allocated_bytes
+    assert (
+        prediction.at(program.batch_size + 5).peak_allocated_bytes
+        >= prediction.peak_allocated_bytes
+    )

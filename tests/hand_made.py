@@ -1,12 +1,20 @@
 """Traces made by hand: a linear model with Adam, as an allocator sees it, small enough to add up."""
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.textbook.law import BytesLaw, TextbookPrediction
+from memcallback.prediction.textbook.law import LinearBytes, TextbookPrediction
 from memcallback.trace.traced_step import TracedStep
 
 WEIGHT_BYTES = 4 * MiB
@@ -14,7 +22,9 @@ SAMPLE_BYTES = MiB
 
 
 def traced_step(batch_size, *, num_steps=2, extra=(), caveats=()):
-    """Weights of 4 MiB, an activation of 1 MiB a sample, its gradient beside it, gradients, two moments and a transient of Adam."""
+    """Weights of 4 MiB, an activation of 1 MiB a sample, its gradient beside it, gradients, two
+    moments and a transient of Adam.
+    """
     ids = iter(range(10_000))
     events = []
 
@@ -57,14 +67,18 @@ def traced_step(batch_size, *, num_steps=2, extra=(), caveats=()):
 
 
 def batch_trace(**changes):
-    return BatchTrace.fit(traced_step(2, **changes), traced_step(3, **changes), traced_step(7, **changes))
+    return BatchTrace.fit(
+        traced_step(2, **changes), traced_step(3, **changes), traced_step(7, **changes)
+    )
 
 
 def prediction(batch_size=16, device="NVIDIA A100-SXM4-80GB", **changes):
     from memcallback.prediction.allocator.settings import AllocatorSettings
 
     spec = find_device(device)
-    return Prediction.of(batch_trace(**changes), spec, batch_size=batch_size, settings=AllocatorSettings())
+    return Prediction.of(
+        batch_trace(**changes), spec, batch_size=batch_size, settings=AllocatorSettings()
+    )
 
 
 def boundaries(traced):
@@ -89,11 +103,16 @@ def law(**changes):
         "source": "textbook law",
         "device_name": "any device",
         "batch_size": 10,
-        "held": {Category.PARAMETER: 1000, Category.BUFFER: 10, Category.GRADIENT: 1000, Category.OPTIMIZER_STATE: 2000},
-        "input": BytesLaw(fixed_bytes=0, per_sample_bytes=5),
-        "outputs": BytesLaw(fixed_bytes=100, per_sample_bytes=300),
-        "kept": BytesLaw(fixed_bytes=100, per_sample_bytes=320),
-        "saved": BytesLaw(fixed_bytes=0, per_sample_bytes=200),
+        "held": {
+            Category.PARAMETER: 1000,
+            Category.BUFFER: 10,
+            Category.GRADIENT: 1000,
+            Category.OPTIMIZER_STATE: 2000,
+        },
+        "input": LinearBytes(fixed_bytes=0, per_sample_bytes=5),
+        "outputs": LinearBytes(fixed_bytes=100, per_sample_bytes=300),
+        "kept": LinearBytes(fixed_bytes=100, per_sample_bytes=320),
+        "saved": LinearBytes(fixed_bytes=0, per_sample_bytes=200),
         "optimizer_transient_bytes": 500,
     }
     return TextbookPrediction(**(values | changes))

@@ -1,4 +1,6 @@
-"""Trainings that are healthy and trainings that are not, small and whole, each named for what it does; run by test_health_of_trainings.py."""
+"""Trainings that are healthy and trainings that are not, small and whole, each named for what it
+does; run by test_health_of_trainings.py.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,12 @@ class Convolutions(Base):
     def __init__(self):
         super().__init__()
         self.network = nn.Sequential(
-            nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, CLASSES)
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(288, CLASSES),
         )
 
 
@@ -69,7 +76,10 @@ class Lengths(Base):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(100, 16)
-        self.network = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True), nn.Linear(16, CLASSES))
+        self.network = nn.Sequential(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True),
+            nn.Linear(16, CLASSES),
+        )
 
     def training_step(self, batch, batch_idx):
         return self.network(self.embedding(batch[0])).square().mean()
@@ -77,12 +87,16 @@ class Lengths(Base):
 
 def sequences(lengths):
     generator = torch.Generator().manual_seed(1)
-    batches = [(torch.randint(0, 100, (SAMPLES, length), generator=generator),) for length in lengths]
+    batches = [
+        (torch.randint(0, 100, (SAMPLES, length), generator=generator),) for length in lengths
+    ]
     return DataLoader(batches, batch_size=None)
 
 
 def random_lengths():
-    return sequences(torch.randint(2, 200, (NUM_STEPS,), generator=torch.Generator().manual_seed(2)).tolist())
+    return sequences(
+        torch.randint(2, 200, (NUM_STEPS,), generator=torch.Generator().manual_seed(2)).tolist()
+    )
 
 
 class ChecksPointed(Base):
@@ -104,7 +118,9 @@ class Average(Base):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            for mean, weight in zip(self.average.parameters(), self.network.parameters(), strict=True):
+            for mean, weight in zip(
+                self.average.parameters(), self.network.parameters(), strict=True
+            ):
                 mean.lerp_(weight, 0.01)
 
 
@@ -132,13 +148,19 @@ class Adversarial(Base):
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         fake = self.generator(torch.randn(SAMPLES, 16, device=self.device))
-        for optimizer, loss in ((first, lambda: -self.critic(fake).mean()), (second, lambda: self.critic(fake.detach()).square().mean())):
+        for optimizer, loss in (
+            (first, lambda: -self.critic(fake).mean()),
+            (second, lambda: self.critic(fake.detach()).square().mean()),
+        ):
             optimizer.zero_grad()
             self.manual_backward(loss())
             optimizer.step()
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.critic.parameters())]
+        return [
+            torch.optim.Adam(self.generator.parameters()),
+            torch.optim.Adam(self.critic.parameters()),
+        ]
 
 
 class CachesData(Base):
@@ -246,7 +268,11 @@ HEALTHY = {
     "two optimizers": Program(Adversarial),
     "data cached in the first epoch": Program(CachesData),
     "weight averaging and checkpoints": Program(
-        Base, options={"enable_checkpointing": True, "callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1), ModelCheckpoint()]}
+        Base,
+        options={
+            "enable_checkpointing": True,
+            "callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1), ModelCheckpoint()],
+        },
     ),
     "recomputation": Program(ChecksPointed),
     "batches that double each epoch": own(LargerBatches, reload_dataloaders_every_n_epochs=1),
@@ -347,7 +373,9 @@ class StoresActivations(Base):
     def __init__(self):
         super().__init__()
         self.activations = []
-        self.network[0].register_forward_hook(lambda module, args, output: self.activations.append(output))
+        self.network[0].register_forward_hook(
+            lambda module, args, output: self.activations.append(output)
+        )
 
 
 class CarriesGraph(CarriesDetached):
@@ -362,7 +390,9 @@ class CarriesGraph(CarriesDetached):
         optimizer.zero_grad()
         self.state = self.cell(batch[0], self.state)
         # Only the head is trained: the cell's weights, which the graph saved, stay as they are.
-        self.manual_backward(nn.functional.cross_entropy(self.head(self.state), batch[1]), retain_graph=True)
+        self.manual_backward(
+            nn.functional.cross_entropy(self.head(self.state), batch[1]), retain_graph=True
+        )
         optimizer.step()
 
     def configure_optimizers(self):
@@ -371,15 +401,32 @@ class CarriesGraph(CarriesDetached):
 
 SICK = {
     "losses on the module": Program(
-        KeepsLosses, names=("attribute 'losses' of the root module", "self.losses.append(loss)", "loss.item()")
+        KeepsLosses,
+        names=("attribute 'losses' of the root module", "self.losses.append(loss)", "loss.item()"),
     ),
-    "losses in a dict": Program(KeepsLossesInDict, names=("attribute 'history' of the root module", 'self.history["loss"].append(loss)')),
-    "losses in a global list": Program(KeepsLossesGlobally, names=("'GLOBAL_LOSSES'", "GLOBAL_LOSSES.append(loss)")),
-    "outputs": Program(KeepsOutputs, names=("attribute 'outputs' of the root module", "(8, 10) float32")),
-    "a graph that is retained": Program(RetainsGraph, names=("attribute 'total' of the root module",)),
-    "a metric": Program(KeepsInMetric, names=("attribute 'metric.values' of the root module", "self.values.append(value)")),
-    "a hook": Program(StoresActivations, names=("attribute 'activations' of the root module", "(8, 256) float32")),
-    "a state with its graph": Program(CarriesGraph, names=("attribute 'state' of the root module", "detach()")),
+    "losses in a dict": Program(
+        KeepsLossesInDict,
+        names=("attribute 'history' of the root module", 'self.history["loss"].append(loss)'),
+    ),
+    "losses in a global list": Program(
+        KeepsLossesGlobally, names=("'GLOBAL_LOSSES'", "GLOBAL_LOSSES.append(loss)")
+    ),
+    "outputs": Program(
+        KeepsOutputs, names=("attribute 'outputs' of the root module", "(8, 10) float32")
+    ),
+    "a graph that is retained": Program(
+        RetainsGraph, names=("attribute 'total' of the root module",)
+    ),
+    "a metric": Program(
+        KeepsInMetric,
+        names=("attribute 'metric.values' of the root module", "self.values.append(value)"),
+    ),
+    "a hook": Program(
+        StoresActivations, names=("attribute 'activations' of the root module", "(8, 256) float32")
+    ),
+    "a state with its graph": Program(
+        CarriesGraph, names=("attribute 'state' of the root module", "detach()")
+    ),
 }
 
 
@@ -406,7 +453,9 @@ class KeepsDetached(KeepsOutputs):
 
 
 class LongerAndLonger(Base):
-    """Each step needs a block that is a little larger than the free one, and the device has no room for both."""
+    """Each step needs a block that is a little larger than the free one, and the device has no room
+    for both.
+    """
 
     def training_step(self, batch, batch_idx):
         if self.global_step > 2:  # what stays has its place by then
@@ -423,7 +472,9 @@ class Fragmented(Base):
         for _ in range(4):
             whole = torch.empty(200 * MiB, dtype=torch.uint8, device=self.device)
             del whole
-            pieces += [torch.empty(12 * MiB, dtype=torch.uint8, device=self.device) for _ in range(16)]
+            pieces += [
+                torch.empty(12 * MiB, dtype=torch.uint8, device=self.device) for _ in range(16)
+            ]
         self.pieces = pieces[::2]
         self.large = torch.empty(130 * MiB, dtype=torch.uint8, device=self.device)
 
@@ -438,7 +489,11 @@ SICK_ON_A_SMALL_DEVICE = {
         GrowingCache,
         options={"max_epochs": 1000},
         ends_out_of_memory=True,
-        names=("attribute 'cache' of the root module: larger", "self.cache = ", "the device is full in about"),
+        names=(
+            "attribute 'cache' of the root module: larger",
+            "self.cache = ",
+            "the device is full in about",
+        ),
     ),
     "outputs without a graph": Program(
         KeepsDetached,
@@ -448,5 +503,7 @@ SICK_ON_A_SMALL_DEVICE = {
     ),
     "blocks that grow": Program(LongerAndLonger, names=("tried again", "expandable_segments:True")),
     "fragments": Program(Fragmented, names=("between tensors", "expandable_segments:True")),
-    "a device that is nearly full": Program(NearlyFull, names=("are left on", "5 % are to stay free")),
+    "a device that is nearly full": Program(
+        NearlyFull, names=("are left on", "5 % are to stay free")
+    ),
 }

@@ -1,4 +1,6 @@
-"""Calls of operators, as they occur in training steps, that can be built on a CUDA device and as fakes."""
+"""Calls of operators, as they occur in training steps, that can be built on a CUDA device and as
+fakes.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +26,9 @@ HALVES = (f32, bf16, f16)
 
 @dataclass(frozen=True)
 class T:
-    """A tensor to be: shape, dtype, and its layout: `c` contiguous, `cl` channels last, `t` the last two dimensions swapped, or its strides."""
+    """A tensor to be: shape, dtype, and its layout: `c` contiguous, `cl` channels last, `t` the
+    last two dimensions swapped, or its strides.
+    """
 
     shape: tuple
     dtype: torch.dtype = torch.float32
@@ -199,7 +203,17 @@ def normalisation():
             for s in shape[2:]:
                 hw *= s
             for groups in (8, 1, c):
-                C("native_group_norm", T(shape, d, layout), T((c,), d), T((c,), d), n, c, hw, groups, 1e-5)
+                C(
+                    "native_group_norm",
+                    T(shape, d, layout),
+                    T((c,), d),
+                    T((c,), d),
+                    n,
+                    c,
+                    hw,
+                    groups,
+                    1e-5,
+                )
                 for mask in ([True] * 3, [True, False, False]):
                     C(
                         "native_group_norm_backward",
@@ -245,19 +259,64 @@ def normalisation():
                     C("native_batch_norm", x, c, c, s, s, train, 0.1, 1e-5)
                     C("_native_batch_norm_legit", x, c, c, s, s, train, 0.1, 1e-5)
                     saved = s if train else T((0,))
-                    C("native_batch_norm_backward", x, x, c, s, s, saved, saved, train, 1e-5, [True] * 3)
-                C("native_batch_norm_backward", x, x, c, s, s, s, s, True, 1e-5, [False, True, True])
+                    C(
+                        "native_batch_norm_backward",
+                        x,
+                        x,
+                        c,
+                        s,
+                        s,
+                        saved,
+                        saved,
+                        train,
+                        1e-5,
+                        [True] * 3,
+                    )
+                C(
+                    "native_batch_norm_backward",
+                    x,
+                    x,
+                    c,
+                    s,
+                    s,
+                    s,
+                    s,
+                    True,
+                    1e-5,
+                    [False, True, True],
+                )
                 C("_batch_norm_with_update", x, c, c, s, s, 0.1, 1e-5)
                 C("native_batch_norm", x, None, None, None, None, True, 0.1, 1e-5)
                 C("_native_batch_norm_legit.no_stats", x, c, c, True, 0.1, 1e-5)
                 C("cudnn_batch_norm", x, s, s, s, s, True, 0.1, 1e-5)
                 C("cudnn_batch_norm_backward", x, x, s, s, s, s, s, 1e-5, T((0,), u8))
-            C("batch_norm_backward", T((8, 32, 16, 16), d), T((8, 32, 16, 16), d), c, s, s, s, s, True, 1e-5, [True] * 3, T((0,), u8))
+            C(
+                "batch_norm_backward",
+                T((8, 32, 16, 16), d),
+                T((8, 32, 16, 16), d),
+                c,
+                s,
+                s,
+                s,
+                s,
+                True,
+                1e-5,
+                [True] * 3,
+                T((0,), u8),
+            )
         for shape in ((4, 8, 64), (8, 512, 768), (8, 512, 4096)):
             C("_fused_rms_norm", T(shape, d), [shape[-1]], T((shape[-1],), d), 1e-5)
             C("_fused_rms_norm", T(shape, d), [shape[-1]], None, None)
             for mask in ([True, True], [True, False]):
-                C("_fused_rms_norm_backward", T(shape, d), T(shape, d), [shape[-1]], T((*shape[:-1], 1)), T((shape[-1],), d), mask)
+                C(
+                    "_fused_rms_norm_backward",
+                    T(shape, d),
+                    T(shape, d),
+                    [shape[-1]],
+                    T((*shape[:-1], 1)),
+                    T((shape[-1],), d),
+                    mask,
+                )
 
 
 def softmax_and_losses():
@@ -296,7 +355,16 @@ def softmax_and_losses():
                     grad = T(target if reduction == 0 else (), d)
                     C(f"{op}_backward", grad, x, T(target, i64), weight, reduction, -100, T((), d))
         C("nll_loss2d_forward", T((4, 21, 32, 32), d, "cl"), T((4, 32, 32), i64), None, 1, -100)
-        C("nll_loss2d_backward", T((), d), T((4, 21, 32, 32), d, "cl"), T((4, 32, 32), i64), None, 1, -100, T((), d))
+        C(
+            "nll_loss2d_backward",
+            T((), d),
+            T((4, 21, 32, 32), d, "cl"),
+            T((4, 32, 32), i64),
+            None,
+            1,
+            -100,
+            T((), d),
+        )
         for shape in ((64, 1), (100000,), (8, 3, 256, 256)):
             x = T(shape, d)
             for reduction in (0, 1, 2):
@@ -319,11 +387,29 @@ def softmax_and_losses():
         C("multi_margin_loss", T((640000, 10), d), T((640000,), i64), 1, 1.0, None, 1)
         C("multi_margin_loss_backward", T((), d), T((64, 10), d), T((64,), i64), 1, 1.0, None, 1)
         C("multilabel_margin_loss_forward", T((64, 10), d), T((64, 10), i64), 1)
-        C("multilabel_margin_loss_backward", T((), d), T((64, 10), d), T((64, 10), i64), 1, T((64, 10), d))
+        C(
+            "multilabel_margin_loss_backward",
+            T((), d),
+            T((64, 10), d),
+            T((64, 10), i64),
+            1,
+            T((64, 10), d),
+        )
     C("_ctc_loss", T((50, 16, 20)), T((16, 30), i64), [50] * 16, [30] * 16, 0, False)
     C("_ctc_loss", T((50, 16, 20)), T((16 * 30,), i64), [50] * 16, [30] * 16, 0, False)
     C("_ctc_loss.Tensor", T((50, 16, 20)), T((16, 30), i64), T((16,), i64), T((16,), i64), 0, False)
-    C("_ctc_loss_backward", T((16,)), T((50, 16, 20)), T((16, 30), i64), [50] * 16, [30] * 16, T((16,)), T((16, 50, 61)), 0, False)
+    C(
+        "_ctc_loss_backward",
+        T((16,)),
+        T((50, 16, 20)),
+        T((16, 30), i64),
+        [50] * 16,
+        [30] * 16,
+        T((16,)),
+        T((16, 50, 61)),
+        0,
+        False,
+    )
     C("_cdist_forward", T((4, 100, 32)), T((4, 50, 32)), 2.0, None)
     C("_cdist_forward", T((4, 100, 32)), T((4, 50, 32)), 1.0, None)
     C("_cdist_forward", T((100, 32)), T((50, 32)), 2.0, 1)
@@ -350,7 +436,11 @@ def reductions():
     )
     for shape in shapes:
         nd = len(shape)
-        dims = [[], [-1], [0]] + ([[0, 1], list(range(nd - 1))] if nd > 2 else []) + ([[2, 3], [0, 2, 3]] if nd == 4 else [])
+        dims = (
+            [[], [-1], [0]]
+            + ([[0, 1], list(range(nd - 1))] if nd > 2 else [])
+            + ([[2, 3], [0, 2, 3]] if nd == 4 else [])
+        )
         for d in (f32, bf16):
             x = T(shape, d)
             C("sum", x)
@@ -369,7 +459,16 @@ def reductions():
                     C("norm.ScalarOpt_dim", x, 2, dim, keep)
                     C("logsumexp", x, dim or [0], keep)
                 if len(dim) == 1:
-                    for op in ("max.dim", "min.dim", "argmax", "any.dim", "all.dim", "prod.dim_int", "argmin", "median.dim"):
+                    for op in (
+                        "max.dim",
+                        "min.dim",
+                        "argmax",
+                        "any.dim",
+                        "all.dim",
+                        "prod.dim_int",
+                        "argmin",
+                        "median.dim",
+                    ):
                         C(op, x, dim[0], False)
                     C("cumsum", x, dim[0])
                     C("cumprod", x, dim[0])
@@ -458,9 +557,34 @@ def indexing():
                 C("embedding_dense_backward", T((*ids, width), d), T(ids, it), rows, -1, False)
                 C("embedding_dense_backward", T((*ids, width), d), T(ids, it), rows, 0, True)
                 for mode in (0, 1, 2):
-                    C("_embedding_bag", T((rows, width), d), T((n,), it), T((max(n // 4, 1),), it), False, mode)
-                    C("_embedding_bag_forward_only", T((rows, width), d), T((n,), it), T((max(n // 4, 1),), it), False, mode)
-                C("_embedding_bag", T((rows, width), d), T((n,), it), T((max(n // 4, 1) + 1,), it), False, 0, False, T((n,), d), True, -1)
+                    C(
+                        "_embedding_bag",
+                        T((rows, width), d),
+                        T((n,), it),
+                        T((max(n // 4, 1),), it),
+                        False,
+                        mode,
+                    )
+                    C(
+                        "_embedding_bag_forward_only",
+                        T((rows, width), d),
+                        T((n,), it),
+                        T((max(n // 4, 1),), it),
+                        False,
+                        mode,
+                    )
+                C(
+                    "_embedding_bag",
+                    T((rows, width), d),
+                    T((n,), it),
+                    T((max(n // 4, 1) + 1,), it),
+                    False,
+                    0,
+                    False,
+                    T((n,), d),
+                    True,
+                    -1,
+                )
                 bags = max(n // 4, 1)
                 for mode in (0, 1, 2):
                     C(
@@ -511,10 +635,34 @@ def indexing():
             for op in ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"):
                 C(op, T((1000, 64), d), [T((300,), i64)], T((300, 64), d), accumulate)
             C("index_put", T((50257, 768), d), [T((4096,), i64)], T((4096, 768), d), accumulate)
-            C("index_put", T((32, 100, 64), d), [T((32,), i64), T((32,), i64)], T((32, 64), d), accumulate)
-            C("index_put", T((32, 100, 64), d), [None, T((50,), i64)], T((32, 50, 64), d), accumulate)
-            C("index_put", T((32, 100, 64), d), [None, None, T((50,), i64)], T((32, 100, 50), d), accumulate)
-            C("index_put", T((32, 100, 64), d), [T((32,), i64), None, T((32,), i64)], T((32, 100), d), accumulate)
+            C(
+                "index_put",
+                T((32, 100, 64), d),
+                [T((32,), i64), T((32,), i64)],
+                T((32, 64), d),
+                accumulate,
+            )
+            C(
+                "index_put",
+                T((32, 100, 64), d),
+                [None, T((50,), i64)],
+                T((32, 50, 64), d),
+                accumulate,
+            )
+            C(
+                "index_put",
+                T((32, 100, 64), d),
+                [None, None, T((50,), i64)],
+                T((32, 100, 50), d),
+                accumulate,
+            )
+            C(
+                "index_put",
+                T((32, 100, 64), d),
+                [T((32,), i64), None, T((32,), i64)],
+                T((32, 100), d),
+                accumulate,
+            )
             C("index_put", T((49 * 49, 3), d), [T((49 * 49,), i64)], T((49 * 49, 3), d), accumulate)
             C("index_put", T((169, 4), d), [T((49 * 49,), i64)], T((49 * 49, 4), d), accumulate)
             C("index_put", T((1000, 64), d), [T((300,), i64)], T((), d), accumulate)
@@ -528,7 +676,15 @@ def indexing():
         C("scatter_add", T((5000,), d), 0, T((100000,), i64), T((100000,), d))
         C("scatter_reduce.two", T((512, 1000), d), 1, T((512, 10), i64), T((512, 10), d), "sum")
         C("scatter_reduce.two", T((512, 1000), d), 1, T((512, 10), i64), T((512, 10), d), "mean")
-        C("scatter_reduce.two", T((512, 1000), d), 1, T((512, 10), i64), T((512, 10), d), "amax", include_self=False)
+        C(
+            "scatter_reduce.two",
+            T((512, 1000), d),
+            1,
+            T((512, 10), i64),
+            T((512, 10), d),
+            "amax",
+            include_self=False,
+        )
         C("index_add", T((1000, 64), d), 0, T((3000,), i64), T((3000, 64), d))
         C("index_add_", T((1000, 64), d), 0, T((3000,), i64), T((3000, 64), d))
         C("index_add_", T((1000, 64), d), 1, T((30,), i64), T((1000, 30), d))
@@ -678,7 +834,14 @@ def matrices():
             C("mv", at, T((k,), d))
         C("mm", T((64, 0), d), T((0, 32), d))
         C("addmm", T((32,), d), T((64, 0), d), T((0, 32), d))
-        for b, m, k, n in ((8, 64, 128, 256), (96, 512, 64, 512), (3, 7, 13, 5), (16, 1, 64, 100), (4, 100, 1, 100), (1, 64, 64, 64)):
+        for b, m, k, n in (
+            (8, 64, 128, 256),
+            (96, 512, 64, 512),
+            (3, 7, 13, 5),
+            (16, 1, 64, 100),
+            (4, 100, 1, 100),
+            (1, 64, 64, 64),
+        ):
             x, y = T((b, m, k), d), T((b, k, n), d)
             C("bmm", x, y)
             C("bmm", x, T((b, k, n), d, "t"))
@@ -689,7 +852,10 @@ def matrices():
             C("baddbmm", T((b, m, n), d), x, y)
             C("baddbmm", T((1, 1, n), d), x, y)
             C("baddbmm", T((b, m, n), d), x, T((b, k, n), d, "t"), beta=0, alpha=0.5)
-        for n, a, b, o in ((2048, 64, 48, 4), (37, 5, 3, 7)):  # nn.Bilinear, forward and the three gradients
+        for n, a, b, o in (
+            (2048, 64, 48, 4),
+            (37, 5, 3, 7),
+        ):  # nn.Bilinear, forward and the three gradients
             x, weight, y, gradient = T((n, a), d), T((o, a, b), d), T((n, b), d), T((n, o), d)
             C("_trilinear", x, weight, y, [1, 3], [0], [1, 2], [2, 3])
             C("_trilinear", gradient, weight, y, [2, 3], [0], [1, 2], [1, 3])
@@ -700,7 +866,14 @@ def matrices():
         C("addr", T((100, 50), d), T((100,), d), T((50,), d))
         C("addbmm", T((64, 256), d), T((8, 64, 128), d), T((8, 128, 256), d))
         C("_weight_norm_interface", T((64, 32, 3), d), T((64, 1, 1), d), 0)
-        C("_weight_norm_interface_backward", T((64, 32, 3), d), T((64, 32, 3), d), T((64, 1, 1), d), T((64, 1, 1)), 0)
+        C(
+            "_weight_norm_interface_backward",
+            T((64, 32, 3), d),
+            T((64, 32, 3), d),
+            T((64, 1, 1), d),
+            T((64, 1, 1)),
+            0,
+        )
         C("_weight_norm_interface", T((64, 32, 3), d), T((1, 1, 3), d), 2)
     C("linalg_inv_ex", T((8, 16, 16)))
     C("_linalg_det", T((8, 16, 16)))
@@ -714,7 +887,13 @@ def matrices():
 
 def foreach():
     for d in HALVES:
-        for n, shape in ((4, (64, 64)), (160, (512, 64)), (3, (50257, 768)), (1, (10,)), (600, (7,))):
+        for n, shape in (
+            (4, (64, 64)),
+            (160, (512, 64)),
+            (3, (50257, 768)),
+            (1, (10,)),
+            (600, (7,)),
+        ):
             x = [T(shape, d)] * n
             s = [T((), f32)] * n
             C("_foreach_norm.Scalar", x, 2)
@@ -754,7 +933,15 @@ def foreach():
             C("_foreach_add_.Scalar", s, 1)
             C("_foreach_add_.Tensor", x, T((), d), alpha=1.0)
             C("_amp_foreach_non_finite_check_and_unscale_", x, T((1,)), T((1,)))
-            kw = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+            kw = {
+                "lr": 1e-3,
+                "beta1": 0.9,
+                "beta2": 0.99,
+                "weight_decay": 0.1,
+                "eps": 1e-8,
+                "amsgrad": False,
+                "maximize": False,
+            }
             for op in ("_fused_adam_", "_fused_adamw_"):
                 C(op, x, x, x, x, [], s, **kw)
                 C(op, x, x, x, x, [], s, **kw, grad_scale=T(()), found_inf=T(()))
@@ -785,7 +972,18 @@ def foreach():
                 maximize=False,
                 is_first_step=False,
             )
-            C("_fused_adagrad_", x, x, x, s, lr=1e-3, lr_decay=0.0, weight_decay=0.0, eps=1e-8, maximize=False)
+            C(
+                "_fused_adagrad_",
+                x,
+                x,
+                x,
+                s,
+                lr=1e-3,
+                lr_decay=0.0,
+                weight_decay=0.0,
+                eps=1e-8,
+                maximize=False,
+            )
     C("_foreach_norm.Scalar", [T((64, 64)), T((10,)), T((1000000,))], 2)
     C("_foreach_norm.Scalar", [T((64, 64)), T((64, 32), f32, "t")], 2)
     C("_foreach_norm.Scalar", [T((64, 64)), T((0,))], 2)
@@ -813,7 +1011,12 @@ def pooling_and_sampling():
             C("_adaptive_avg_pool2d_backward", T((8, 64, 7, 7), d, layout), x)
             C("_adaptive_avg_pool2d_backward", T((8, 64, 7, 7), d), x)
             C("adaptive_max_pool2d", x, [7, 7])
-            C("adaptive_max_pool2d_backward", T((8, 64, 7, 7), d, layout), x, T((8, 64, 7, 7), i64, layout))
+            C(
+                "adaptive_max_pool2d_backward",
+                T((8, 64, 7, 7), d, layout),
+                x,
+                T((8, 64, 7, 7), i64, layout),
+            )
             up = T((8, 64, 64, 64), d, layout)
             C("upsample_nearest2d", x, [64, 64])
             C("upsample_nearest2d", x, [64, 64], 2.0, 2.0)
@@ -828,7 +1031,13 @@ def pooling_and_sampling():
             C("upsample_nearest2d", T((8, 3, 32, 32), d, layout), [64, 64])
             C("upsample_nearest2d_backward", T((8, 3, 64, 64), d, layout), [64, 64], [8, 3, 32, 32])
             C("upsample_bilinear2d", T((8, 3, 32, 32), d, layout), [64, 64], True)
-            C("upsample_bilinear2d_backward", T((8, 3, 64, 64), d, layout), [64, 64], [8, 3, 32, 32], True)
+            C(
+                "upsample_bilinear2d_backward",
+                T((8, 3, 64, 64), d, layout),
+                [64, 64],
+                [8, 3, 32, 32],
+                True,
+            )
             C("grid_sampler_2d", x, T((8, 16, 16, 2), d), 0, 0, False)
             C("grid_sampler_2d_backward", y, x, T((8, 16, 16, 2), d), 0, 0, False, [True, True])
             C("pixel_shuffle", x, 2)
@@ -848,7 +1057,17 @@ def pooling_and_sampling():
             T((2, 4, 4, 4, 4), i64),
         )
         C("avg_pool3d", T((2, 4, 8, 8, 8), d), [2, 2, 2])
-        C("avg_pool3d_backward", T((2, 4, 4, 4, 4), d), T((2, 4, 8, 8, 8), d), [2] * 3, [2] * 3, [0] * 3, False, True, None)
+        C(
+            "avg_pool3d_backward",
+            T((2, 4, 4, 4, 4), d),
+            T((2, 4, 8, 8, 8), d),
+            [2] * 3,
+            [2] * 3,
+            [0] * 3,
+            False,
+            True,
+            None,
+        )
         C("_adaptive_avg_pool3d", T((2, 4, 8, 8, 8), d), [1, 1, 1])
         C("_adaptive_avg_pool3d_backward", T((2, 4, 1, 1, 1), d), T((2, 4, 8, 8, 8), d))
         C("upsample_linear1d", T((8, 4, 32), d), [64], False)
@@ -857,7 +1076,13 @@ def pooling_and_sampling():
         C("upsample_nearest3d", T((2, 4, 8, 8, 8), d), [16, 16, 16])
         C("upsample_nearest3d_backward", T((2, 4, 16, 16, 16), d), [16, 16, 16], [2, 4, 8, 8, 8])
         C("upsample_trilinear3d", T((2, 4, 8, 8, 8), d), [16, 16, 16], False)
-        C("upsample_trilinear3d_backward", T((2, 4, 16, 16, 16), d), [16, 16, 16], [2, 4, 8, 8, 8], False)
+        C(
+            "upsample_trilinear3d_backward",
+            T((2, 4, 16, 16, 16), d),
+            [16, 16, 16],
+            [2, 4, 8, 8, 8],
+            False,
+        )
         C("grid_sampler_3d", T((2, 4, 8, 8, 8), d), T((2, 4, 4, 4, 3), d), 0, 0, False)
         C("affine_grid_generator", T((8, 2, 3), d), [8, 3, 32, 32], False)
 
@@ -913,7 +1138,16 @@ def attention():
                                 T((), u64),
                             )
                         if e <= 128:
-                            C("_scaled_dot_product_cudnn_attention", q, k, k, None, True, 0.0, causal)
+                            C(
+                                "_scaled_dot_product_cudnn_attention",
+                                q,
+                                k,
+                                k,
+                                None,
+                                True,
+                                0.0,
+                                causal,
+                            )
                             C(
                                 "_scaled_dot_product_cudnn_attention_backward",
                                 q,
@@ -933,7 +1167,16 @@ def attention():
                                 causal,
                             )
                     for lse_needed in (True, False):
-                        C("_scaled_dot_product_efficient_attention", q, k, k, None, lse_needed, 0.0, causal)
+                        C(
+                            "_scaled_dot_product_efficient_attention",
+                            q,
+                            k,
+                            k,
+                            None,
+                            lse_needed,
+                            0.0,
+                            causal,
+                        )
                     C("_scaled_dot_product_efficient_attention", q, k, k, None, True, 0.1, causal)
                     elided = T((b, h, (s + 31) // 32 * 32))
                     C(
@@ -1148,5 +1391,9 @@ def sample(count):
     by_op = {}
     for name, case in cases().items():
         by_op.setdefault(case.op, []).append(name)
-    chosen = {names[i * len(names) // min(count, len(names))] for names in by_op.values() for i in range(min(count, len(names)))}
+    chosen = {
+        names[i * len(names) // min(count, len(names))]
+        for names in by_op.values()
+        for i in range(min(count, len(names)))
+    }
     return {name: case for name, case in cases().items() if name in chosen}

@@ -1,4 +1,6 @@
-"""One rank of a Lightning job on CUDA devices: what its callback predicts and measures; run by test_lightning_ranks_cuda.py."""
+"""One rank of a Lightning job on CUDA devices: what its callback predicts and measures; run by
+test_lightning_ranks_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def run(rank, world_size, folder, name, port):
     strategy = {
         "ddp": DDPStrategy,
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}, use_orig_params=True),
-        "model_parallel": lambda: ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
+        "model_parallel": lambda: ModelParallelStrategy(
+            data_parallel_size=world_size, tensor_parallel_size=1
+        ),
     }[name]()
     callback = mc.MemoryCallback()
     warnings.simplefilter("error", mc.MemoryWarning)
@@ -66,6 +70,9 @@ def run(rank, world_size, folder, name, port):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(Module())
-    found = {"predicted": figures(callback.prediction.step), "measured": figures(callback.recorder.steps[-1])}
+    found = {
+        "predicted": figures(callback.prediction.step),
+        "measured": figures(callback.recorder.steps[-1]),
+    }
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)

@@ -9,13 +9,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memcallback.diagnose.tensors.saved import READS_SAVED
 
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-needs_saved = pytest.mark.skipif(not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors")
-needs_ranks = pytest.mark.skipif(_VERSION < (2, 11), reason="ranks of a job are predicted with PyTorch 2.11 or later")
+needs_saved = pytest.mark.skipif(
+    not READS_SAVED, reason="PyTorch before 2.11 tells nothing of saved tensors"
+)
+needs_ranks = pytest.mark.skipif(
+    _VERSION < (2, 11), reason="ranks of a job are predicted with PyTorch 2.11 or later"
+)
 needs_recorded_version = pytest.mark.skipif(_VERSION < (2, 11), reason="recorded with PyTorch 2.11")
-needs_fsdp2 = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this PyTorch's FSDP2 does not run on a CPU")
+needs_fsdp2 = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason="this PyTorch's FSDP2 does not run on a CPU",
+)
 needs_modes_of_higher_order = pytest.mark.skipif(
-    not hasattr(TorchDispatchMode, "supports_higher_order_operators"), reason="this PyTorch has no torch.cond under a dispatch mode"
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"),
+    reason="this PyTorch has no torch.cond under a dispatch mode",
 )
 needs_fused_adagrad = pytest.mark.skipif(
-    "cuda_unsupported" in inspect.getsource(torch.optim.Adagrad), reason="this PyTorch has no Adagrad(fused=True) on CUDA"
+    "cuda_unsupported" in inspect.getsource(torch.optim.Adagrad),
+    reason="this PyTorch has no Adagrad(fused=True) on CUDA",
 )

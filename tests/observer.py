@@ -1,4 +1,6 @@
-"""Trains with or without the callback and gives everything that must not differ; run by test_observer.py and test_recorder_cuda.py."""
+"""Trains with or without the callback and gives everything that must not differ; run by
+test_observer.py and test_recorder_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ TEACHER = nn.BatchNorm1d(training.NUM_FEATURES)
 
 
 class UsesEveryRandomSource(training.Automatic):
-    """Draws from Python's, numpy's and torch's generators in each step, counts its calls, and changes tensors outside of itself."""
+    """Draws from Python's, numpy's and torch's generators in each step, counts its calls, and
+    changes tensors outside of itself.
+    """
 
     def __init__(self):
         super().__init__(lambda parameters, lr: torch.optim.Adam(parameters, lr=lr))
@@ -58,17 +62,25 @@ class UsesEveryRandomSource(training.Automatic):
 
 
 def run(tmp_path, *, with_callback, accelerator, callback=None, **options):
-    """Everything that a training leaves: weights, optimizer state, random states, logged values, checkpoint."""
+    """Everything that a training leaves: weights, optimizer state, random states, logged values,
+    checkpoint.
+    """
     seed_everything(1234, verbose=False)
     AVERAGE.zero_()
     TEACHER.reset_running_stats()
     module, memo = UsesEveryRandomSource(), Memo()
     callbacks = [callback or MemoryCallback()] if with_callback else []
-    loop = training.trainer(tmp_path, callbacks, accelerator=accelerator, max_epochs=2, logger=memo, **options)
+    loop = training.trainer(
+        tmp_path, callbacks, accelerator=accelerator, max_epochs=2, logger=memo, **options
+    )
     loop.fit(module, training.loader(6), training.loader(2))
     loop.save_checkpoint(tmp_path / f"{with_callback}.ckpt")
     checkpoint = torch.load(tmp_path / f"{with_callback}.ckpt", weights_only=False)
-    checkpoint["callbacks"] = {name: state for name, state in checkpoint["callbacks"].items() if "MemoryCallback" not in name}
+    checkpoint["callbacks"] = {
+        name: state
+        for name, state in checkpoint["callbacks"].items()
+        if "MemoryCallback" not in name
+    }
     return {
         "checkpoint": checkpoint,
         "torch": torch.get_rng_state(),
@@ -78,24 +90,42 @@ def run(tmp_path, *, with_callback, accelerator, callback=None, **options):
         "logged": memo.rows,
         "callback_metrics": dict(loop.callback_metrics),
         "calls": module.calls,
-        "outside": (AVERAGE.clone(), {name: value.clone() for name, value in TEACHER.state_dict().items()}),
-        "threads": (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")),
+        "outside": (
+            AVERAGE.clone(),
+            {name: value.clone() for name, value in TEACHER.state_dict().items()},
+        ),
+        "threads": (
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.is_autocast_enabled("cpu"),
+        ),
     }
 
 
 def differences(left, right, path=""):
     """Paths at which two nestings differ, bit by bit."""
     if isinstance(left, torch.Tensor):
-        same = isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+        same = (
+            isinstance(right, torch.Tensor)
+            and left.dtype == right.dtype
+            and torch.equal(left, right)
+        )
         return [] if same else [path]
     if isinstance(left, np.ndarray):
         return [] if np.array_equal(left, right) else [path]
     if isinstance(left, dict):
         if not isinstance(right, dict) or left.keys() != right.keys():
             return [f"{path}: keys"]
-        return [found for key in left for found in differences(left[key], right[key], f"{path}/{key}")]
+        return [
+            found for key in left for found in differences(left[key], right[key], f"{path}/{key}")
+        ]
     if isinstance(left, (list, tuple)):
         if type(left) is not type(right) or len(left) != len(right):
             return [f"{path}: length"]
-        return [found for i, pair in enumerate(zip(left, right, strict=True)) for found in differences(*pair, f"{path}/{i}")]
+        return [
+            found
+            for i, pair in enumerate(zip(left, right, strict=True))
+            for found in differences(*pair, f"{path}/{i}")
+        ]
     return [] if left == right else [path]

@@ -1,4 +1,6 @@
-"""The allocator's rules without any cleverness: every question is answered by looking at every block. No expandable segments."""
+"""The allocator's rules without any cleverness: every question is answered by looking at every
+block. No expandable segments.
+"""
 
 from dataclasses import dataclass
 
@@ -58,7 +60,11 @@ class PlainAllocator:
             "requested": sum(block.requested_bytes for _, block in pairs if block.is_active),
             "allocated": sum(block.size_bytes for _, block in pairs if block.is_allocated),
             "active": sum(block.size_bytes for _, block in pairs if block.is_active),
-            "inactive_split": sum(block.size_bytes for segment, block in pairs if len(segment.blocks) > 1 and not block.is_active),
+            "inactive_split": sum(
+                block.size_bytes
+                for segment, block in pairs
+                if len(segment.blocks) > 1 and not block.is_active
+            ),
             "reserved": sum(segment.size_bytes for segment in self.segments),
             "segments": len(self.segments),
         }
@@ -66,12 +72,20 @@ class PlainAllocator:
     def allocate(self, size_bytes, stream):
         block_bytes = rounded(size_bytes, self.divisions)
         is_small = block_bytes <= MiB
-        found = self.best(block_bytes, stream, is_small) or self.new_segment(block_bytes, stream, is_small)
+        found = self.best(block_bytes, stream, is_small) or self.new_segment(
+            block_bytes, stream, is_small
+        )
         segment, block = found
         rest_bytes = block.size_bytes - block_bytes
-        if rest_bytes >= 512 if is_small else rest_bytes > MiB and block_bytes < self.max_split_bytes:
+        if (
+            rest_bytes >= 512
+            if is_small
+            else rest_bytes > MiB and block_bytes < self.max_split_bytes
+        ):
             block.size_bytes = block_bytes
-            segment.blocks.insert(segment.blocks.index(block) + 1, PlainBlock(block.address + block_bytes, rest_bytes))
+            segment.blocks.insert(
+                segment.blocks.index(block) + 1, PlainBlock(block.address + block_bytes, rest_bytes)
+            )
         block.requested_bytes, block.is_allocated = size_bytes, True
         return block
 
@@ -80,7 +94,10 @@ class PlainAllocator:
             (block.size_bytes, block.address, segment, block)
             for segment in self.segments
             for block in segment.blocks
-            if not block.is_active and segment.stream == stream and segment.is_small == is_small and block.size_bytes >= block_bytes
+            if not block.is_active
+            and segment.stream == stream
+            and segment.is_small == is_small
+            and block.size_bytes >= block_bytes
         ]
         if not fitting:
             return None
@@ -98,13 +115,17 @@ class PlainAllocator:
             size_bytes = self.large_bytes
         else:
             size_bytes = -(-block_bytes // (2 * MiB)) * 2 * MiB
-        if not self.has_room(size_bytes) and not (self.give_back_oversize(block_bytes, stream, is_small) and self.has_room(size_bytes)):
+        if not self.has_room(size_bytes) and not (
+            self.give_back_oversize(block_bytes, stream, is_small) and self.has_room(size_bytes)
+        ):
             self.empty_cache()
             self.num_alloc_retries += 1
             if not self.has_room(size_bytes):
                 self.num_ooms += 1
                 raise OutOfMemoryError(block_bytes, size_bytes, MemoryStats(), self.capacity_bytes)
-        segment = PlainSegment(size_bytes, stream, is_small, [PlainBlock(self.next_address, size_bytes)])
+        segment = PlainSegment(
+            size_bytes, stream, is_small, [PlainBlock(self.next_address, size_bytes)]
+        )
         self.next_address += size_bytes
         self.segments.append(segment)
         return segment, segment.blocks[0]
@@ -119,7 +140,10 @@ class PlainAllocator:
         oversize = [
             segment
             for segment in self.segments
-            if segment.is_free and segment.stream == stream and segment.is_small == is_small and segment.size_bytes >= self.max_split_bytes
+            if segment.is_free
+            and segment.stream == stream
+            and segment.is_small == is_small
+            and segment.size_bytes >= self.max_split_bytes
         ]
         oversize.sort(key=lambda segment: (segment.size_bytes, segment.blocks[0].address))
         enough = [segment for segment in oversize if segment.size_bytes >= needed_bytes]

@@ -1,4 +1,6 @@
-"""Jobs of several ranks: what is trained and how it is spread; and one rank, which predicts itself, trains and says what it measured."""
+"""Jobs of several ranks: what is trained and how it is spread; and one rank, which predicts itself,
+trains and says what it measured.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,24 @@ NUM_STEPS = 6
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
-        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.attention_in(self.norm(x)).chunk(3, -1))
-        x = x + self.dropout(self.attention_out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)))
+        heads = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.attention_in(self.norm(x)).chunk(3, -1)
+        )
+        x = x + self.dropout(
+            self.attention_out(
+                F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+            )
+        )
         return x + self.dropout(self.down(F.gelu(self.up(x))))
 
 
@@ -49,15 +62,27 @@ class Transformer(nn.Module):
 
 
 def _convolution(channels_in, channels_out):
-    return nn.Sequential(nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels_out, 3, padding=1),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(inplace=True),
+    )
 
 
 def convolutional():
-    return nn.Sequential(_convolution(3, 32), _convolution(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
+    return nn.Sequential(
+        _convolution(3, 32),
+        _convolution(32, 64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 1000),
+    )
 
 
 def perceptron():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)), nn.Linear(512, 1000))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)), nn.Linear(512, 1000)
+    )
 
 
 class Recurrent(nn.Module):
@@ -76,17 +101,32 @@ class Recurrent(nn.Module):
 
 def encoder(width=256, vocabulary=5003):
     """Layers of PyTorch's own, one after the other."""
-    layers = (nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True) for _ in range(4))
+    layers = (
+        nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+        for _ in range(4)
+    )
     return nn.Sequential(nn.Embedding(vocabulary, width), *layers, nn.Linear(width, vocabulary))
 
 
 #: Name -> how the model is made, and its batch: inputs and classes.
 MODELS = {
-    "transformer": (Transformer, lambda: (torch.zeros(4, 128, dtype=torch.int64), torch.zeros(4, 128, dtype=torch.int64))),
-    "convolutional": (convolutional, lambda: (torch.zeros(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64))),
+    "transformer": (
+        Transformer,
+        lambda: (torch.zeros(4, 128, dtype=torch.int64), torch.zeros(4, 128, dtype=torch.int64)),
+    ),
+    "convolutional": (
+        convolutional,
+        lambda: (torch.zeros(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64)),
+    ),
     "perceptron": (perceptron, lambda: (torch.zeros(64, 512), torch.zeros(64, dtype=torch.int64))),
-    "encoder": (encoder, lambda: (torch.zeros(4, 96, dtype=torch.int64), torch.zeros(4, 96, dtype=torch.int64))),
-    "recurrent": (Recurrent, lambda: (torch.zeros(16, 12, dtype=torch.int64), torch.zeros(16, dtype=torch.int64))),
+    "encoder": (
+        encoder,
+        lambda: (torch.zeros(4, 96, dtype=torch.int64), torch.zeros(4, 96, dtype=torch.int64)),
+    ),
+    "recurrent": (
+        Recurrent,
+        lambda: (torch.zeros(16, 12, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)),
+    ),
 }
 
 
@@ -96,7 +136,9 @@ def loss_of(model, batch):
 
 
 def loss_of_gathered(model, batch):
-    """As in contrastive learning, every rank's features are compared: 4 MiB of each, through a list."""
+    """As in contrastive learning, every rank's features are compared: 4 MiB of each, through a
+    list.
+    """
     features = model(batch[0])[:, :1].expand(-1, 16_384).contiguous()
     gathered = [torch.empty_like(features) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, features.detach())
@@ -112,31 +154,49 @@ def loss_of_scattered(model, batch):
 
 
 def tensor_parallel(model, mesh):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     for block in model.to(mesh.device_type).blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def perceptron_in_parts(model, mesh):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
-    pairs = {f"{2 * pair}.0": ColwiseParallel() for pair in range(4)} | {f"{2 * pair + 1}.0": RowwiseParallel() for pair in range(4)}
+    pairs = {f"{2 * pair}.0": ColwiseParallel() for pair in range(4)} | {
+        f"{2 * pair + 1}.0": RowwiseParallel() for pair in range(4)
+    }
     parallelize_module(model.to(mesh.device_type), mesh, pairs)
 
 
 def encoder_in_parts(model, mesh):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     for layer in model.to(mesh.device_type)[1:-1]:
-        parallelize_module(layer, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+        parallelize_module(
+            layer, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+        )
 
 
 def head_in_parts(model, mesh):
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    parallelize_module(model.to(mesh.device_type), mesh, {"4": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(
+        model.to(mesh.device_type), mesh, {"4": ColwiseParallel(output_layouts=Replicate())}
+    )
 
 
 def fsdp1(model, mesh):
@@ -144,7 +204,9 @@ def fsdp1(model, mesh):
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.cuda.current_device(), use_orig_params=True)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.cuda.current_device(), use_orig_params=True
+    )
 
 
 class Stage(nn.Module):
@@ -176,14 +238,23 @@ def pipeline_of_shards(model, mesh):
         fully_shard(block, mesh=shards)
     fully_shard(module, mesh=shards)
     device = torch.device(mesh.device_type)
-    stage = PipelineStage(module, stages.get_local_rank(), stages.size(), device, group=stages.get_group())
-    return ScheduleGPipe(stage, 4, loss_fn=lambda output, classes: F.cross_entropy(output.flatten(0, -2), classes.flatten()))
+    stage = PipelineStage(
+        module, stages.get_local_rank(), stages.size(), device, group=stages.get_group()
+    )
+    return ScheduleGPipe(
+        stage,
+        4,
+        loss_fn=lambda output, classes: F.cross_entropy(output.flatten(0, -2), classes.flatten()),
+    )
 
 
 def scheduled(schedule, batch):
     """What a rank calls of a pipeline's schedule."""
     inputs, classes = batch
-    schedule.step(*([inputs] if schedule._stage.is_first else []), target=classes if schedule._stage.is_last else None)
+    schedule.step(
+        *([inputs] if schedule._stage.is_first else []),
+        target=classes if schedule._stage.is_last else None,
+    )
 
 
 def adamw(parameters):
@@ -216,7 +287,9 @@ class Case:
 def _policies():
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), CPUOffloadPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ), CPUOffloadPolicy()
 
 
 def of_models(models=tuple(MODELS)):
@@ -225,10 +298,16 @@ def of_models(models=tuple(MODELS)):
     found = {}
     for model in models:
         found[f"{model}, ddp"] = Case("ddp", model)
-        found[f"{model}, ddp, gradients in buckets"] = Case("ddp", model, options={"gradient_as_bucket_view": True})
+        found[f"{model}, ddp, gradients in buckets"] = Case(
+            "ddp", model, options={"gradient_as_bucket_view": True}
+        )
         found[f"{model}, fsdp2"] = Case("fsdp2", model)
-        found[f"{model}, fsdp2, gathered once"] = Case("fsdp2", model, options={"reshard_after_forward": False})
-        if model != "convolutional":  # PyTorch refuses batch norm in bfloat16 with statistics in float32
+        found[f"{model}, fsdp2, gathered once"] = Case(
+            "fsdp2", model, options={"reshard_after_forward": False}
+        )
+        if (
+            model != "convolutional"
+        ):  # PyTorch refuses batch norm in bfloat16 with statistics in float32
             found[f"{model}, fsdp2 in bf16"] = Case("fsdp2", model, options={"mp_policy": bf16})
     return found
 
@@ -252,8 +331,15 @@ def of_transformer():
 
 def of_parts():
     """Other models with tensor parallel layers."""
-    spread = {"perceptron": perceptron_in_parts, "encoder": encoder_in_parts, "convolutional": head_in_parts}
-    return {f"{model}, tensor parallel": Case(function, model, optimizer=adamw_one_by_one) for model, function in spread.items()}
+    spread = {
+        "perceptron": perceptron_in_parts,
+        "encoder": encoder_in_parts,
+        "convolutional": head_in_parts,
+    }
+    return {
+        f"{model}, tensor parallel": Case(function, model, optimizer=adamw_one_by_one)
+        for model, function in spread.items()
+    }
 
 
 def of_lists():
@@ -268,28 +354,53 @@ def of_pipelines(world_size):
     """Models in stages, one or two of them on each rank; each stage has parameters."""
 
     def case(model, **options):
-        return Case("pipeline", model, options={"n_microbatches": 4, **({"split": Stage} if model == "transformer" else {}), **options})
+        return Case(
+            "pipeline",
+            model,
+            options={
+                "n_microbatches": 4,
+                **({"split": Stage} if model == "transformer" else {}),
+                **options,
+            },
+        )
 
     found = {}
-    for model in ("transformer", *(["convolutional"] if world_size == 2 else []), "perceptron", "encoder"):
+    for model in (
+        "transformer",
+        *(["convolutional"] if world_size == 2 else []),
+        "perceptron",
+        "encoder",
+    ):
         found[f"{model}, pipeline 1F1B"] = case(model)
         found[f"{model}, pipeline GPipe"] = case(model, schedule="GPipe")
     for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
         found[f"perceptron, pipeline {schedule}"] = case("perceptron", schedule=schedule)
-    return found | {"transformer, pipeline, outputs apart": case("transformer", n_microbatches=8, return_outputs=False)}
+    return found | {
+        "transformer, pipeline, outputs apart": case(
+            "transformer", n_microbatches=8, return_outputs=False
+        )
+    }
 
 
 def of_mesh():
     """Over a mesh of two dimensions, of four ranks."""
     return {
         "hsdp": Case("fsdp2", mesh={"replicate": 2, "shard": 2}),
-        "pipeline of shards": Case(pipeline_of_shards, mesh={"stages": 2, "shards": 2}, loss=scheduled),
+        "pipeline of shards": Case(
+            pipeline_of_shards, mesh={"stages": 2, "shards": 2}, loss=scheduled
+        ),
     }
 
 
 def cases(world_size):
     """All ways to spread a model."""
-    return of_models() | of_transformer() | of_parts() | of_pipelines(world_size) | (of_mesh() if world_size == 4 else {})
+    return (
+        of_models()
+        | of_transformer()
+        | of_parts()
+        | of_pipelines(world_size)
+        | (of_mesh() if world_size == 4 else {})
+    )
 
 
 def figures(step):
@@ -305,12 +416,19 @@ def figures(step):
 
 
 def wait_until_seen():
-    """Until the watchdog of NCCL's process group has seen the end of all collectives, as it has in steps that take longer than 0.1 s."""
+    """Until the watchdog of NCCL's process group has seen the end of all collectives, as it has in
+    steps that take longer than 0.1 s.
+    """
     from torch._C import _distributed_c10d
 
     while True:
-        status = json.loads(_distributed_c10d._dump_nccl_trace_json(includeCollectives=False))["pg_status"].values()
-        if all(group["last_completed_collective"] == group["last_enqueued_collective"] for group in status):
+        status = json.loads(_distributed_c10d._dump_nccl_trace_json(includeCollectives=False))[
+            "pg_status"
+        ].values()
+        if all(
+            group["last_completed_collective"] == group["last_enqueued_collective"]
+            for group in status
+        ):
             return
 
 
@@ -326,7 +444,9 @@ def train(case, ranks, device_type):
     model = ranks.parallelize(model, device_type)
     optimizer = case.optimizer(model.parameters())
     is_pipeline = isinstance(model, Pipeline)
-    recorder = mc.MemoryRecorder([*model.stages] if is_pipeline else model, optimizer, device=device_type)
+    recorder = mc.MemoryRecorder(
+        [*model.stages] if is_pipeline else model, optimizer, device=device_type
+    )
     num_parts = model.num_microbatches if is_pipeline else 1
     with recorder.watch() if is_pipeline else nullcontext():
         for _ in range(NUM_STEPS):
@@ -348,17 +468,24 @@ def train(case, ranks, device_type):
             # Of a pipeline's sends and receives, which are all waited for, it does not tell.
             if not is_pipeline:
                 wait_until_seen()
-    return {"predicted": figures(predicted.step), "measured": figures(recorder.steps[-1]), "caveats": predicted.caveats}
+    return {
+        "predicted": figures(predicted.step),
+        "measured": figures(recorder.steps[-1]),
+        "caveats": predicted.caveats,
+    }
 
 
 def run(rank, world_size, folder, names):
     """One rank: all cases of those names, one after the other."""
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
     every, found = cases(world_size) | of_lists(), {}
     for name in names:
         case = every[name]
-        # The process group holds what the case before left to its last collective until another one begins.
+        # The process group holds what the case before left to its last collective until another one
+        # begins.
         dist.all_reduce(torch.zeros(1, device="cuda"))
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()

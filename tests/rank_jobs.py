@@ -1,4 +1,6 @@
-"""Jobs of several processes on CPUs, small and quick; what each rank saw of them is what `run` gives. Used by test_ranks_exchanged.py."""
+"""Jobs of several processes on CPUs, small and quick; what each rank saw of them is what `run`
+gives. Used by test_ranks_exchanged.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.utils.tensorboard",
         "matplotlib.pyplot",
         "memcallback.record.memory_log",
-        "memcallback.savings.planner",
+        "memcallback.savings.what_if",
     ]
 )
 #: A job that hangs is ended after that long, and has failed.
@@ -49,7 +51,8 @@ class Job:
         intervals: By rank the updates from point to point.
         capacities: By rank what the log plans for.
         batch_sizes: By rank.
-        strike: Who is struck in the third step, in which phase, and by what: `kill`, `oom` or `stop the store`.
+        strike: Who is struck in the third step, in which phase, and by what: `kill`, `oom` or `stop
+            the store`.
         group: The ranks over which the model is replicated; others train alone.
         store: `tcp`, kept by rank zero; `file`; or `elsewhere`, kept by a process that is no rank.
         trainings: How many there are, one after the other.
@@ -100,19 +103,35 @@ def _strike(how, store_id):
 def _train(job, rank, folder, store_id):
     torch.manual_seed(0)
     stricken = Stricken()
-    own = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), stricken, nn.Linear(128, 10))
+    own = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), stricken, nn.Linear(128, 10)
+    )
     torch.manual_seed(rank)
     group = None if job.group is None else dist.new_group(list(job.group))
     is_replicated = dist.is_initialized() and (job.group is None or rank in job.group)
-    model = fully_shard(own) if job.is_sharded else DistributedDataParallel(own, process_group=group) if is_replicated else own
+    model = (
+        fully_shard(own)
+        if job.is_sharded
+        else DistributedDataParallel(own, process_group=group)
+        if is_replicated
+        else own
+    )
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(job.batch_sizes.get(rank, 8), 64)
     recorder = mc.MemoryRecorder(model, optimizer, sample_every_n_steps=1)
     log = None
     if rank in job.logging:
-        step = mc.TrainingStep(own, batch, loss=lambda model, batch: model(batch).square().mean(), optimizer=optimizer)
+        step = mc.TrainingStep(
+            own, batch, loss=lambda model, batch: model(batch).square().mean(), optimizer=optimizer
+        )
         interval, capacity = job.intervals.get(rank, 2), job.capacities.get(rank)
-        log = mc.MemoryLog(recorder, step if job.predicts else None, log_dir=folder, log_every_n_steps=interval, device=capacity)
+        log = mc.MemoryLog(
+            recorder,
+            step if job.predicts else None,
+            log_dir=folder,
+            log_every_n_steps=interval,
+            device=capacity,
+        )
         recorder.watch()
     try:
         with log or nullcontext():
@@ -126,7 +145,10 @@ def _train(job, rank, folder, store_id):
     finally:
         recorder.close()
     return {
-        "weights": [(parameter.to_local() if job.is_sharded else parameter).detach().clone() for parameter in own.parameters()],
+        "weights": [
+            (parameter.to_local() if job.is_sharded else parameter).detach().clone()
+            for parameter in own.parameters()
+        ],
         "generator": torch.get_rng_state(),
         "steps": list(recorder.steps),
         "report": log and log.report,
@@ -142,10 +164,22 @@ def _rank(job, rank, port, store_id, folder):
         try:
             if job.store == "elsewhere":
                 store = dist.TCPStore("127.0.0.1", port, is_master=False)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timedelta(seconds=_LONGEST_S))
+                dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=job.num_ranks,
+                    timeout=timedelta(seconds=_LONGEST_S),
+                )
             elif job.num_ranks > 1:
-                address = f"tcp://127.0.0.1:{port}" if job.store == "tcp" else f"file://{folder / 'store'}"
-                dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.num_ranks)
+                address = (
+                    f"tcp://127.0.0.1:{port}"
+                    if job.store == "tcp"
+                    else f"file://{folder / 'store'}"
+                )
+                dist.init_process_group(
+                    "gloo", init_method=address, rank=rank, world_size=job.num_ranks
+                )
             found = [_train(job, rank, folder / "logs", store_id) for _ in range(job.trainings)]
         except BaseException as error:
             traceback.print_exc()
@@ -173,7 +207,8 @@ class Outcome:
 
     Attributes:
         exit_code: Of its process; negative for a signal.
-        found: What each of its trainings left; the type of the error that ended them; None if it was killed.
+        found: What each of its trainings left; the type of the error that ended them; None if it
+            was killed.
         output: What it printed.
     """
 
@@ -186,11 +221,16 @@ def run(job: Job, folder: Path) -> list[Outcome]:
     """Run a job to its end, and give what became of each rank."""
     folder.mkdir(exist_ok=True)
     ours, theirs = _CONTEXT.Pipe()
-    keeper = _CONTEXT.Process(target=_keep_store, args=(theirs,)) if job.store == "elsewhere" else None
+    keeper = (
+        _CONTEXT.Process(target=_keep_store, args=(theirs,)) if job.store == "elsewhere" else None
+    )
     if keeper:
         keeper.start()
     port = ours.recv() if keeper else free_port()
-    ranks = [_CONTEXT.Process(target=_rank, args=(job, rank, port, keeper and keeper.pid, folder)) for rank in range(job.num_ranks)]
+    ranks = [
+        _CONTEXT.Process(target=_rank, args=(job, rank, port, keeper and keeper.pid, folder))
+        for rank in range(job.num_ranks)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -203,7 +243,9 @@ def run(job: Job, folder: Path) -> list[Outcome]:
     for number, process in enumerate(ranks):
         left = folder / f"rank{number}.pickle"
         found = pickle.loads(left.read_bytes()) if left.exists() else None
-        outcomes.append(Outcome(process.exitcode, found, (folder / f"rank{number}.out").read_text()))
+        outcomes.append(
+            Outcome(process.exitcode, found, (folder / f"rank{number}.out").read_text())
+        )
     still = [ranks.index(process) for process in hanging if process in ranks]
     assert not still, f"ranks {still} hang:\n" + "\n".join(outcome.output for outcome in outcomes)
     return outcomes

@@ -1,4 +1,6 @@
-"""One rank of a job on CUDA devices that reads the allocator's statistics itself, beside a log; run by test_ranks_cuda.py."""
+"""One rank of a job on CUDA devices that reads the allocator's statistics itself, beside a log; run
+by test_ranks_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ STRATEGIES = {"ddp": _replicated, "fully_shard": _sharded}
 def run(rank, num_ranks, port, folder, strategy):
     """What the allocator's statistics said in the last step, and the log's report."""
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks
+    )
     seen, reset = [], torch.cuda.reset_peak_memory_stats
 
     def read_and_reset(device=None):
@@ -50,7 +54,10 @@ def run(rank, num_ranks, port, folder, strategy):
     optimizer = torch.optim.AdamW(model.parameters())
     recorder = mc.MemoryRecorder(model, optimizer)
     batch = torch.zeros(64 * (1 + rank), 1024, device="cuda")
-    with mc.MemoryLog(recorder, log_dir=None, log_every_n_steps=1) as log, recorder.watch(per_module=False):
+    with (
+        mc.MemoryLog(recorder, log_dir=None, log_every_n_steps=1) as log,
+        recorder.watch(per_module=False),
+    ):
         for _ in range(NUM_STEPS):
             before = len(seen)
             model(batch).square().mean().backward()

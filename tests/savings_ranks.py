@@ -1,4 +1,6 @@
-"""One of two processes that train with savings under DistributedDataParallel; run by test_savings_ranks.py."""
+"""One of two processes that train with savings under DistributedDataParallel; run by
+test_savings_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def network():
 
 def samples(rank):
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(NUM_SAMPLES, 8, generator=generator, dtype=torch.float64), torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
+    return torch.randn(NUM_SAMPLES, 8, generator=generator, dtype=torch.float64), torch.randint(
+        0, 4, (NUM_SAMPLES,), generator=generator
+    )
 
 
 def loss_of(model, batch):
@@ -33,9 +37,14 @@ def loss_of(model, batch):
 def accumulated(rank, *, has_length):
     """The gradients of each update, and how often the ranks exchanged them."""
     model, exchanges, seen = DistributedDataParallel(network()), [], []
-    model.register_comm_hook(None, lambda state, bucket: (exchanges.append(bucket.index()), allreduce_hook(state, bucket))[1])
+    model.register_comm_hook(
+        None,
+        lambda state, bucket: (exchanges.append(bucket.index()), allreduce_hook(state, bucket))[1],
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: seen.append([parameter.grad.clone() for parameter in model.parameters()]))
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append([parameter.grad.clone() for parameter in model.parameters()])
+    )
     loader = DataLoader(TensorDataset(*samples(rank)), MICRO_BATCH)
     accumulation = mc.accumulate(ACCUMULATE, model, optimizer)
     for batch in accumulation.over(loader if has_length else (batch for batch in loader)):
@@ -47,7 +56,10 @@ def accumulated(rank, *, has_length):
 class Normalised(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+            for _ in range(3)
+        )
 
     def forward(self, x):
         for block in self.blocks:
@@ -74,7 +86,12 @@ def checkpointed(rank, *, is_checkpointed):
         accumulation.backward(loss * float("inf") if (rank, position) == (1, 2) else loss)
         updates.append(accumulation.step(clip_grad_norm=1.0))
     gradients = [parameter.grad for parameter in model.parameters()]
-    return {"state": model.module.state_dict(), "gradients": gradients, "updates": updates, "generator": torch.get_rng_state()}
+    return {
+        "state": model.module.state_dict(),
+        "gradients": gradients,
+        "updates": updates,
+        "generator": torch.get_rng_state(),
+    }
 
 
 def refusal():
@@ -88,7 +105,9 @@ def refusal():
 
 def run(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=NUM_RANKS
+    )
     found = {
         "with length": accumulated(rank, has_length=True),
         "without length": accumulated(rank, has_length=False),

@@ -1,4 +1,6 @@
-"""Trains a small network with savings in a plain loop and records it; run by test_savings.py on a CPU and by test_savings_cuda.py on a GPU."""
+"""Trains a small network with savings in a plain loop and records it; run by test_savings.py on a
+CPU and by test_savings_cuda.py on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)
-        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.perceptron = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         return x + self.dropout(self.perceptron(self.norm(x)))
@@ -51,7 +55,9 @@ def batch_of(size, device):
 
 def training_step(device):
     """The step without savings."""
-    return mc.TrainingStep(Network().to(device), batch_of(BATCH_SIZE, device), loss=loss_of, optimizer=torch.optim.Adam)
+    return mc.TrainingStep(
+        Network().to(device), batch_of(BATCH_SIZE, device), loss=loss_of, optimizer=torch.optim.Adam
+    )
 
 
 def measured(device, *, accumulate=1, amp=None, checkpoint=None):

@@ -1,4 +1,5 @@
-"""Operators on sparse and nested tensors, on a CUDA device or on fakes that stand for it, and what they ask of the allocator.
+"""Operators on sparse and nested tensors, on a CUDA device or on fakes that stand for it, and what
+they ask of the allocator.
 
 python tests/sparse_cases.py        records it, on a machine with a CUDA device
 """
@@ -15,14 +16,18 @@ RECORDED = Path(__file__).parent / "recorded" / "sparse.json"
 def rows(count=80, shape=(200, 10), *, is_coalesced=False):
     """A sparse tensor of rows."""
     indices = torch.zeros(1, count, dtype=torch.int64, device="cuda")
-    made = torch.sparse_coo_tensor(indices, torch.zeros(count, *shape[1:], device="cuda"), shape, check_invariants=False)
+    made = torch.sparse_coo_tensor(
+        indices, torch.zeros(count, *shape[1:], device="cuda"), shape, check_invariants=False
+    )
     return made._coalesced_(True) if is_coalesced else made
 
 
 def matrix(count=30, shape=(16, 16), *, is_coalesced=True):
     """A sparse matrix of numbers."""
     indices = torch.zeros(2, count, dtype=torch.int64, device="cuda")
-    made = torch.sparse_coo_tensor(indices, torch.zeros(count, device="cuda"), shape, check_invariants=False)
+    made = torch.sparse_coo_tensor(
+        indices, torch.zeros(count, device="cuda"), shape, check_invariants=False
+    )
     return made._coalesced_(True) if is_coalesced else made
 
 
@@ -100,22 +105,55 @@ def attention(name, dtype, heads=4, size=64, dropout=0.0):
             tensor, tensor, tensor, starts, starts, 100, 100, dropout, False, False, scale=1.0
         )
         backward = torch.ops.aten._flash_attention_backward
-        return backward(tensor, tensor, tensor, tensor, out, sums, starts, starts, 100, 100, dropout, False, *state, scale=1.0)
+        return backward(
+            tensor,
+            tensor,
+            tensor,
+            tensor,
+            out,
+            sums,
+            starts,
+            starts,
+            100,
+            100,
+            dropout,
+            False,
+            *state,
+            scale=1.0,
+        )
 
     def efficient():
         numbers = (starts, starts, 100, 100, dropout, 0, True)
-        out, sums, *state, _, _ = torch.ops.aten._efficient_attention_forward(tensor, tensor, tensor, None, *numbers)
+        out, sums, *state, _, _ = torch.ops.aten._efficient_attention_forward(
+            tensor, tensor, tensor, None, *numbers
+        )
         backward = torch.ops.aten._efficient_attention_backward
-        return backward(tensor, tensor, tensor, tensor, None, out, starts, starts, 100, 100, sums, dropout, *state, 0, False)
+        return backward(
+            tensor,
+            tensor,
+            tensor,
+            tensor,
+            None,
+            out,
+            starts,
+            starts,
+            100,
+            100,
+            sums,
+            dropout,
+            *state,
+            0,
+            False,
+        )
 
     return flash if name == "flash" else efficient
 
 
 #: With no rows at all: a virtual device finds none of the indices to be different from the others.
 COALESCED = {
-    f"coalesce {count} of {kind.__name__}": lambda kind=kind, count=count, shape=shape: (lambda sparse: lambda: sparse.coalesce())(
-        kind(count, shape, is_coalesced=False)
-    )
+    f"coalesce {count} of {kind.__name__}": lambda kind=kind, count=count, shape=shape: (
+        lambda sparse: lambda: sparse.coalesce()
+    )(kind(count, shape, is_coalesced=False))
     for count in (2, 80, 1000, 20000, 300000)
     for kind, shape in ((rows, (0, 10)), (matrix, (0, 16)))
 }
@@ -136,8 +174,12 @@ CASES = {
     "coalesced norm": lambda: unary(torch.norm, is_coalesced=True),
     "coalesced.to_dense()": lambda: unary(torch.Tensor.to_dense, is_coalesced=True),
     "dense += sparse": lambda: with_dense(lambda other, sparse: other.add_(sparse, alpha=-0.1)),
-    "dense += coalesced": lambda: with_dense(lambda other, sparse: other.add_(sparse), is_coalesced=True),
-    "dense += matrix": lambda: with_dense(lambda other, sparse: other.add_(sparse), matrix, (16, 16), is_coalesced=False),
+    "dense += coalesced": lambda: with_dense(
+        lambda other, sparse: other.add_(sparse), is_coalesced=True
+    ),
+    "dense += matrix": lambda: with_dense(
+        lambda other, sparse: other.add_(sparse), matrix, (16, 16), is_coalesced=False
+    ),
     "dense += half": lambda: with_dense(lambda other, sparse: other.add_(sparse.half())),
     "dense -= sparse": lambda: with_dense(lambda other, sparse: other.sub_(sparse)),
     "dense + sparse": lambda: with_dense(lambda other, sparse: other + sparse),
@@ -155,16 +197,27 @@ CASES = {
     "sparse.copy_()": lambda: written(rows, lambda one: one.copy_(one.clone())),
     "sparse @ dense": lambda: product(torch.matmul),
     "sparse.mm": lambda: product(torch.sparse.mm),
-    "sparse.mm of a transposed": lambda: product(lambda sparse, other: torch.sparse.mm(sparse, other.t()), (32, 16)),
-    "sparse.mm of expanded": lambda: product(lambda sparse, other: torch.sparse.mm(sparse, other.expand(16, 32)), ()),
+    "sparse.mm of a transposed": lambda: product(
+        lambda sparse, other: torch.sparse.mm(sparse, other.t()), (32, 16)
+    ),
+    "sparse.mm of expanded": lambda: product(
+        lambda sparse, other: torch.sparse.mm(sparse, other.expand(16, 32)), ()
+    ),
     "sparse @ vector": lambda: product(torch.mv, (16,)),
     "addmm": lambda: product(lambda sparse, other: torch.addmm(other, sparse, other)),
     "sparse.addmm": lambda: product(lambda sparse, other: torch.sparse.addmm(other, sparse, other)),
     "sparse.t()": lambda: product(lambda sparse, other: sparse.t()),
     "sparse.mm and its sum": matrix_gradient,
     **{
-        f"{name} attention {dtype} {size} {dropout}": lambda arguments=(name, dtype, 4, size, dropout): attention(*arguments)
-        for name, dtype in (("flash", torch.float16), ("flash", torch.bfloat16), ("efficient", torch.float32), ("efficient", torch.float16))
+        f"{name} attention {dtype} {size} {dropout}": lambda arguments=(name, dtype, 4, size, dropout): (
+            attention(*arguments)
+        )
+        for name, dtype in (
+            ("flash", torch.float16),
+            ("flash", torch.bfloat16),
+            ("efficient", torch.float32),
+            ("efficient", torch.float16),
+        )
         for size in (8, 64, 128)
         for dropout in (0.0, 0.1)
     },
@@ -174,7 +227,9 @@ CASES = {
 
 
 def text(events):
-    """Allocations and frees in order: `+640` asks for 640 bytes, `-0` frees the first. What is freed in one go is in order."""
+    """Allocations and frees in order: `+640` asks for 640 bytes, `-0` frees the first. What is
+    freed in one go is in order.
+    """
     lines, freed = [], []
     for event in (*events, None):
         if isinstance(event, int):

@@ -118,7 +118,9 @@ def folder_with_models(tmp_path, monkeypatch):
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(memcallback.__file__).parents[1])}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def imported_by(arguments: list[str]) -> set[str]:
@@ -138,7 +140,15 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["layers", "--help"], ["predict", "--help"], ["suggest", "--help"], ["export", "--help"]], ids=" ".join
+    "arguments",
+    [
+        ["--help"],
+        ["layers", "--help"],
+        ["predict", "--help"],
+        ["suggest", "--help"],
+        ["export", "--help"],
+    ],
+    ids=" ".join,
 )
 def test_help_imports_neither_torch_nor_lightning(arguments):
     assert not imported_by(arguments) & {"torch", "lightning", "pytorch_lightning", "tensorboard"}
@@ -169,7 +179,9 @@ def test_layers_prints_json(capsys):
     ],
     ids=["class and dtype", "instance and two inputs", "name inside a name"],
 )
-def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dtype(target, inputs, shape, capsys):
+def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dtype(
+    target, inputs, shape, capsys
+):
     given = [part for text in inputs for part in ("--input", text)]
     assert main(["layers", target, *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][-1]["output_shape"] == shape
@@ -183,15 +195,51 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
             "1",
             "No module named 'no_such_models', on importing 'no_such_models'. Run memcallback in the folder that has it",
         ),
-        ("broken_models:make", "1", "Importing 'broken_models' failed: ZeroDivisionError: division by zero. It must import without"),
-        ("some_models:make", "1", "'some_models' has no attribute 'make'. Name a function, class or model"),
-        ("some_models", "1", "'some_models' names nothing to load. Write an importable module, a colon and a name in it"),
-        ("some_models:seven", "1", "some_models:seven gives a int, not a torch.nn.Module. Name a model"),
-        ("some_models:make_number", "1", "some_models:make_number gives a int, not a torch.nn.Module. Name a model"),
-        ("some_models:fails", "1", "some_models:fails failed: RuntimeError: no such file at all. It is called without arguments"),
-        ("some_models:make_model", "1,x", "--input '1,x' is not a size. Write whole numbers with commas"),
-        ("some_models:make_model", "1,-3", "--input '1,-3' is not a size. Write whole numbers with commas"),
-        ("some_models:make_model", "1,3:int65", "--input with dtype 'int65': torch has no such dtype. Write one such as float32"),
+        (
+            "broken_models:make",
+            "1",
+            "Importing 'broken_models' failed: ZeroDivisionError: division by zero. It must import without",
+        ),
+        (
+            "some_models:make",
+            "1",
+            "'some_models' has no attribute 'make'. Name a function, class or model",
+        ),
+        (
+            "some_models",
+            "1",
+            "'some_models' names nothing to load. Write an importable module, a colon and a name in it",
+        ),
+        (
+            "some_models:seven",
+            "1",
+            "some_models:seven gives a int, not a torch.nn.Module. Name a model",
+        ),
+        (
+            "some_models:make_number",
+            "1",
+            "some_models:make_number gives a int, not a torch.nn.Module. Name a model",
+        ),
+        (
+            "some_models:fails",
+            "1",
+            "some_models:fails failed: RuntimeError: no such file at all. It is called without arguments",
+        ),
+        (
+            "some_models:make_model",
+            "1,x",
+            "--input '1,x' is not a size. Write whole numbers with commas",
+        ),
+        (
+            "some_models:make_model",
+            "1,-3",
+            "--input '1,-3' is not a size. Write whole numbers with commas",
+        ),
+        (
+            "some_models:make_model",
+            "1,3:int65",
+            "--input with dtype 'int65': torch has no such dtype. Write one such as float32",
+        ),
         ("some_models:make_model", "1,4,9,9", "with --input 1,4,9,9 failed: RuntimeError: "),
     ],
 )
@@ -230,7 +278,12 @@ class StandIn:
         assert isinstance(device, Device)
         self.steps.append(step)
         self.sequence_lengths.append(sequence_length)
-        return Prediction.of(batch_trace(), device, batch_size=batch_size or step.batch_size.batch_size, settings=AllocatorSettings())
+        return Prediction.of(
+            batch_trace(),
+            device,
+            batch_size=batch_size or step.batch_size.batch_size,
+            settings=AllocatorSettings(),
+        )
 
 
 @pytest.fixture
@@ -241,7 +294,9 @@ def tracing(monkeypatch):
 
 
 def test_predict_prints_phases_what_stands_at_the_peak_and_what_fits(tracing, capsys, request):
-    assert main(["predict", "some_steps:make_step", "--batch-size", "16", "--device", "rtx3090"]) == 0
+    assert (
+        main(["predict", "some_steps:make_step", "--batch-size", "16", "--device", "rtx3090"]) == 0
+    )
     out, err = capsys.readouterr()
     golden = Path(__file__).parent / "golden" / "predict.txt"
     if request.config.getoption("--overwrite-golden"):
@@ -255,14 +310,25 @@ def test_predict_prints_json_whose_keys_carry_their_units(tracing, capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["batch_size"] == 5
     assert data["capacity_bytes"] == 24 << 30
-    assert data["peak_allocated_bytes"] == sum(data["at_peak_by_category_bytes"].values()) == sum(data["at_peak_by_module_bytes"].values())
-    assert [window["phase"] for window in data["steps"][-1]["windows"]] == ["forward", "backward", "optimizer_step"]
+    assert (
+        data["peak_allocated_bytes"]
+        == sum(data["at_peak_by_category_bytes"].values())
+        == sum(data["at_peak_by_module_bytes"].values())
+    )
+    assert [window["phase"] for window in data["steps"][-1]["windows"]] == [
+        "forward",
+        "backward",
+        "optimizer_step",
+    ]
     assert data["caveats"][0].startswith("Only the size of the card is known, 24.00 GiB")
     check_units(data)
 
 
 def test_predict_asks_for_a_sequence_length(tracing, capsys):
-    assert main(["predict", "some_steps:make_step", "--device", "24GiB", "--sequence-length", "128"]) == 0
+    assert (
+        main(["predict", "some_steps:make_step", "--device", "24GiB", "--sequence-length", "128"])
+        == 0
+    )
     assert tracing.sequence_lengths == [128]
 
 
@@ -297,16 +363,31 @@ def test_the_step_may_be_given_in_three_ways(target, batch_size, tracing, capsys
 def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, capsys):
     assert main(["export", "some_steps:make_step", "-o", "step.pickle"]) == 0
     assert "Wrote step.pickle. Open it at https://pytorch.org/memory_viz" in capsys.readouterr().out
-    assert set(pickle.loads((tmp_path / "step.pickle").read_bytes())) >= {"segments", "device_traces"}
+    assert set(pickle.loads((tmp_path / "step.pickle").read_bytes())) >= {
+        "segments",
+        "device_traces",
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["some_steps:make_step", "--device", "rtx9090"], "--device 'rtx9090' is no card that is known. Near it are NVIDIA GeForce RTX"),
-        (["some_steps:make_step", "--device=-1GiB"], "--device '-1GiB' is not a size: a size cannot be negative. Give"),
-        (["some_steps:make_step", "--device", "0"], "--device '0' is neither a card nor its size: a number is a size in bytes"),
-        (["some_steps:make_step", "--device", "T4", "--batch-size", "0"], "--batch-size '0' is no number of samples. Write a whole number"),
+        (
+            ["some_steps:make_step", "--device", "rtx9090"],
+            "--device 'rtx9090' is no card that is known. Near it are NVIDIA GeForce RTX",
+        ),
+        (
+            ["some_steps:make_step", "--device=-1GiB"],
+            "--device '-1GiB' is not a size: a size cannot be negative. Give",
+        ),
+        (
+            ["some_steps:make_step", "--device", "0"],
+            "--device '0' is neither a card nor its size: a number is a size in bytes",
+        ),
+        (
+            ["some_steps:make_step", "--device", "T4", "--batch-size", "0"],
+            "--batch-size '0' is no number of samples. Write a whole number",
+        ),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "x"],
             "--sequence-length 'x' is no length of a sequence. Write a whole",
@@ -315,10 +396,22 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "3"],
             "--sequence-length '3' is no length of a sequence. Write a whole number from 4 on, such as --sequence-length 32.",
         ),
-        (["some_steps:fails", "--device", "T4"], "some_steps:fails failed: RuntimeError: no such file at all. It is called without"),
-        (["some_models:seven", "--device", "T4"], "some_models:seven gives a int, neither a TrainingStep nor a LightningModule. Name a"),
-        (["some_models:make_model", "--device", "T4"], "gives a Sequential, neither a TrainingStep nor a LightningModule"),
-        (["some_steps:WithoutData", "--device", "T4"], "has neither a train_dataloader that gives a batch (MisconfigurationException"),
+        (
+            ["some_steps:fails", "--device", "T4"],
+            "some_steps:fails failed: RuntimeError: no such file at all. It is called without",
+        ),
+        (
+            ["some_models:seven", "--device", "T4"],
+            "some_models:seven gives a int, neither a TrainingStep nor a LightningModule. Name a",
+        ),
+        (
+            ["some_models:make_model", "--device", "T4"],
+            "gives a Sequential, neither a TrainingStep nor a LightningModule",
+        ),
+        (
+            ["some_steps:WithoutData", "--device", "T4"],
+            "has neither a train_dataloader that gives a batch (MisconfigurationException",
+        ),
         (["no_such_steps:make", "--device", "T4"], "No module named 'no_such_steps'"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -339,15 +432,26 @@ def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
     monkeypatch.setattr(tracing, "predict", fail)
     error = KeyError("a\nb")
     assert main(["predict", "some_steps:make_step", "--device", "T4"]) == 2
-    assert capfd.readouterr().err.endswith("error: some_steps:make_step cannot be predicted: KeyError: 'a\\nb'.\n")
+    assert capfd.readouterr().err.endswith(
+        "error: some_steps:make_step cannot be predicted: KeyError: 'a\\nb'.\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("without_a_size", "some_steps:without_a_size cannot be predicted: The batch size cannot be inferred: no tensor in the batch has"),
-        ("no_loss", "some_steps:no_loss cannot be predicted: loss returned a float; it must return the loss"),
-        ("no_optimizer", "some_steps:no_optimizer failed: optimizer must be an optimizer of the model, or a function from parameters"),
+        (
+            "without_a_size",
+            "some_steps:without_a_size cannot be predicted: The batch size cannot be inferred: no tensor in the batch has",
+        ),
+        (
+            "no_loss",
+            "some_steps:no_loss cannot be predicted: loss returned a float; it must return the loss",
+        ),
+        (
+            "no_optimizer",
+            "some_steps:no_optimizer failed: optimizer must be an optimizer of the model, or a function from parameters",
+        ),
     ],
 )
 def test_an_error_of_ours_is_said_without_the_name_of_its_class(target, message, capfd):
@@ -371,9 +475,15 @@ def test_what_a_users_code_prints_is_no_part_of_the_answer(tracing, capsys):
 def test_code_that_exits_is_an_error_like_another(command, capfd):
     more = ["--device", "T4"] if command == "predict" else ["--input", "1"]
     assert main([command, "exiting_models:make", *more]) == 2
-    assert "Importing 'exiting_models' failed: SystemExit: 5. It must import without running a training." in capfd.readouterr().err
+    assert (
+        "Importing 'exiting_models' failed: SystemExit: 5. It must import without running a training."
+        in capfd.readouterr().err
+    )
     assert main([command, "some_models:exits", *more]) == 2
-    assert "some_models:exits failed: SystemExit: 3. It is called without arguments" in capfd.readouterr().err
+    assert (
+        "some_models:exits failed: SystemExit: 3. It is called without arguments"
+        in capfd.readouterr().err
+    )
 
 
 def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
@@ -383,32 +493,57 @@ def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
     assert "reserved peak" not in out
     assert main(["predict", "some_steps:make_step", "--device", "cpu", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["capacity_bytes"], data["peak_reserved_bytes"], data["fits"], data["limit_batch_size"]) == (None, None, True, None)
+    assert (
+        data["capacity_bytes"],
+        data["peak_reserved_bytes"],
+        data["fits"],
+        data["limit_batch_size"],
+    ) == (None, None, True, None)
     check_units(data)
 
 
 def test_a_snapshot_for_a_cpu_is_refused(tracing, tmp_path, capfd):
     assert main(["export", "some_steps:make_step", "--device", "cpu", "-o", "step.pickle"]) == 2
-    assert "error: --device 'cpu' cannot be exported: a CPU has no caching allocator" in capfd.readouterr().err
+    assert (
+        "error: --device 'cpu' cannot be exported: a CPU has no caching allocator"
+        in capfd.readouterr().err
+    )
     assert not (tmp_path / "step.pickle").exists()
 
 
 def test_an_output_that_cannot_be_written_is_said_so(tracing, capfd):
     assert main(["export", "some_steps:make_step", "-o", "no/such/folder.pickle"]) == 2
-    assert "--output 'no/such/folder.pickle' cannot be written: No such file or directory. Name a file" in capfd.readouterr().err
+    assert (
+        "--output 'no/such/folder.pickle' cannot be written: No such file or directory. Name a file"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypatch, capfd):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
-    assert "error: --device 'cuda:0' is a CUDA device of this machine, and there is none. Name a card" in capfd.readouterr().err
+    assert (
+        "error: --device 'cuda:0' is a CUDA device of this machine, and there is none. Name a card"
+        in capfd.readouterr().err
+    )
 
 
 def test_the_largest_batch_size_is_suggested(capsys):
-    arguments = ["suggest", "some_steps:make_step", "--device", "24GiB", "--max-batch-size", "1000", "--effective-batch-size", "4000"]
+    arguments = [
+        "suggest",
+        "some_steps:make_step",
+        "--device",
+        "24GiB",
+        "--max-batch-size",
+        "1000",
+        "--effective-batch-size",
+        "4000",
+    ]
     assert main(arguments) == 0
     written = " ".join(capsys.readouterr().out.split())
-    assert written.startswith("Largest batch size: 1000 (200 times the current 5; at most 1000 are wanted, a multiple of 8; ")
+    assert written.startswith(
+        "Largest batch size: 1000 (200 times the current 5; at most 1000 are wanted, a multiple of 8; "
+    )
     assert "For 4000 samples between two updates: batch size 1000, accumulate 4." in written
     assert "suggested" in written
     assert main([*arguments, "--json", "--world-size", "2"]) == 0
@@ -418,9 +553,25 @@ def test_the_largest_batch_size_is_suggested(capsys):
 
 
 def test_a_batch_size_is_suggested_for_each_length(capsys):
-    assert main(["suggest", "some_steps:make_sequences", "--device", "24GiB", "--sequence-lengths", "32,64"]) == 0
+    assert (
+        main(
+            [
+                "suggest",
+                "some_steps:make_sequences",
+                "--device",
+                "24GiB",
+                "--sequence-lengths",
+                "32,64",
+            ]
+        )
+        == 0
+    )
     written = capsys.readouterr().out
-    sizes = [int(line.split(": ")[1].replace(",", "")) for line in written.splitlines() if line.startswith("Sequences of ")]
+    sizes = [
+        int(line.split(": ")[1].replace(",", ""))
+        for line in written.splitlines()
+        if line.startswith("Sequences of ")
+    ]
     assert len(sizes) == 2
     assert sizes[0] > sizes[1]
 
@@ -432,18 +583,34 @@ def test_savings_are_listed_with_what_they_buy(capsys):
     assert "does not help" in written.out
     assert main(["what-if", "some_steps:make_step", "--device", "24GiB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert {row["saving"] for row in data["savings"]} >= {"bf16-mixed", "SGD", "expandable_segments"}
+    assert {row["saving"] for row in data["savings"]} >= {
+        "bf16-mixed",
+        "SGD",
+        "expandable_segments",
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["suggest", "--headroom", "x"], "--headroom 'x' is no percentage from 0 to below 100. Write"),
+        (
+            ["suggest", "--headroom", "x"],
+            "--headroom 'x' is no percentage from 0 to below 100. Write",
+        ),
         (["suggest", "--headroom", "100"], "--headroom '100' is no percentage"),
-        (["suggest", "--multiple-of", "0"], "--multiple-of '0' is no number of samples. Write a whole"),
-        (["suggest", "--effective-batch-size", "7", "--world-size", "2"], "must be a multiple of the 2 ranks, got 7"),
+        (
+            ["suggest", "--multiple-of", "0"],
+            "--multiple-of '0' is no number of samples. Write a whole",
+        ),
+        (
+            ["suggest", "--effective-batch-size", "7", "--world-size", "2"],
+            "must be a multiple of the 2 ranks, got 7",
+        ),
         (["suggest", "--dataset-size", "1", "--world-size", "2"], "got 1 samples for 2 ranks"),
-        (["suggest", "--sequence-lengths", "32,y"], "--sequence-lengths 'y' is no length of a sequence"),
+        (
+            ["suggest", "--sequence-lengths", "32,y"],
+            "--sequence-lengths 'y' is no length of a sequence",
+        ),
         (["what-if", "--batch-size", "-1"], "--batch-size '-1' is no number of samples"),
         (["what-if", "--headroom", "-1"], "--headroom '-1' is no percentage"),
     ],

@@ -1,4 +1,6 @@
-"""The folders of ARCHITECTURE.md: what each may import, and what works where torch is not installed."""
+"""The folders of ARCHITECTURE.md: what each may import, and what works where torch is not
+installed.
+"""
 
 import ast
 import subprocess
@@ -13,7 +15,8 @@ import memcallback
 
 PACKAGE = Path(memcallback.__file__).parent
 
-#: The folders whose modules a folder's own may import, besides each other. `cuda` is for `trace` alone, `trace` for `prediction`.
+#: The folders whose modules a folder's own may import, besides each other. `cuda` is for `trace`
+#: alone, `trace` for `prediction`.
 MAY_IMPORT = {
     "core": "",
     "devices": "core",
@@ -31,18 +34,38 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": "core devices step prediction batch_size savings diagnose record integrations",
 }
-SHOWN = {"torch.utils.tensorboard", "tensorboard", "lightning", "pytorch_lightning", "transformers", "matplotlib"}
+SHOWN = {
+    "torch.utils.tensorboard",
+    "tensorboard",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "matplotlib",
+}
 #: The only folders that may import what shows results and what runs a training.
 MAY_IMPORT_SHOWN = {"report", "integrations"}
-#: What works without torch: the vocabulary, the simulated allocator, and all that `import memcallback` loads.
+#: What works without torch: the vocabulary, the simulated allocator, and all that `import
+#: memcallback` loads.
 PLAIN = ("core/", "prediction/allocator/")
 NOT_PLAIN = ("core/tensors",)
-HEAVY = {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "matplotlib", "psutil", "pynvml"}
+HEAVY = {
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "numpy",
+    "tensorboard",
+    "matplotlib",
+    "psutil",
+    "pynvml",
+}
 
 
 def sources():
     """The modules: path in the package without its suffix -> source."""
-    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    return {
+        path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+    }
 
 
 @cache
@@ -83,7 +106,9 @@ def violations(sources):
         if folder not in MAY_IMPORT:
             found.append(f"{name} has no place in the layout")
             continue
-        if name.endswith("/__init__") and [type(part) for part in ast.parse(source).body] != [ast.Expr]:
+        if name.endswith("/__init__") and [type(part) for part in ast.parse(source).body] != [
+            ast.Expr
+        ]:
             found.append(f"{name} holds more than a docstring")
         for imported in imports(source):
             other = own(imported, sources)
@@ -91,12 +116,20 @@ def violations(sources):
                 target = other.split("/")[0]
                 if target != folder and target not in MAY_IMPORT[folder].split():
                     found.append(f"{name} imports {other}, and {folder} may not import {target}")
-            if folder not in MAY_IMPORT_SHOWN and any(f"{imported}.".startswith(f"{shown}.") for shown in SHOWN):
-                found.append(f"{name} imports {imported}, which is for {' and '.join(sorted(MAY_IMPORT_SHOWN))}")
+            if folder not in MAY_IMPORT_SHOWN and any(
+                f"{imported}.".startswith(f"{shown}.") for shown in SHOWN
+            ):
+                found.append(
+                    f"{name} imports {imported}, which is for {' and '.join(sorted(MAY_IMPORT_SHOWN))}"
+                )
             if is_plain(name) and imported.split(".")[0] in HEAVY:
                 found.append(f"{name} imports {imported}, and works without it")
     graph = {
-        name: {other for imported in imports(source) if (other := own(imported, sources)) not in (None, "__init__", name)}
+        name: {
+            other
+            for imported in imports(source)
+            if (other := own(imported, sources)) not in (None, "__init__", name)
+        }
         for name, source in sources.items()
     }
     try:
@@ -116,7 +149,9 @@ def test_every_folder_is_in_the_layout():
 
 def test_the_engine_is_sealed():
     assert [folder for folder, may in MAY_IMPORT.items() if "cuda" in may.split()] == ["trace"]
-    assert [folder for folder, may in MAY_IMPORT.items() if "trace" in may.split()] == ["prediction"]
+    assert [folder for folder, may in MAY_IMPORT.items() if "trace" in may.split()] == [
+        "prediction"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +162,21 @@ def test_the_engine_is_sealed():
             "from memcallback.record.recorder import MemoryRecorder",
             "core/units imports record/recorder, and core may not import record",
         ),
-        ("savings/segments", "from memcallback import trace", "savings/segments imports trace/__init__, and savings may not import trace"),
+        (
+            "savings/segments",
+            "from memcallback import trace",
+            "savings/segments imports trace/__init__, and savings may not import trace",
+        ),
         (
             "prediction/predict",
             "def f():\n    from memcallback.cuda import rules",
             "prediction/predict imports cuda/rules, and prediction may not import cuda",
         ),
-        ("core/units", "def f():\n    import torch", "core/units imports torch, and works without it"),
+        (
+            "core/units",
+            "def f():\n    import torch",
+            "core/units imports torch, and works without it",
+        ),
         (
             "prediction/allocator/host",
             "from torch import nn",
@@ -144,7 +187,11 @@ def test_the_engine_is_sealed():
             "from torch.utils.tensorboard import SummaryWriter",
             "diagnose/health/watch imports torch.utils.tensorboard.SummaryWriter, which is for integrations and report",
         ),
-        ("step/ranks", "import lightning.pytorch", "step/ranks imports lightning.pytorch, which is for integrations and report"),
+        (
+            "step/ranks",
+            "import lightning.pytorch",
+            "step/ranks imports lightning.pytorch, which is for integrations and report",
+        ),
         ("helpers", "", "helpers has no place in the layout"),
         ("core/__init__", '"""Words."""\nimport os', "core/__init__ holds more than a docstring"),
         (
@@ -175,9 +222,15 @@ print("ok", len([m for m in sys.modules if m.split(".")[0] in {heavy!r}]))
 
 
 def test_the_plain_modules_work_where_torch_is_not_installed():
-    plain = [f"memcallback.{name.replace('/', '.')}" for name in sources() if is_plain(name) and "__init__" not in name]
+    plain = [
+        f"memcallback.{name.replace('/', '.')}"
+        for name in sources()
+        if is_plain(name) and "__init__" not in name
+    ]
     script = WITHOUT_TORCH.format(heavy=sorted(HEAVY), plain=", ".join(plain))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "ok 0\n", done.stderr
 
 

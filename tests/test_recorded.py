@@ -1,4 +1,6 @@
-"""Whatever was recorded on a device is replayed without one: no file of tests/recorded is there for nobody."""
+"""Whatever was recorded on a device is replayed without one: no file of tests/recorded is there for
+nobody.
+"""
 
 from pathlib import Path
 
@@ -8,8 +10,14 @@ TESTS = Path(__file__).parent
 RECORDED = TESTS / "recorded"
 #: What was recorded -> the test that replays it, and the module that opens it.
 READERS = {
-    "allocator/*.json.gz": ("prediction/test_allocator_recorded.py", "prediction/test_allocator_recorded.py"),
-    "allocator_long/*.json.gz": ("prediction/test_allocator_recorded.py", "prediction/test_allocator_recorded.py"),
+    "allocator/*.json.gz": (
+        "prediction/test_allocator_recorded.py",
+        "prediction/test_allocator_recorded.py",
+    ),
+    "allocator_long/*.json.gz": (
+        "prediction/test_allocator_recorded.py",
+        "prediction/test_allocator_recorded.py",
+    ),
     "convolutions/*.json.gz": ("cuda/test_convolution.py", "convolution_cases.py"),
     "kernels/a100.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
     "kernels/h200.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
@@ -22,8 +30,14 @@ READERS = {
 
 
 def test_every_recorded_file_is_replayed_by_a_test():
-    files = [path for path in RECORDED.rglob("*") if path.is_file() and path.suffix not in (".py", ".md", ".pyc")]
-    unread = [path for path in files if not any(path in RECORDED.glob(pattern) for pattern in READERS)]
+    files = [
+        path
+        for path in RECORDED.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".md", ".pyc")
+    ]
+    unread = [
+        path for path in files if not any(path in RECORDED.glob(pattern) for pattern in READERS)
+    ]
     assert unread == []
 
 
@@ -32,7 +46,11 @@ def test_each_reader_is_there_and_opens_what_is_there(pattern):
     test, opens = READERS[pattern]
     assert list(RECORDED.glob(pattern))
     folder, name = Path(pattern).parent.name, Path(pattern).stem
-    assert f'"{folder}"' in (TESTS / opens).read_text() if folder else f'"{name}.json"' in (TESTS / opens).read_text()
+    assert (
+        f'"{folder}"' in (TESTS / opens).read_text()
+        if folder
+        else f'"{name}.json"' in (TESTS / opens).read_text()
+    )
     assert (
         opens == test
         or f"{Path(opens).stem} import" in (TESTS / test).read_text()

@@ -11,7 +11,12 @@ NUM_FEATURES, NUM_HIDDEN, NUM_CLASSES = 64, 256, 10
 
 
 def network():
-    return nn.Sequential(nn.Linear(NUM_FEATURES, NUM_HIDDEN), nn.ReLU(), nn.Dropout(0.1), nn.Linear(NUM_HIDDEN, NUM_CLASSES))
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, NUM_HIDDEN),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(NUM_HIDDEN, NUM_CLASSES),
+    )
 
 
 class Automatic(LightningModule):
@@ -53,7 +58,10 @@ class ManualTwoOptimizers(Automatic):
             optimizer.step()
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(self.network[0].parameters(), lr=0.01), torch.optim.Adam(self.network[3].parameters())]
+        return [
+            torch.optim.SGD(self.network[0].parameters(), lr=0.01),
+            torch.optim.Adam(self.network[3].parameters()),
+        ]
 
 
 class ManualTwoBackwards(Automatic):
@@ -67,7 +75,9 @@ class ManualTwoBackwards(Automatic):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         for half in (0, 1):
-            self.manual_backward(nn.functional.cross_entropy(self.network(batch[0][half::2]), batch[1][half::2]))
+            self.manual_backward(
+                nn.functional.cross_entropy(self.network(batch[0][half::2]), batch[1][half::2])
+            )
         optimizer.step()
 
 

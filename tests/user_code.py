@@ -1,8 +1,10 @@
 """Small training steps, each named for what its user code does, and the same loop run for real.
 
-`STEPS` has functions that make a `TrainingStep`, by name; those in `NEEDS_CUDA` do not run on a CPU.
+`STEPS` has functions that make a `TrainingStep`, by name; those in `NEEDS_CUDA` do not run on a
+CPU.
 
-    python tests/user_code.py [NAME ...]        records, on a machine with a CUDA device, what they (or some) request at every boundary
+    python tests/user_code.py [NAME ...]        records, on a machine with a CUDA device, what they
+    (or some) request at every boundary
 """
 
 from __future__ import annotations
@@ -69,12 +71,20 @@ def cross_entropy(model, batch):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
+    )
 
 
 def plain(model, *, batch=None, loss=cross_entropy, optimizer=adamw, **options):
     """A step of vectors and classes, with what is given in place of the usual."""
-    return TrainingStep(model, batch_of_vectors() if batch is None else batch, loss=loss, optimizer=optimizer, **options)
+    return TrainingStep(
+        model,
+        batch_of_vectors() if batch is None else batch,
+        loss=loss,
+        optimizer=optimizer,
+        **options,
+    )
 
 
 class Net(nn.Module):
@@ -111,11 +121,19 @@ def a_device_as_attribute():
 
 def makes_tensors(self, x):
     x = x + torch.randn(x.shape, device=x.device, generator=None, dtype=x.dtype)
-    x = x + x.new_zeros(x.shape) + x.new_tensor([1.0] * 32) + x.new_full((32,), 2.0) + x.new_ones(1, 32)
+    x = (
+        x
+        + x.new_zeros(x.shape)
+        + x.new_tensor([1.0] * 32)
+        + x.new_full((32,), 2.0)
+        + x.new_ones(1, 32)
+    )
     x = x + torch.tensor([1.0] * 32, device=x.device) + torch.as_tensor([2.0] * 32, device=x.device)
     positions = torch.arange(x.shape[1], device=x.device).type_as(x)
     mask = torch.ones(x.shape, dtype=torch.bool, device=x.device).tril()
-    return (x + positions + torch.zeros(32).to(x) + torch.zeros(32).to(x.device, non_blocking=True)).masked_fill(mask, 0.0)
+    return (
+        x + positions + torch.zeros(32).to(x) + torch.zeros(32).to(x.device, non_blocking=True)
+    ).masked_fill(mask, 0.0)
 
 
 @case
@@ -124,10 +142,24 @@ def tensors_made_in_forward():
 
 
 def says_cuda(self, x):
-    x = x + torch.arange(32, device="cuda:0") + torch.zeros(32).cuda() + torch.ones(32, device="cuda").float()
-    x = x + torch.zeros(32).to("cuda", dtype=torch.float32) + torch.full((32,), 1.0, device=0) + torch.rand(32).to(0)
+    x = (
+        x
+        + torch.arange(32, device="cuda:0")
+        + torch.zeros(32).cuda()
+        + torch.ones(32, device="cuda").float()
+    )
+    x = (
+        x
+        + torch.zeros(32).to("cuda", dtype=torch.float32)
+        + torch.full((32,), 1.0, device=0)
+        + torch.rand(32).to(0)
+    )
     x = x + torch.eye(32, device=torch.device("cuda"))[0] + torch.linspace(0, 1, 32, device="cuda")
-    return x + torch.tensor(1.0).cuda(non_blocking=True) + torch.zeros(32, pin_memory=True).to(x.device, non_blocking=True)
+    return (
+        x
+        + torch.tensor(1.0).cuda(non_blocking=True)
+        + torch.zeros(32, pin_memory=True).to(x.device, non_blocking=True)
+    )
 
 
 @case(cuda_only=True)
@@ -186,7 +218,9 @@ def streams():
 @case(cuda_only=True)
 def a_generator_of_the_device():
     def run(self, x):
-        return x + torch.randn(x.shape, device=x.device, generator=torch.Generator(device=x.device).manual_seed(3))
+        return x + torch.randn(
+            x.shape, device=x.device, generator=torch.Generator(device=x.device).manual_seed(3)
+        )
 
     return plain(Net(run))
 
@@ -298,7 +332,9 @@ class Ema(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            for slow, fast in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
             target = self.teacher(x)
         return self.student(x) + target
@@ -330,14 +366,20 @@ def frozen_parts():
     model = mlp()
     for parameter in model[:3].parameters():
         parameter.requires_grad = False
-    return plain(model, optimizer=lambda parameters: torch.optim.Adam([p for p in parameters if p.requires_grad]))
+    return plain(
+        model,
+        optimizer=lambda parameters: torch.optim.Adam([p for p in parameters if p.requires_grad]),
+    )
 
 
 class LoRA(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, 4, bias=False),
+            nn.Linear(4, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(F.dropout(x, 0.1, self.training))) * 2.0
@@ -352,7 +394,10 @@ def adapters():
 def weight_norm_and_spectral_norm():
     return plain(
         nn.Sequential(
-            parametrizations.weight_norm(nn.Linear(32, 32)), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(32, 32)), nn.Linear(32, 10)
+            parametrizations.weight_norm(nn.Linear(32, 32)),
+            nn.ReLU(),
+            parametrizations.spectral_norm(nn.Linear(32, 32)),
+            nn.Linear(32, 10),
         )
     )
 
@@ -400,7 +445,13 @@ def a_model_compiled_in_place():
 
 @case
 def a_model_with_a_compiled_part():
-    return plain(nn.Sequential(nn.Linear(32, 32), torch.compile(nn.Sequential(nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 10)))
+    return plain(
+        nn.Sequential(
+            nn.Linear(32, 32),
+            torch.compile(nn.Sequential(nn.Linear(32, 32), nn.ReLU())),
+            nn.Linear(32, 10),
+        )
+    )
 
 
 def _gelu(x):
@@ -461,7 +512,11 @@ def attention():
 
 @case
 def a_model_in_evaluation_mode():
-    return plain(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 10)).eval())
+    return plain(
+        nn.Sequential(
+            nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 10)
+        ).eval()
+    )
 
 
 # --- autograd ----------------------------------------------------------------------------------------------------------------
@@ -471,7 +526,9 @@ def a_model_in_evaluation_mode():
 def checkpoints_of_both_kinds():
     def run(self, x):
         x = checkpoint(self.first, x, use_reentrant=True)
-        x = checkpoint(lambda y: self.second(y + torch.ones(32, device=y.device)), x, use_reentrant=False)
+        x = checkpoint(
+            lambda y: self.second(y + torch.ones(32, device=y.device)), x, use_reentrant=False
+        )
         return checkpoint_sequential(self.third, 2, x, use_reentrant=False)
 
     def block():
@@ -483,9 +540,14 @@ def checkpoints_of_both_kinds():
 @case
 def a_checkpoint_under_autocast():
     def run(self, x):
-        return checkpoint(self.first, checkpoint(self.first, x, use_reentrant=False), use_reentrant=True)
+        return checkpoint(
+            self.first, checkpoint(self.first, x, use_reentrant=False), use_reentrant=True
+        )
 
-    return plain(Net(run, first=nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))), precision="bf16-mixed")
+    return plain(
+        Net(run, first=nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))),
+        precision="bf16-mixed",
+    )
 
 
 class Square(torch.autograd.Function):
@@ -635,10 +697,14 @@ def functional_gradients():
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
         def inner(parameters):
-            return F.cross_entropy(torch.func.functional_call(model, parameters, (batch[0],)), batch[1])
+            return F.cross_entropy(
+                torch.func.functional_call(model, parameters, (batch[0],)), batch[1]
+            )
 
         gradients = torch.func.grad(inner)(parameters)
-        adapted = {name: parameter - 0.1 * gradients[name] for name, parameter in model.named_parameters()}
+        adapted = {
+            name: parameter - 0.1 * gradients[name] for name, parameter in model.named_parameters()
+        }
         return inner(adapted)
 
     return plain(mlp(), loss=loss)
@@ -647,7 +713,9 @@ def functional_gradients():
 @case
 def a_jvp():
     def loss(model, batch):
-        value, tangent = torch.func.jvp(lambda x: model(x), (batch[0],), (torch.ones_like(batch[0]),))
+        value, tangent = torch.func.jvp(
+            lambda x: model(x), (batch[0],), (torch.ones_like(batch[0]),)
+        )
         return F.cross_entropy(value, batch[1]) + tangent.square().mean()
 
     return plain(mlp(), loss=loss)
@@ -684,7 +752,9 @@ def blocks_without_gradients():
 @case
 def saved_tensor_hooks():
     def run(self, x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.bfloat16(), lambda tensor: tensor.float()):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.bfloat16(), lambda tensor: tensor.float()
+        ):
             return torch.tanh(self.extra(x))
 
     return plain(Net(run, extra=nn.Linear(32, 32)))
@@ -709,7 +779,9 @@ class Hooked(nn.Module):
         self.kept, self.gradients = [], []
         self.body[0].register_forward_hook(lambda module, args, output: self.keep(output))
         self.body[2].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        self.body[2].register_full_backward_hook(lambda module, inputs, outputs: self.gradients.append(outputs[0]))
+        self.body[2].register_full_backward_hook(
+            lambda module, inputs, outputs: self.gradients.append(outputs[0])
+        )
         self.body[4].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
 
     def keep(self, output):
@@ -738,7 +810,9 @@ class InBackward(nn.Module):
 
     def forward(self, x):
         if self.optimizers is None:
-            self.optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in self.parameters()}
+            self.optimizers = {
+                parameter: torch.optim.Adam([parameter]) for parameter in self.parameters()
+            }
             for parameter in self.parameters():
                 parameter.register_post_accumulate_grad_hook(self.update)
         return self.body(x)
@@ -791,7 +865,9 @@ class SparseEmbedding(nn.Module):
 
 
 def sparse(optimizer):
-    return plain(SparseEmbedding(), batch=[torch.randint(0, 200, (16, 5)), classes()], optimizer=optimizer)
+    return plain(
+        SparseEmbedding(), batch=[torch.randint(0, 200, (16, 5)), classes()], optimizer=optimizer
+    )
 
 
 @case
@@ -824,14 +900,23 @@ def a_sparse_embedding_that_is_used_twice():
     def loss(model, batch):
         return F.cross_entropy(model(batch[0]) + model(batch[0] + 1), batch[1])
 
-    return plain(SparseEmbedding(), batch=[torch.randint(0, 100, (16, 5)), classes()], loss=loss, optimizer=torch.optim.Adagrad)
+    return plain(
+        SparseEmbedding(),
+        batch=[torch.randint(0, 100, (16, 5)), classes()],
+        loss=loss,
+        optimizer=torch.optim.Adagrad,
+    )
 
 
 @case
 def a_sparse_embedding_with_tied_weights():
     model = Tied()
     model.embedding.sparse = True
-    return plain(model, batch=[torch.randint(0, 10, (16, 5)), classes()], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return plain(
+        model,
+        batch=[torch.randint(0, 10, (16, 5)), classes()],
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
 
 
 class KeepsGradient(SparseEmbedding):
@@ -865,7 +950,11 @@ def a_sparse_embedding_bag():
         def forward(self, x):
             return self.bag(x)
 
-    return plain(Bag(), batch=[torch.randint(0, 200, (16, 5)), classes()], optimizer=lambda p: torch.optim.SparseAdam(list(p)))
+    return plain(
+        Bag(),
+        batch=[torch.randint(0, 200, (16, 5)), classes()],
+        optimizer=lambda p: torch.optim.SparseAdam(list(p)),
+    )
 
 
 def graph():
@@ -901,7 +990,9 @@ def a_sparse_matrix_with_trained_values():
     indices = torch.stack([torch.arange(16), torch.arange(16).flip(0)])
 
     def run(self, x):
-        matrix = torch.sparse_coo_tensor(indices.to(x.device), self.values, (16, 16), is_coalesced=True, check_invariants=False)
+        matrix = torch.sparse_coo_tensor(
+            indices.to(x.device), self.values, (16, 16), is_coalesced=True, check_invariants=False
+        )
         return torch.sparse.mm(matrix, x)
 
     return plain(Net(run, values=nn.Parameter(torch.ones(16))))
@@ -943,7 +1034,13 @@ def a_fourier_transform():
 def complex_numbers():
     def run(self, x):
         z = torch.complex(x, x.sin()) @ self.weight
-        return torch.view_as_real(z).sum(-1) + z.abs() + z.real + z.conj().imag + torch.polar(x.abs(), x).angle()
+        return (
+            torch.view_as_real(z).sum(-1)
+            + z.abs()
+            + z.real
+            + z.conj().imag
+            + torch.polar(x.abs(), x).angle()
+        )
 
     return plain(Net(run, weight=nn.Parameter(torch.randn(32, 32, dtype=torch.complex64))))
 
@@ -952,7 +1049,11 @@ def complex_numbers():
 def einsum_and_linear_algebra():
     def run(self, x):
         gram = torch.einsum("bi,bj->ij", x, x) / 16 + torch.eye(32, device=x.device)
-        return x @ torch.linalg.cholesky(gram) + torch.linalg.vector_norm(x, dim=1, keepdim=True) + torch.logsumexp(x, 1, keepdim=True)
+        return (
+            x @ torch.linalg.cholesky(gram)
+            + torch.linalg.vector_norm(x, dim=1, keepdim=True)
+            + torch.logsumexp(x, 1, keepdim=True)
+        )
 
     return plain(Net(run))
 
@@ -973,17 +1074,32 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 @case
 def a_dataclass_batch():
-    return plain(mlp(), batch=Sample(rows(), classes(), ["a"] * 16), loss=lambda model, batch: F.cross_entropy(model(batch.x), batch.y))
+    return plain(
+        mlp(),
+        batch=Sample(rows(), classes(), ["a"] * 16),
+        loss=lambda model, batch: F.cross_entropy(model(batch.x), batch.y),
+    )
 
 
 @case
 def a_named_tuple_batch():
-    return plain(mlp(), batch=Pair(rows(), classes()), loss=lambda model, batch: F.cross_entropy(model(batch.x), batch.y))
+    return plain(
+        mlp(),
+        batch=Pair(rows(), classes()),
+        loss=lambda model, batch: F.cross_entropy(model(batch.x), batch.y),
+    )
 
 
 @case
 def a_nested_batch():
-    batch = {"inputs": [rows(), (rows(), None)], "labels": {"class": classes()}, "ids": ["a"] * 16, "scale": 2.0, "empty": [], "flag": None}
+    batch = {
+        "inputs": [rows(), (rows(), None)],
+        "labels": {"class": classes()},
+        "ids": ["a"] * 16,
+        "scale": 2.0,
+        "empty": [],
+        "flag": None,
+    }
 
     def loss(model, batch):
         x = batch["inputs"][0] + batch["inputs"][1][0] * batch["scale"]
@@ -994,16 +1110,22 @@ def a_nested_batch():
 
 def jagged(width=32):
     """A nested tensor of 16 sequences."""
-    return torch.nested.nested_tensor([torch.randn(2 + index % 5, width) for index in range(16)], layout=torch.jagged)
+    return torch.nested.nested_tensor(
+        [torch.randn(2 + index % 5, width) for index in range(16)], layout=torch.jagged
+    )
 
 
 @case
 def a_jagged_batch():
     def loss(model, batch):
-        return F.cross_entropy(torch.nested.to_padded_tensor(model(batch["x"]), 0.0).mean(1), batch["y"])
+        return F.cross_entropy(
+            torch.nested.to_padded_tensor(model(batch["x"]), 0.0).mean(1), batch["y"]
+        )
 
     return plain(
-        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 10)), batch={"x": jagged(), "y": classes()}, loss=loss
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 10)),
+        batch={"x": jagged(), "y": classes()},
+        loss=loss,
     )
 
 
@@ -1013,8 +1135,12 @@ class JaggedAttention(nn.Module):
         self.qkv, self.out, self.head = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 10)
 
     def forward(self, x):
-        query, key, value = (part.unflatten(-1, [4, 8]).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2))
+        query, key, value = (
+            part.unflatten(-1, [4, 8]).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+        )
         return self.head(torch.nested.to_padded_tensor(x, 0.0).mean(1))
 
 
@@ -1040,12 +1166,18 @@ def a_jagged_tensor_that_is_made_in_forward():
 @case
 def lists_of_samples():
     images = tuple(torch.randn(3, 8, 8) for _ in range(16))
-    targets = tuple({"boxes": torch.randn(1 + index % 4, 32), "labels": torch.randint(0, 10, (1 + index % 4,))} for index in range(16))
+    targets = tuple(
+        {"boxes": torch.randn(1 + index % 4, 32), "labels": torch.randint(0, 10, (1 + index % 4,))}
+        for index in range(16)
+    )
 
     def loss(model, batch):
         images, targets = batch
         found = [F.cross_entropy(model(target["boxes"]), target["labels"]) for target in targets]
-        return torch.stack(found).mean() + model(torch.stack(images).flatten(1)[:, :32]).square().mean()
+        return (
+            torch.stack(found).mean()
+            + model(torch.stack(images).flatten(1)[:, :32]).square().mean()
+        )
 
     return plain(mlp(), batch=(images, targets), loss=loss, batch_size=16)
 
@@ -1054,7 +1186,9 @@ def lists_of_samples():
 def packed_sequences():
     class Packed(Recurrent):
         def forward(self, x):
-            packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((16,), 5), batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, torch.full((16,), 5), batch_first=True, enforce_sorted=False
+            )
             _, (hidden, _) = self.rnn(packed)
             return self.head(hidden[-1])
 
@@ -1072,7 +1206,9 @@ class OfLengths(nn.Module):
     def forward(self, x):
         lengths = [5, 5, 4, 4, 4, 4, 4, 3, 3, 2, 2, 2, 2, 2, 1, 1]
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        output, lengths = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=6)
+        output, lengths = nn.utils.rnn.pad_packed_sequence(
+            self.rnn(packed)[0], batch_first=True, total_length=6
+        )
         return self.head(output[torch.arange(16), lengths - 1])
 
 
@@ -1083,7 +1219,10 @@ def packed_sequences_of_different_lengths():
 
 @case
 def a_packed_gru_in_both_directions():
-    return plain(OfLengths(nn.GRU, bidirectional=True, num_layers=2), batch=[torch.randn(16, 5, 32), classes()])
+    return plain(
+        OfLengths(nn.GRU, bidirectional=True, num_layers=2),
+        batch=[torch.randn(16, 5, 32), classes()],
+    )
 
 
 @case
@@ -1099,7 +1238,9 @@ def a_packed_lstm_with_projections():
 @case
 def a_sequence_of_tensors_that_is_packed():
     def loss(model, batch):
-        packed = nn.utils.rnn.pack_sequence([x[: 5 - index // 4] for index, x in enumerate(batch[0])])
+        packed = nn.utils.rnn.pack_sequence(
+            [x[: 5 - index // 4] for index, x in enumerate(batch[0])]
+        )
         return F.cross_entropy(model.head(model.rnn(packed)[1][-1]), batch[1])
 
     return plain(Recurrent(nn.RNN), batch=[torch.randn(16, 5, 32), classes()], loss=loss)
@@ -1117,7 +1258,10 @@ def padded_sequences():
 @case
 def a_split_batch():
     def loss(model, batch):
-        parts = [F.cross_entropy(model(x), y) for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True)]
+        parts = [
+            F.cross_entropy(model(x), y)
+            for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True)
+        ]
         return torch.stack(parts).mean()
 
     return plain(mlp(), loss=loss)
@@ -1136,7 +1280,9 @@ OPTIMIZERS = {
     "radam": lambda p: torch.optim.RAdam(p),
     "rmsprop_centered": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "rprop": lambda p: torch.optim.Rprop(p),
-    "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd_nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "sgd_for_loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "sgd_maximize": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -1169,7 +1315,12 @@ def parameter_groups():
         decay, rest = [], []
         for parameter in parameters:
             (decay if parameter.dim() > 1 else rest).append(parameter)
-        return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 1e-2}])
+        return torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": 0.1},
+                {"params": rest, "weight_decay": 0.0, "lr": 1e-2},
+            ]
+        )
 
     return plain(mlp(), optimizer=make)
 
@@ -1180,14 +1331,21 @@ ENDLESS = {"lr": 1e-3, "max_eval": 100, "tolerance_grad": -1.0, "tolerance_chang
 
 @case
 def lbfgs():
-    return plain(mlp(), optimizer=lambda parameters: torch.optim.LBFGS(parameters, **ENDLESS, max_iter=4, history_size=2))
+    return plain(
+        mlp(),
+        optimizer=lambda parameters: torch.optim.LBFGS(
+            parameters, **ENDLESS, max_iter=4, history_size=2
+        ),
+    )
 
 
 @case
 def lbfgs_with_line_search():
     return plain(
         mlp(),
-        optimizer=lambda parameters: torch.optim.LBFGS(parameters, **ENDLESS, max_iter=2, history_size=1, line_search_fn="strong_wolfe"),
+        optimizer=lambda parameters: torch.optim.LBFGS(
+            parameters, **ENDLESS, max_iter=2, history_size=1, line_search_fn="strong_wolfe"
+        ),
     )
 
 
@@ -1206,7 +1364,9 @@ def several_optimizers():
         model,
         loss=[
             lambda model, batch: F.cross_entropy(model["d"](model["g"](batch[0])), batch[1]),
-            lambda model, batch: F.cross_entropy(model["d"](model["g"](batch[0]).detach()), batch[1]),
+            lambda model, batch: F.cross_entropy(
+                model["d"](model["g"](batch[0]).detach()), batch[1]
+            ),
         ],
         optimizer=[generator, discriminator],
     )
@@ -1219,7 +1379,9 @@ def averaged_weights():
     class Averaging(torch.optim.SGD):
         def __init__(self, parameters):
             super().__init__(list(parameters), lr=0.1, momentum=0.9)
-            self.averages = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+            self.averages = [
+                parameter.detach().clone() for parameter in self.param_groups[0]["params"]
+            ]
 
         def step(self, closure=None):
             result = super().step(closure)
@@ -1247,7 +1409,10 @@ def half_precision_with_a_scaler():
 
 @case
 def bfloat16_autocast():
-    return plain(nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10)), precision="bf16-mixed")
+    return plain(
+        nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10)),
+        precision="bf16-mixed",
+    )
 
 
 # --- Lightning ---------------------------------------------------------------------------------------------------------------
@@ -1289,8 +1454,18 @@ class Module(LightningModule):
         accuracy = self.metric(output, batch[1])
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         self.log_dict({"accuracy": accuracy, "half": accuracy / 2}, on_epoch=True)
-        if self.trainer.is_global_zero and self.trainer.global_step % 50 == 0 and batch_idx % 10 == 0:
-            self.log("epoch", self.trainer.current_epoch + self.current_epoch + self.global_step + self.global_rank)
+        if (
+            self.trainer.is_global_zero
+            and self.trainer.global_step % 50 == 0
+            and batch_idx % 10 == 0
+        ):
+            self.log(
+                "epoch",
+                self.trainer.current_epoch
+                + self.current_epoch
+                + self.global_step
+                + self.global_rank,
+            )
         if self.logger is not None:
             self.logger.experiment.add_scalar("x", 1.0, self.global_step)
         return {"loss": loss, "accuracy": accuracy.detach()}
@@ -1298,7 +1473,10 @@ class Module(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def lightning(module, **options):
@@ -1342,8 +1520,14 @@ class Gan(LightningModule):
         self.log("loss", loss)
 
     def configure_optimizers(self):
-        first, second = torch.optim.Adam(self.generator.parameters()), torch.optim.SGD(self.discriminator.parameters(), lr=0.1)
-        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1), torch.optim.lr_scheduler.StepLR(second, 1)]
+        first, second = (
+            torch.optim.Adam(self.generator.parameters()),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.1),
+        )
+        return [first, second], [
+            torch.optim.lr_scheduler.StepLR(first, 1),
+            torch.optim.lr_scheduler.StepLR(second, 1),
+        ]
 
 
 @case
@@ -1422,8 +1606,13 @@ class _Marks:
 def moved(batch, device):
     """A copy of a batch on a device."""
     if isinstance(batch, torch.Tensor) and batch.is_nested:
-        parts, extremes = (moved(part, device) for part in (batch.values(), batch.offsets())), (batch._min_seqlen, batch._max_seqlen)
-        return torch.nested.nested_tensor_from_jagged(*parts, min_seqlen=extremes[0], max_seqlen=extremes[1])
+        parts, extremes = (
+            (moved(part, device) for part in (batch.values(), batch.offsets())),
+            (batch._min_seqlen, batch._max_seqlen),
+        )
+        return torch.nested.nested_tensor_from_jagged(
+            *parts, min_seqlen=extremes[0], max_seqlen=extremes[1]
+        )
     if isinstance(batch, torch.Tensor):
         return torch.empty_like(batch, device=device).copy_(batch)
     if isinstance(batch, dict):
@@ -1450,14 +1639,22 @@ def run(make_step, device, at_boundary, num_windows=2):
             module.device = torch.device(device)
     optimizers = step.optimizers_of(model)
     marks = _Marks(step.batch, device, at_boundary)
-    copies = Copies(model=model, optimizers=optimizers, new_batch=marks.new_batch, marks=marks, device_type=device)
+    copies = Copies(
+        model=model,
+        optimizers=optimizers,
+        new_batch=marks.new_batch,
+        marks=marks,
+        device_type=device,
+    )
     for _ in range(num_windows):
         run_window(step, copies)
     return marks.steps
 
 
 def run_on_cpu(names):
-    """Bytes alive at every boundary of real runs on this CPU, from PyTorch's own allocation events: for each name, for each step."""
+    """Bytes alive at every boundary of real runs on this CPU, from PyTorch's own allocation events:
+    for each name, for each step.
+    """
     from torch._C._profiler import _EventType
 
     def mark(label):
@@ -1505,7 +1702,9 @@ class _CurvatureIsPositive(TorchFunctionMode):
 
 
 def record(path, names):
-    """Write the bytes that were requested of a CUDA device at every boundary of the second update, of these steps alone."""
+    """Write the bytes that were requested of a CUDA device at every boundary of the second update,
+    of these steps alone.
+    """
 
     def requested():
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -1518,7 +1717,12 @@ def record(path, names):
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}")
         gc.collect()
-    Path(path).write_text(json.dumps({"torch": torch.__version__, "device": torch.cuda.get_device_name(), "steps": results}) + "\n")
+    Path(path).write_text(
+        json.dumps(
+            {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "steps": results}
+        )
+        + "\n"
+    )
 
 
 def steady(steps):

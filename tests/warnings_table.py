@@ -1,4 +1,5 @@
-"""What the trainings of `health_programs` are warned of; as a program, which get which warnings, and how many of them are wrong or missing.
+"""What the trainings of `health_programs` are warned of; as a program, which get which warnings,
+and how many of them are wrong or missing.
 
 python tests/warnings_table.py [cpu | gpu]
 """
@@ -27,14 +28,21 @@ def warnings_of(program, accelerator, **settings):
         accelerator: As for the Trainer.
         settings: As for `MemoryCallback`.
     """
-    options = {"max_epochs": NUM_EPOCHS, "accelerator": accelerator, "num_sanity_val_steps": 0, "log_every_n_steps": 10} | program.options
+    options = {
+        "max_epochs": NUM_EPOCHS,
+        "accelerator": accelerator,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 10,
+    } | program.options
     others = options.pop("callbacks", [])
     callback = MemoryCallback(**({"predict": False, "warnings": True} | settings))
     gc.collect()  # the garbage of other trainings is not to go meanwhile
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            training.trainer(folder, [callback, *others], **options).fit(program.module(), program.data())
+            training.trainer(folder, [callback, *others], **options).fit(
+                program.module(), program.data()
+            )
         except torch.OutOfMemoryError:
             # What the warning has foretold.
             assert program.ends_out_of_memory
@@ -55,11 +63,18 @@ def main(accelerator):
     for title, group in (("healthy", programs.HEALTHY), ("sick", programs.SICK)):
         for name, program in group.items():
             told = warnings_of(program, accelerator)
-            right = [text for text in told if program.names and all(word in text for word in program.names)]
+            right = [
+                text
+                for text in told
+                if program.names and all(word in text for word in program.names)
+            ]
             wrong += len(told) - len(right)
             missing += title == "sick" and not right
             print(f"{title:8}{name:36}{' | '.join(told) or 'no warning'}", file=sys.stderr)
-    print(f"{len(programs.HEALTHY)} healthy, {len(programs.SICK)} sick: {wrong} wrong warnings, {missing} missing", file=sys.stderr)
+    print(
+        f"{len(programs.HEALTHY)} healthy, {len(programs.SICK)} sick: {wrong} wrong warnings, {missing} missing",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Numbers are output channels of a 3x3 convolution, "M" is a 2x2 max pooling: configuration D of arXiv 1409.1556.
-VGG16_CONFIGURATION = [64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"]
+# Numbers are output channels of a 3x3 convolution, "M" is a 2x2 max pooling: configuration D of
+# arXiv 1409.1556.
+VGG16_CONFIGURATION = [
+    64,
+    64,
+    "M",
+    128,
+    128,
+    "M",
+    256,
+    256,
+    256,
+    "M",
+    512,
+    512,
+    512,
+    "M",
+    512,
+    512,
+    512,
+    "M",
+]
 
 
 def vgg16() -> nn.Sequential:
@@ -19,7 +39,13 @@ def vgg16() -> nn.Sequential:
         else:
             layers += [nn.Conv2d(num_channels, item, 3, padding=1), nn.ReLU(inplace=True)]
             num_channels = item
-    classifier = [nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, 1000)]
+    classifier = [
+        nn.Linear(512 * 7 * 7, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, 1000),
+    ]
     return nn.Sequential(*layers, nn.Flatten(), *classifier)
 
 

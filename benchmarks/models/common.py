@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-#: Whether the blocks of a model are computed again in the backward pass, and by which of the two ways of PyTorch.
+#: Whether the blocks of a model are computed again in the backward pass, and by which of the two
+#: ways of PyTorch.
 Checkpointing = Literal["none", "reentrant", "non_reentrant"]
 
 

@@ -24,7 +24,9 @@ def group_norm(num_channels: int) -> nn.Module:
     return nn.GroupNorm(32, num_channels)
 
 
-def vgg(depths: Sequence[int] = (2, 2, 3, 3, 3), *, num_classes: int = 1000, num_hidden: int = 4096) -> nn.Sequential:
+def vgg(
+    depths: Sequence[int] = (2, 2, 3, 3, 3), *, num_classes: int = 1000, num_hidden: int = 4096
+) -> nn.Sequential:
     """VGG16 (arXiv 1409.1556) without batch norm; dropout in the classifier."""
     layers: list[nn.Module] = []
     num_in = 3
@@ -34,8 +36,19 @@ def vgg(depths: Sequence[int] = (2, 2, 3, 3, 3), *, num_classes: int = 1000, num
             layers += [nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(inplace=True)]
             num_in = num_out
         layers.append(nn.MaxPool2d(2))
-    layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(num_in * 49, num_hidden), nn.ReLU(inplace=True), nn.Dropout()]
-    layers += [nn.Linear(num_hidden, num_hidden), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(num_hidden, num_classes)]
+    layers += [
+        nn.AdaptiveAvgPool2d(7),
+        nn.Flatten(),
+        nn.Linear(num_in * 49, num_hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+    ]
+    layers += [
+        nn.Linear(num_hidden, num_hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+        nn.Linear(num_hidden, num_classes),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -50,23 +63,35 @@ class ResNetBlock(nn.Module):
         norm: The normalisation.
     """
 
-    def __init__(self, num_in: int, num_mid: int, *, stride: int, is_bottleneck: bool, norm: Norm) -> None:
+    def __init__(
+        self, num_in: int, num_mid: int, *, stride: int, is_bottleneck: bool, norm: Norm
+    ) -> None:
         super().__init__()
         num_out = num_mid * 4 if is_bottleneck else num_mid
         if is_bottleneck:
-            convolutions = [(num_in, num_mid, 1, 1), (num_mid, num_mid, 3, stride), (num_mid, num_out, 1, 1)]
+            convolutions = [
+                (num_in, num_mid, 1, 1),
+                (num_mid, num_mid, 3, stride),
+                (num_mid, num_out, 1, 1),
+            ]
         else:
             convolutions = [(num_in, num_mid, 3, stride), (num_mid, num_mid, 3, 1)]
-        self.convolutions = nn.ModuleList(nn.Conv2d(i, o, k, s, padding=k // 2, bias=False) for i, o, k, s in convolutions)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(i, o, k, s, padding=k // 2, bias=False) for i, o, k, s in convolutions
+        )
         self.norms = nn.ModuleList(norm(o) for _, o, _, _ in convolutions)
         self.shortcut: nn.Module | None = None
         if stride > 1 or num_in != num_out:
-            self.shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm(num_out))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm(num_out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Run."""
         y = x
-        for number, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+        for number, (convolution, norm) in enumerate(
+            zip(self.convolutions, self.norms, strict=True)
+        ):
             y = F.relu(y, inplace=True) if number else y
             y = norm(convolution(y))
         y += x if self.shortcut is None else self.shortcut(x)
@@ -83,10 +108,20 @@ class ResNet(nn.Module):
         num_classes: Outputs.
     """
 
-    def __init__(self, depths: Sequence[int], *, is_bottleneck: bool, norm: Norm = batch_norm, num_classes: int = 1000) -> None:
+    def __init__(
+        self,
+        depths: Sequence[int],
+        *,
+        is_bottleneck: bool,
+        norm: Norm = batch_norm,
+        num_classes: int = 1000,
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), norm(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)
+            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+            norm(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, padding=1),
         )
         blocks: list[nn.Module] = []
         num_in = 64
@@ -94,10 +129,16 @@ class ResNet(nn.Module):
             num_mid = 64 * 2**stage
             for number in range(depth):
                 stride = 2 if stage > 0 and number == 0 else 1
-                blocks.append(ResNetBlock(num_in, num_mid, stride=stride, is_bottleneck=is_bottleneck, norm=norm))
+                blocks.append(
+                    ResNetBlock(
+                        num_in, num_mid, stride=stride, is_bottleneck=is_bottleneck, norm=norm
+                    )
+                )
                 num_in = num_mid * 4 if is_bottleneck else num_mid
         self.blocks = Stack(blocks)
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, num_classes))
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, num_classes)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Run."""
@@ -105,8 +146,12 @@ class ResNet(nn.Module):
         return y
 
 
-def _conv_norm(num_in: int, num_out: int, kernel_size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(num_in, num_out, kernel_size, stride, padding=kernel_size // 2, groups=groups, bias=False)
+def _conv_norm(
+    num_in: int, num_out: int, kernel_size: int, stride: int = 1, groups: int = 1
+) -> list[nn.Module]:
+    convolution = nn.Conv2d(
+        num_in, num_out, kernel_size, stride, padding=kernel_size // 2, groups=groups, bias=False
+    )
     return [convolution, nn.BatchNorm2d(num_out)]
 
 
@@ -130,7 +175,9 @@ class SqueezeExcite(nn.Module):
 
 
 def mobilenet(*, squeeze_excite: bool = False, num_classes: int = 1000) -> nn.Sequential:
-    """MobileNetV2 (arXiv 1801.04381): inverted residuals with depthwise convolutions; with squeeze-excite and SiLU like EfficientNet."""
+    """MobileNetV2 (arXiv 1801.04381): inverted residuals with depthwise convolutions; with
+    squeeze-excite and SiLU like EfficientNet.
+    """
 
     def activation() -> nn.Module:
         return nn.SiLU(inplace=True) if squeeze_excite else nn.ReLU6(inplace=True)
@@ -152,7 +199,13 @@ def mobilenet(*, squeeze_excite: bool = False, num_classes: int = 1000) -> nn.Se
             blocks.append(block(num_in, num_out, stride if number == 0 else 1, expansion))
             num_in = num_out
     stem = [*_conv_norm(3, 32, 3, 2), activation()]
-    head = [*_conv_norm(num_in, 1280, 1), activation(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2)]
+    head = [
+        *_conv_norm(num_in, 1280, 1),
+        activation(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+    ]
     return nn.Sequential(*stem, Stack(blocks), *head, nn.Linear(1280, num_classes))
 
 
@@ -176,22 +229,33 @@ class DenseLayer(nn.Module):
         return torch.cat([x, self.body(x)], dim=1)
 
 
-def densenet(depths: Sequence[int] = (6, 12, 24, 16), *, growth: int = 32, num_classes: int = 1000) -> nn.Sequential:
+def densenet(
+    depths: Sequence[int] = (6, 12, 24, 16), *, growth: int = 32, num_classes: int = 1000
+) -> nn.Sequential:
     """DenseNet-121 (arXiv 1608.06993)."""
-    layers: list[nn.Module] = [*_conv_norm(3, 2 * growth, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
+    layers: list[nn.Module] = [
+        *_conv_norm(3, 2 * growth, 7, 2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
     num_channels = 2 * growth
     for stage, depth in enumerate(depths):
-        layers.append(Stack(DenseLayer(num_channels + number * growth, growth) for number in range(depth)))
+        layers.append(
+            Stack(DenseLayer(num_channels + number * growth, growth) for number in range(depth))
+        )
         num_channels += depth * growth
         layers += [nn.BatchNorm2d(num_channels), nn.ReLU(inplace=True)]
         if stage < len(depths) - 1:
             layers += [nn.Conv2d(num_channels, num_channels // 2, 1, bias=False), nn.AvgPool2d(2)]
             num_channels //= 2
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, num_classes)
+    )
 
 
 class UNet(nn.Module):
-    """U-Net (arXiv 1505.04597): down, up again by transposed convolutions, with a concatenation at each level.
+    """U-Net (arXiv 1505.04597): down, up again by transposed convolutions, with a concatenation at
+    each level.
 
     Args:
         num_channels: At the first level; doubled at each further one.
@@ -199,12 +263,20 @@ class UNet(nn.Module):
         num_classes: Outputs for each pixel.
     """
 
-    def __init__(self, *, num_channels: int = 64, num_levels: int = 4, num_classes: int = 21) -> None:
+    def __init__(
+        self, *, num_channels: int = 64, num_levels: int = 4, num_classes: int = 21
+    ) -> None:
         super().__init__()
         sizes = [num_channels * 2**level for level in range(num_levels + 1)]
-        self.down = nn.ModuleList(_double_convolution(i, o) for i, o in zip([3, *sizes], sizes, strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * size, size, 2, 2) for size in reversed(sizes[:-1]))
-        self.join = nn.ModuleList(_double_convolution(2 * size, size) for size in reversed(sizes[:-1]))
+        self.down = nn.ModuleList(
+            _double_convolution(i, o) for i, o in zip([3, *sizes], sizes, strict=False)
+        )
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(2 * size, size, 2, 2) for size in reversed(sizes[:-1])
+        )
+        self.join = nn.ModuleList(
+            _double_convolution(2 * size, size) for size in reversed(sizes[:-1])
+        )
         self.head = nn.Conv2d(num_channels, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -248,12 +320,20 @@ class ConvNeXtBlock(nn.Module):
         return torch.add(x, y.permute(0, 3, 1, 2))
 
 
-def convnext(depths: Sequence[int] = (3, 3, 9, 3), *, num_channels: int = 96, num_classes: int = 1000) -> nn.Sequential:
+def convnext(
+    depths: Sequence[int] = (3, 3, 9, 3), *, num_channels: int = 96, num_classes: int = 1000
+) -> nn.Sequential:
     """ConvNeXt-T."""
-    layers: list[nn.Module] = [nn.Conv2d(3, num_channels, 4, 4), ChannelsFirstLayerNorm(num_channels)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, num_channels, 4, 4),
+        ChannelsFirstLayerNorm(num_channels),
+    ]
     for stage, depth in enumerate(depths):
         if stage:
-            layers += [ChannelsFirstLayerNorm(num_channels), nn.Conv2d(num_channels, 2 * num_channels, 2, 2)]
+            layers += [
+                ChannelsFirstLayerNorm(num_channels),
+                nn.Conv2d(num_channels, 2 * num_channels, 2, 2),
+            ]
             num_channels *= 2
         layers.append(Stack(ConvNeXtBlock(num_channels) for _ in range(depth)))
     return nn.Sequential(
@@ -268,7 +348,10 @@ def autoencoder(*, num_channels: int = 64) -> nn.Sequential:
     for num_in, num_out in pairwise(sizes):
         layers += [nn.Conv2d(num_in, num_out, 4, 2, padding=1), nn.LeakyReLU(0.2)]
     for num_in, num_out in zip(sizes[:0:-1], sizes[-2::-1], strict=True):
-        layers += [nn.ConvTranspose2d(num_in, num_out, 4, 2, padding=1), nn.Sigmoid() if num_out == 3 else nn.ReLU()]
+        layers += [
+            nn.ConvTranspose2d(num_in, num_out, 4, 2, padding=1),
+            nn.Sigmoid() if num_out == 3 else nn.ReLU(),
+        ]
     return nn.Sequential(*layers)
 
 
@@ -285,4 +368,6 @@ def video_network(*, num_channels: int = 32, num_classes: int = 400) -> nn.Seque
             nn.MaxPool3d((1, 2, 2) if stage == 0 else 2),
         ]
         num_in = num_out
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(num_in, num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(num_in, num_classes)
+    )

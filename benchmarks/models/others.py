@@ -12,9 +12,21 @@ from torch import Tensor, nn
 from models.common import Stack
 
 
-def mlp(num_in: int = 1024, width: int = 4096, depth: int = 8, num_classes: int = 100, *, dropout: float = 0.1) -> nn.Sequential:
+def mlp(
+    num_in: int = 1024,
+    width: int = 4096,
+    depth: int = 8,
+    num_classes: int = 100,
+    *,
+    dropout: float = 0.1,
+) -> nn.Sequential:
     """Linear layers with ReLU and dropout."""
-    blocks = [nn.Sequential(nn.Linear(num_in if number == 0 else width, width), nn.ReLU(), nn.Dropout(dropout)) for number in range(depth)]
+    blocks = [
+        nn.Sequential(
+            nn.Linear(num_in if number == 0 else width, width), nn.ReLU(), nn.Dropout(dropout)
+        )
+        for number in range(depth)
+    ]
     return nn.Sequential(Stack(blocks), nn.Linear(width, num_classes))
 
 
@@ -30,7 +42,13 @@ class RecurrentTagger(nn.Module):
     """
 
     def __init__(
-        self, kind: type[nn.LSTM | nn.GRU], *, width: int = 512, depth: int = 2, vocabulary: int = 20000, num_classes: int = 50
+        self,
+        kind: type[nn.LSTM | nn.GRU],
+        *,
+        width: int = 512,
+        depth: int = 2,
+        vocabulary: int = 20000,
+        num_classes: int = 50,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
@@ -53,7 +71,14 @@ class CellTagger(nn.Module):
         num_classes: Outputs for each word.
     """
 
-    def __init__(self, kind: type[nn.LSTMCell | nn.GRUCell], *, width: int = 512, vocabulary: int = 20000, num_classes: int = 50) -> None:
+    def __init__(
+        self,
+        kind: type[nn.LSTMCell | nn.GRUCell],
+        *,
+        width: int = 512,
+        vocabulary: int = 20000,
+        num_classes: int = 50,
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.cell = kind(width, width)
@@ -70,7 +95,8 @@ class CellTagger(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """A recommender (arXiv 1906.00091): bags of embeddings, their products with each other, linear layers.
+    """A recommender (arXiv 1906.00091): bags of embeddings, their products with each other, linear
+    layers.
 
     Args:
         num_rows: Rows in each table.
@@ -83,19 +109,44 @@ class Dlrm(nn.Module):
     upper: Tensor
 
     def __init__(
-        self, *, num_rows: int = 200000, num_tables: int = 16, width: int = 64, num_dense: int = 13, is_sparse: bool = False
+        self,
+        *,
+        num_rows: int = 200000,
+        num_tables: int = 16,
+        width: int = 64,
+        num_dense: int = 13,
+        is_sparse: bool = False,
     ) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(num_rows, width, mode="sum", sparse=is_sparse) for _ in range(num_tables))
-        self.bottom = nn.Sequential(nn.Linear(num_dense, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU())
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(num_rows, width, mode="sum", sparse=is_sparse)
+            for _ in range(num_tables)
+        )
+        self.bottom = nn.Sequential(
+            nn.Linear(num_dense, 512),
+            nn.ReLU(),
+            nn.Linear(512, 256),
+            nn.ReLU(),
+            nn.Linear(256, width),
+            nn.ReLU(),
+        )
         num_products = (num_tables + 1) * num_tables // 2
-        self.top = nn.Sequential(nn.Linear(num_products + width, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1))
+        self.top = nn.Sequential(
+            nn.Linear(num_products + width, 1024),
+            nn.ReLU(),
+            nn.Linear(1024, 512),
+            nn.ReLU(),
+            nn.Linear(512, 1),
+        )
         self.register_buffer("upper", torch.triu_indices(num_tables + 1, num_tables + 1, offset=1))
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
         """The logits; `categories` is (tables, batch, items)."""
         x = self.bottom(dense)
-        features = torch.stack([x, *(table(items) for table, items in zip(self.tables, categories, strict=True))], dim=1)
+        features = torch.stack(
+            [x, *(table(items) for table, items in zip(self.tables, categories, strict=True))],
+            dim=1,
+        )
         products = torch.bmm(features, features.transpose(1, 2))[:, self.upper[0], self.upper[1]]
         y: Tensor = self.top(torch.cat([x, products], dim=1))
         return y.squeeze(1)
@@ -112,13 +163,30 @@ class Gan(nn.Module):
     def __init__(self, *, num_noise: int = 128, num_channels: int = 64) -> None:
         super().__init__()
         sizes = [num_channels * 2**level for level in range(4)]
-        up: list[nn.Module] = [nn.ConvTranspose2d(num_noise, sizes[-1], 4, bias=False), nn.BatchNorm2d(sizes[-1]), nn.ReLU(True)]
+        up: list[nn.Module] = [
+            nn.ConvTranspose2d(num_noise, sizes[-1], 4, bias=False),
+            nn.BatchNorm2d(sizes[-1]),
+            nn.ReLU(True),
+        ]
         for num_in, num_out in zip(sizes[:0:-1], sizes[-2::-1], strict=True):
-            up += [nn.ConvTranspose2d(num_in, num_out, 4, 2, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(True)]
-        self.generator = nn.Sequential(*up, nn.ConvTranspose2d(num_channels, 3, 4, 2, padding=1), nn.Tanh())
-        down: list[nn.Module] = [nn.Conv2d(3, num_channels, 4, 2, padding=1), nn.LeakyReLU(0.2, True)]
+            up += [
+                nn.ConvTranspose2d(num_in, num_out, 4, 2, padding=1, bias=False),
+                nn.BatchNorm2d(num_out),
+                nn.ReLU(True),
+            ]
+        self.generator = nn.Sequential(
+            *up, nn.ConvTranspose2d(num_channels, 3, 4, 2, padding=1), nn.Tanh()
+        )
+        down: list[nn.Module] = [
+            nn.Conv2d(3, num_channels, 4, 2, padding=1),
+            nn.LeakyReLU(0.2, True),
+        ]
         for num_in, num_out in pairwise(sizes):
-            down += [nn.Conv2d(num_in, num_out, 4, 2, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.LeakyReLU(0.2, True)]
+            down += [
+                nn.Conv2d(num_in, num_out, 4, 2, padding=1, bias=False),
+                nn.BatchNorm2d(num_out),
+                nn.LeakyReLU(0.2, True),
+            ]
         self.discriminator = nn.Sequential(*down, nn.Conv2d(sizes[-1], 1, 4), nn.Flatten(0))
 
 
@@ -137,7 +205,10 @@ class Vae(nn.Module):
         for num_in, num_out in zip([3, *sizes], sizes, strict=False):
             down += [nn.Conv2d(num_in, num_out, 3, 2, padding=1), nn.SiLU()]
         self.encoder = nn.Sequential(*down, nn.Flatten(), nn.Linear(sizes[-1] * 16, 2 * num_latent))
-        up: list[nn.Module] = [nn.Linear(num_latent, sizes[-1] * 16), nn.Unflatten(1, (sizes[-1], 4, 4))]
+        up: list[nn.Module] = [
+            nn.Linear(num_latent, sizes[-1] * 16),
+            nn.Unflatten(1, (sizes[-1], 4, 4)),
+        ]
         for num_in, num_out in zip(sizes[::-1], [*sizes[-2::-1], 3], strict=True):
             up += [nn.SiLU(), nn.Upsample(scale_factor=2), nn.Conv2d(num_in, num_out, 3, padding=1)]
         self.decoder = nn.Sequential(*up)
@@ -165,7 +236,9 @@ class GraphLayer(nn.Module):
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         """Run; `edges` is (2, number of edges)."""
         source, target = edges
-        messages = self.message(torch.cat([x.index_select(0, source), x.index_select(0, target)], dim=1))
+        messages = self.message(
+            torch.cat([x.index_select(0, source), x.index_select(0, target)], dim=1)
+        )
         total = torch.zeros_like(x, dtype=messages.dtype).index_add(0, target, messages)
         return torch.add(x, self.norm(F.relu(self.update(torch.cat([x, total], dim=1)))))
 
@@ -180,7 +253,9 @@ class GraphNetwork(nn.Module):
         num_classes: Outputs.
     """
 
-    def __init__(self, *, num_in: int = 128, width: int = 128, depth: int = 4, num_classes: int = 40) -> None:
+    def __init__(
+        self, *, num_in: int = 128, width: int = 128, depth: int = 4, num_classes: int = 40
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(num_in, width)
         self.layers = Stack(GraphLayer(width) for _ in range(depth))
@@ -193,7 +268,8 @@ class GraphNetwork(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Images and texts in one space, each told from all others of the batch (CLIP, arXiv 2103.00020).
+    """Images and texts in one space, each told from all others of the batch (CLIP, arXiv
+    2103.00020).
 
     Args:
         image_tower: Images to features.
@@ -221,11 +297,20 @@ class WaveNet(nn.Module):
         num_levels: Levels that a sample can have.
     """
 
-    def __init__(self, *, num_channels: int = 64, dilations: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128), num_levels: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        num_channels: int = 64,
+        dilations: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+        num_levels: int = 256,
+    ) -> None:
         super().__init__()
         self.dilations = dilations
         self.stem = nn.Embedding(num_levels, num_channels)
-        self.gates = nn.ModuleList(nn.Conv1d(num_channels, 2 * num_channels, 2, dilation=dilation) for dilation in dilations)
+        self.gates = nn.ModuleList(
+            nn.Conv1d(num_channels, 2 * num_channels, 2, dilation=dilation)
+            for dilation in dilations
+        )
         self.mixes = nn.ModuleList(nn.Conv1d(num_channels, num_channels, 1) for _ in dilations)
         self.head = nn.Sequential(nn.ReLU(), nn.Conv1d(num_channels, num_levels, 1))
 

@@ -21,7 +21,9 @@ class Attention(nn.Module):
         is_causal: Whether a position sees only itself and those before it.
     """
 
-    def __init__(self, width: int, num_heads: int, *, dropout: float = 0.0, is_causal: bool = False) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, dropout: float = 0.0, is_causal: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads, self.dropout, self.is_causal = num_heads, dropout, is_causal
         self.qkv = nn.Linear(width, 3 * width)
@@ -30,8 +32,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend."""
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, self.is_causal)
+        q, k, v = (
+            self.qkv(x)
+            .view(batch, length, 3, self.num_heads, width // self.num_heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, self.is_causal
+        )
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -52,7 +60,9 @@ class PreNormBlock(nn.Module):
         is_causal: See `Attention`.
     """
 
-    def __init__(self, width: int, num_heads: int, *, dropout: float = 0.0, is_causal: bool = False) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, dropout: float = 0.0, is_causal: bool = False
+    ) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, dropout=dropout, is_causal=is_causal)
@@ -103,13 +113,22 @@ class Gpt(nn.Module):
     """
 
     def __init__(
-        self, *, width: int = 768, depth: int = 12, num_heads: int = 12, vocabulary: int = 50257, length: int = 1024, dropout: float = 0.0
+        self,
+        *,
+        width: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        vocabulary: int = 50257,
+        length: int = 1024,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = Stack(PreNormBlock(width, num_heads, dropout=dropout, is_causal=True) for _ in range(depth))
+        self.blocks = Stack(
+            PreNormBlock(width, num_heads, dropout=dropout, is_causal=True) for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -133,7 +152,15 @@ class Bert(nn.Module):
         dropout: Everywhere.
     """
 
-    def __init__(self, *, width: int = 768, depth: int = 12, num_heads: int = 12, vocabulary: int = 30522, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        vocabulary: int = 30522,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width, padding_idx=0)
         self.positions = nn.Embedding(512, width)
@@ -147,14 +174,19 @@ class Bert(nn.Module):
     def forward(self, tokens: Tensor, is_word: Tensor) -> Tensor:
         """The logits; `is_word` is False where a sequence is padded."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(positions) + self.segments(torch.zeros_like(tokens))
+        x = (
+            self.tokens(tokens)
+            + self.positions(positions)
+            + self.segments(torch.zeros_like(tokens))
+        )
         x = self.dropout(self.norm(x))
         y: Tensor = self.head(self.transform(self.blocks(x, is_word[:, None, None, :])))
         return y
 
 
 class EncoderClassifier(nn.Module):
-    """`nn.TransformerEncoder` as PyTorch has it, with a padding mask; the mean of the words is classified.
+    """`nn.TransformerEncoder` as PyTorch has it, with a padding mask; the mean of the words is
+    classified.
 
     Args:
         width: Features.
@@ -164,10 +196,20 @@ class EncoderClassifier(nn.Module):
         num_classes: Outputs.
     """
 
-    def __init__(self, *, width: int = 512, depth: int = 6, num_heads: int = 8, vocabulary: int = 30000, num_classes: int = 20) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 512,
+        depth: int = 6,
+        num_heads: int = 8,
+        vocabulary: int = 30000,
+        num_classes: int = 20,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, num_heads, 4 * width, dropout=0.1, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout=0.1, batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, num_classes)
 
@@ -228,7 +270,10 @@ class LlamaBlock(nn.Module):
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (layer(x).view(batch, length, -1, self.head_width).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         k, v = (part.repeat_interleave(self.repeats, dim=1) for part in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -263,11 +308,15 @@ class Llama(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = Stack(LlamaBlock(width, num_heads, num_kv_heads, hidden) for _ in range(depth))
+        self.blocks = Stack(
+            LlamaBlock(width, num_heads, num_kv_heads, hidden) for _ in range(depth)
+        )
         self.norm = RmsNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         half = torch.arange(0, width // num_heads, 2)
-        angles = torch.outer(torch.arange(length), 10000.0 ** (-half / (width // num_heads))).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(length), 10000.0 ** (-half / (width // num_heads))
+        ).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -289,7 +338,9 @@ class BiasedAttention(nn.Module):
         dropout: Of the attention's weights.
     """
 
-    def __init__(self, width: int, num_heads: int, *, scale: float = 1.0, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, scale: float = 1.0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, scale
         self.q = nn.Linear(width, width, bias=False)
@@ -330,7 +381,10 @@ class RelativeBias(nn.Module):
         """The bias of a sequence."""
         position = torch.arange(length, device=self.table.weight.device)
         distance = position[None, :] - position[:, None]
-        bucket = distance.clamp(-self.num_distances // 2, self.num_distances // 2 - 1) + self.num_distances // 2
+        bucket = (
+            distance.clamp(-self.num_distances // 2, self.num_distances // 2 - 1)
+            + self.num_distances // 2
+        )
         bias: Tensor = self.table(bucket).permute(2, 0, 1).unsqueeze(0)
         return bias.masked_fill(distance > 0, -1e4) if self.is_causal else bias
 
@@ -350,7 +404,9 @@ class T5Block(nn.Module):
         self.norm_1 = RmsNorm(width)
         self.attention = BiasedAttention(width, num_heads, dropout=dropout)
         self.norm_2 = RmsNorm(width) if is_decoder else None
-        self.cross_attention = BiasedAttention(width, num_heads, dropout=dropout) if is_decoder else None
+        self.cross_attention = (
+            BiasedAttention(width, num_heads, dropout=dropout) if is_decoder else None
+        )
         self.norm_3 = RmsNorm(width)
         self.expand = nn.Linear(width, 4 * width, bias=False)
         self.contract = nn.Linear(4 * width, width, bias=False)
@@ -377,14 +433,26 @@ class T5(nn.Module):
         dropout: Everywhere.
     """
 
-    def __init__(self, *, width: int = 512, depth: int = 6, num_heads: int = 8, vocabulary: int = 32128, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 512,
+        depth: int = 6,
+        num_heads: int = 8,
+        vocabulary: int = 32128,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.encoder_bias = RelativeBias(num_heads, is_causal=False)
-        self.encoder = Stack(T5Block(width, num_heads, dropout=dropout, is_decoder=False) for _ in range(depth))
+        self.encoder = Stack(
+            T5Block(width, num_heads, dropout=dropout, is_decoder=False) for _ in range(depth)
+        )
         self.encoder_norm = RmsNorm(width)
         self.decoder_bias = RelativeBias(num_heads, is_causal=True)
-        self.decoder = Stack(T5Block(width, num_heads, dropout=dropout, is_decoder=True) for _ in range(depth))
+        self.decoder = Stack(
+            T5Block(width, num_heads, dropout=dropout, is_decoder=True) for _ in range(depth)
+        )
         self.decoder_norm = RmsNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.dropout = nn.Dropout(dropout)
@@ -392,15 +460,20 @@ class T5(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """The logits of the target."""
         memory = self.dropout(self.tokens(source))
-        memory = self.dropout(self.encoder_norm(self.encoder(memory, self.encoder_bias(source.shape[1]))))
+        memory = self.dropout(
+            self.encoder_norm(self.encoder(memory, self.encoder_bias(source.shape[1])))
+        )
         x = self.dropout(self.tokens(target))
-        x = self.dropout(self.decoder_norm(self.decoder(x, self.decoder_bias(target.shape[1]), memory)))
+        x = self.dropout(
+            self.decoder_norm(self.decoder(x, self.decoder_bias(target.shape[1]), memory))
+        )
         y: Tensor = self.head(x)
         return y
 
 
 class Lora(nn.Module):
-    """A frozen linear layer, and beside it a product of two thin ones that is trained (arXiv 2106.09685).
+    """A frozen linear layer, and beside it a product of two thin ones that is trained (arXiv
+    2106.09685).
 
     Args:
         base: The layer.
@@ -486,9 +559,13 @@ class SwinBlock(nn.Module):
         self.bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
         rows = torch.arange(window).repeat_interleave(window)
         columns = torch.arange(window).repeat(window)
-        between_rows, between_columns = (each[:, None] - each[None, :] + window - 1 for each in (rows, columns))
+        between_rows, between_columns = (
+            each[:, None] - each[None, :] + window - 1 for each in (rows, columns)
+        )
         self.register_buffer("index", between_rows * (2 * window - 1) + between_columns)
-        mask = torch.zeros((size // window) ** 2, window * window, window * window) if shift else None
+        mask = (
+            torch.zeros((size // window) ** 2, window * window, window * window) if shift else None
+        )
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -498,12 +575,25 @@ class SwinBlock(nn.Module):
         y = self.norm_1(x)
         if self.shift:
             y = torch.roll(y, (-self.shift, -self.shift), dims=(1, 2))
-        y = y.view(batch, num_windows, self.window, num_windows, self.window, width).transpose(2, 3).reshape(-1, self.window**2, width)
-        bias = self.bias[self.index.flatten()].view(self.window**2, self.window**2, -1).permute(2, 0, 1).unsqueeze(0)
+        y = (
+            y.view(batch, num_windows, self.window, num_windows, self.window, width)
+            .transpose(2, 3)
+            .reshape(-1, self.window**2, width)
+        )
+        bias = (
+            self.bias[self.index.flatten()]
+            .view(self.window**2, self.window**2, -1)
+            .permute(2, 0, 1)
+            .unsqueeze(0)
+        )
         if self.mask is not None:
             bias = (bias + self.mask[:, None]).repeat(batch, 1, 1, 1)
         y = self.attention(y, y, bias)
-        y = y.view(batch, num_windows, num_windows, self.window, self.window, width).transpose(2, 3).reshape(batch, size, size, width)
+        y = (
+            y.view(batch, num_windows, num_windows, self.window, self.window, width)
+            .transpose(2, 3)
+            .reshape(batch, size, size, width)
+        )
         if self.shift:
             y = torch.roll(y, (self.shift, self.shift), dims=(1, 2))
         x = x + y
@@ -539,7 +629,14 @@ class Swin(nn.Module):
         num_classes: Outputs.
     """
 
-    def __init__(self, *, width: int = 96, depths: tuple[int, ...] = (2, 2, 4, 2), image_size: int = 224, num_classes: int = 1000) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 96,
+        depths: tuple[int, ...] = (2, 2, 4, 2),
+        image_size: int = 224,
+        num_classes: int = 1000,
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         stages: list[nn.Module] = []
@@ -549,7 +646,12 @@ class Swin(nn.Module):
                 stages.append(PatchMerging(width))
                 width, size = 2 * width, size // 2
             shifts = [3 if block % 2 and size > 7 else 0 for block in range(depth)]
-            stages.append(Stack(SwinBlock(width, width // 32, window=7, shift=shift, size=size) for shift in shifts))
+            stages.append(
+                Stack(
+                    SwinBlock(width, width // 32, window=7, shift=shift, size=size)
+                    for shift in shifts
+                )
+            )
         self.stages = nn.Sequential(*stages)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
@@ -589,7 +691,15 @@ class Mixer(nn.Module):
         num_classes: Outputs.
     """
 
-    def __init__(self, *, width: int = 512, depth: int = 8, image_size: int = 224, patch_size: int = 16, num_classes: int = 1000) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 512,
+        depth: int = 8,
+        image_size: int = 224,
+        patch_size: int = 16,
+        num_classes: int = 1000,
+    ) -> None:
         super().__init__()
         length = (image_size // patch_size) ** 2
         self.patches = nn.Conv2d(3, width, patch_size, patch_size)
@@ -621,7 +731,15 @@ class SpeechEncoder(nn.Module):
         num_letters: Outputs, the blank included.
     """
 
-    def __init__(self, *, num_bands: int = 80, width: int = 384, depth: int = 6, num_heads: int = 6, num_letters: int = 32) -> None:
+    def __init__(
+        self,
+        *,
+        num_bands: int = 80,
+        width: int = 384,
+        depth: int = 6,
+        num_heads: int = 6,
+        num_letters: int = 32,
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv1d(num_bands, width, 3, padding=1), nn.GELU(), nn.Conv1d(width, width, 3, stride=2, padding=1), nn.GELU()
@@ -640,7 +758,9 @@ class SpeechEncoder(nn.Module):
 
 def _sinusoids(x: Tensor) -> Tensor:
     _, length, width = x.shape
-    frequencies = torch.exp(torch.arange(0, width, 2, device=x.device) * (-math.log(10000.0) / width))
+    frequencies = torch.exp(
+        torch.arange(0, width, 2, device=x.device) * (-math.log(10000.0) / width)
+    )
     angles = torch.arange(length, device=x.device)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(x.dtype)
 

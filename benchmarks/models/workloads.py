@@ -16,8 +16,12 @@ Batch = dict[str, Any]
 Loss = Callable[[Any, Batch], Tensor]
 ParametersOf = Callable[[Any], Iterable[nn.Parameter]]
 
-RNN_IS_A_GUESS = "cuDNN's workspace and reserve for recurrent layers are guesses on a virtual device"
-BATCH_NORM_IS_A_GUESS = "cuDNN's reserve for channels_last batch norm is a guess on a virtual device"
+RNN_IS_A_GUESS = (
+    "cuDNN's workspace and reserve for recurrent layers are guesses on a virtual device"
+)
+BATCH_NORM_IS_A_GUESS = (
+    "cuDNN's reserve for channels_last batch norm is a guess on a virtual device"
+)
 SPARSE_READS_VALUES = "how large a sparse gradient becomes depends on how many of its rows are equal, which a virtual device does not know"
 
 
@@ -51,25 +55,39 @@ class Workload:
 
 def images(batch_size: int, size: int = 224, *, num_classes: int = 1000) -> Callable[[], Batch]:
     """Images with classes."""
-    return lambda: {"image": torch.randn(batch_size, 3, size, size), "label": torch.randint(num_classes, (batch_size,))}
+    return lambda: {
+        "image": torch.randn(batch_size, 3, size, size),
+        "label": torch.randint(num_classes, (batch_size,)),
+    }
 
 
 def segmented_images(batch_size: int, size: int, *, num_classes: int = 21) -> Callable[[], Batch]:
     """Images with a class for each pixel."""
-    return lambda: {"image": torch.randn(batch_size, 3, size, size), "label": torch.randint(num_classes, (batch_size, size, size))}
+    return lambda: {
+        "image": torch.randn(batch_size, 3, size, size),
+        "label": torch.randint(num_classes, (batch_size, size, size)),
+    }
 
 
 def videos(batch_size: int, num_frames: int, size: int) -> Callable[[], Batch]:
     """Videos with classes."""
-    return lambda: {"image": torch.randn(batch_size, 3, num_frames, size, size), "label": torch.randint(400, (batch_size,))}
+    return lambda: {
+        "image": torch.randn(batch_size, 3, num_frames, size, size),
+        "label": torch.randint(400, (batch_size,)),
+    }
 
 
 def features(batch_size: int, width: int, *, num_classes: int = 100) -> Callable[[], Batch]:
     """Vectors with classes."""
-    return lambda: {"image": torch.randn(batch_size, width), "label": torch.randint(num_classes, (batch_size,))}
+    return lambda: {
+        "image": torch.randn(batch_size, width),
+        "label": torch.randint(num_classes, (batch_size,)),
+    }
 
 
-def texts(batch_size: int, length: int, *, vocabulary: int, num_classes: int | None = None) -> Callable[[], Batch]:
+def texts(
+    batch_size: int, length: int, *, vocabulary: int, num_classes: int | None = None
+) -> Callable[[], Batch]:
     """Texts; a label for each text, or for each word if there are no classes."""
 
     def make() -> Batch:
@@ -88,12 +106,17 @@ def token_sequences(batch_size: int, length: int, *, vocabulary: int) -> Callabl
 
 def tagged_words(batch_size: int, length: int) -> Callable[[], Batch]:
     """Words with a tag for each."""
-    return lambda: {"tokens": torch.randint(20000, (batch_size, length)), "label": torch.randint(50, (batch_size, length))}
+    return lambda: {
+        "tokens": torch.randint(20000, (batch_size, length)),
+        "label": torch.randint(50, (batch_size, length)),
+    }
 
 
 def translations(batch_size: int, length: int) -> Callable[[], Batch]:
     """Pairs of texts."""
-    return lambda: {name: torch.randint(32128, (batch_size, length)) for name in ("source", "target", "label")}
+    return lambda: {
+        name: torch.randint(32128, (batch_size, length)) for name in ("source", "target", "label")
+    }
 
 
 def clicks(batch_size: int, *, num_rows: int = 200000, num_tables: int = 16) -> Callable[[], Batch]:
@@ -107,7 +130,10 @@ def clicks(batch_size: int, *, num_rows: int = 200000, num_tables: int = 16) -> 
 
 def noise_and_images(batch_size: int) -> Callable[[], Batch]:
     """What a GAN needs."""
-    return lambda: {"image": torch.randn(batch_size, 3, 64, 64), "noise": torch.randn(batch_size, 128, 1, 1)}
+    return lambda: {
+        "image": torch.randn(batch_size, 3, 64, 64),
+        "noise": torch.randn(batch_size, 128, 1, 1),
+    }
 
 
 def recordings(batch_size: int, length: int) -> Callable[[], Batch]:
@@ -136,7 +162,10 @@ def graph(num_nodes: int, num_edges: int) -> Callable[[], Batch]:
 
 def captioned_images(batch_size: int) -> Callable[[], Batch]:
     """Images with texts."""
-    return lambda: {"image": torch.randn(batch_size, 3, 224, 224), "tokens": torch.randint(10000, (batch_size, 77))}
+    return lambda: {
+        "image": torch.randn(batch_size, 3, 224, 224),
+        "tokens": torch.randint(10000, (batch_size, 77)),
+    }
 
 
 # Losses.
@@ -176,21 +205,25 @@ def tag(model: Any, batch: Batch) -> Tensor:
 
 def translate(model: Any, batch: Batch) -> Tensor:
     """The other text."""
-    return F.cross_entropy(model(batch["source"], batch["target"]).flatten(0, 1), batch["label"].flatten())
+    return F.cross_entropy(
+        model(batch["source"], batch["target"]).flatten(0, 1), batch["label"].flatten()
+    )
 
 
 def click(model: Any, batch: Batch) -> Tensor:
     """Clicked or not."""
-    return F.binary_cross_entropy_with_logits(model(batch["dense"], batch["categories"]), batch["label"])
+    return F.binary_cross_entropy_with_logits(
+        model(batch["dense"], batch["categories"]), batch["label"]
+    )
 
 
 def discriminate(model: Any, batch: Batch) -> Tensor:
     """A GAN's discriminator: images are real, generated ones are not."""
     real = model.discriminator(batch["image"])
     fake = model.discriminator(model.generator(batch["noise"]).detach())
-    return F.binary_cross_entropy_with_logits(real, torch.ones_like(real)) + F.binary_cross_entropy_with_logits(
-        fake, torch.zeros_like(fake)
-    )
+    return F.binary_cross_entropy_with_logits(
+        real, torch.ones_like(real)
+    ) + F.binary_cross_entropy_with_logits(fake, torch.zeros_like(fake))
 
 
 def generate(model: Any, batch: Batch) -> Tensor:
@@ -214,7 +247,13 @@ def reconstruct_variational(model: Any, batch: Batch) -> Tensor:
 
 def transcribe(model: Any, batch: Batch) -> Tensor:
     """The letters of a recording."""
-    return F.ctc_loss(model(batch["spectrogram"]), batch["letters"], batch["num_frames"], batch["num_letters"], zero_infinity=True)
+    return F.ctc_loss(
+        model(batch["spectrogram"]),
+        batch["letters"],
+        batch["num_frames"],
+        batch["num_letters"],
+        zero_infinity=True,
+    )
 
 
 def next_sample(model: Any, batch: Batch) -> Tensor:
@@ -247,7 +286,10 @@ def _two_towers() -> nn.Module:
 
 
 def _resnet(
-    depths: tuple[int, ...], *, is_bottleneck: bool, norm: convolutional.Norm = convolutional.batch_norm
+    depths: tuple[int, ...],
+    *,
+    is_bottleneck: bool,
+    norm: convolutional.Norm = convolutional.batch_norm,
 ) -> Callable[[], nn.Module]:
     return lambda: convolutional.ResNet(depths, is_bottleneck=is_bottleneck, norm=norm)
 

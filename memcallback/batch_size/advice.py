@@ -10,12 +10,13 @@ from itertools import chain
 from typing import Any
 
 from memcallback.batch_size.peaks import PeakLine, TracedPeak
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
 
 DEFAULT_HEADROOM = 0.05
-#: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication Background User's Guide).
+#: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication
+#: Background User's Guide).
 DEFAULT_MULTIPLE = 8
 _WIDTH = 100
 _INDENT = "  "
@@ -29,13 +30,11 @@ class BatchSizeBounds:
     Attributes:
         multiple_of: It is to be a multiple of this, if at least so many samples fit; at least 1.
         max_batch_size: It is at most this, at least 1; None for no such bound.
-        dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if unknown.
+        dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if
+            unknown.
         world_size: How many ranks train with a batch of their own, at least 1.
-        num_microbatches: How many batches of that size a pipeline has in each of its steps, at least 1.
-
-    Raises:
-        TypeError: If one of them is no whole number.
-        ValueError: If one of them is out of range, or a batch has no sample.
+        num_microbatches: How many batches of that size a pipeline has in each of its steps, at
+            least 1.
     """
 
     multiple_of: int = DEFAULT_MULTIPLE
@@ -52,7 +51,9 @@ class BatchSizeBounds:
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, "Leave it out if there is no such bound.")
         if self.dataset_size is not None and self.dataset_size < self.num_batches:
-            microbatches = f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+            microbatches = (
+                f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+            )
             raise ValueError(
                 f"dataset_size must be at least {self.num_batches}, got {self.dataset_size} samples for {self.world_size} ranks{microbatches}: each "
                 "needs one."
@@ -65,19 +66,20 @@ class BatchSizeBounds:
 
     @property
     def most(self) -> int | None:
-        """The most samples that are wanted, or are there for a rank; None if there is no such bound."""
+        """The most samples that are wanted, or are there for a rank; None if there is no such
+        bound.
+        """
         of_rank = None if self.dataset_size is None else self.dataset_size // self.num_batches
-        return min((bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None)
+        return min(
+            (bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None
+        )
 
     def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-        """The largest batch size within the bounds.
-
-        Args:
-            num_samples: How many samples fit, at least 0.
-            fits: Whether fewer fit, which is not sure: fewer samples can need more reserved memory.
-        """
+        """The largest batch size within the bounds."""
         most = num_samples if self.most is None else min(num_samples, self.most)
-        sizes = chain(range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1))
+        sizes = chain(
+            range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1)
+        )
         return next((size for size in sizes if size == num_samples or fits(size)), 0)
 
 
@@ -120,7 +122,7 @@ class RankBatchSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSizeAdvice(Shown):
+class BatchSizeAdvice(Printable):
     """The largest batch size that stays within a device.
 
     Attributes:
@@ -128,14 +130,17 @@ class BatchSizeAdvice(Shown):
         bounds: What bounds the batch size besides.
         line: What is expected at each batch size.
         capacity_bytes: The device's memory.
-        outside_bytes: Of it, used by others than this process's allocator; None if unknown, and then counted as 0.
+        outside_bytes: Of it, used by others than this process's allocator; None if unknown, and
+            then counted as 0.
         headroom: The fraction of the capacity that is kept free.
-        is_measured: Whether the line is that of a measured step of this training on this device; else it is predicted.
+        is_measured: Whether the line is that of a measured step of this training on this device;
+            else it is predicted.
         basis: How it knows, as a part of a sentence.
         leaves_out: What it does not know, as parts of a sentence.
-        by_sequence_length: The batch size for sequences of each of these lengths, where they were asked for; the advice itself is for the
-            longest.
-        by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices are unlike: the advice itself is the smallest.
+        by_sequence_length: The batch size for sequences of each of these lengths, where they were
+            asked for; the advice itself is for the longest.
+        by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices are
+            unlike: the advice itself is the smallest.
     """
 
     largest: int
@@ -181,7 +186,9 @@ class BatchSizeAdvice(Shown):
 
     @cached_property
     def limit_without_retry(self) -> int | None:
-        """The most samples that fit without headroom and without a retry of the allocator; None if there is no end."""
+        """The most samples that fit without headroom and without a retry of the allocator; None if
+        there is no end.
+        """
         return self.line.largest_within(self.capacity_bytes - (self.outside_bytes or 0))
 
     @cached_property
@@ -191,24 +198,32 @@ class BatchSizeAdvice(Shown):
             return None
         device = self.line.prediction.device
         free_bytes = self.capacity_bytes - self.line.shift_bytes - (self.outside_bytes or 0)
-        return self.line.prediction.on(replace(device, capacity_bytes=free_bytes + device.outside_bytes)).limit
+        return self.line.prediction.on(
+            replace(device, capacity_bytes=free_bytes + device.outside_bytes)
+        ).limit
 
     @cached_property
     def curve(self) -> tuple[tuple[int, int], ...]:
-        """The peak in bytes that is expected at each power of two up to twice the suggestion, and at the current and the suggested size."""
+        """The peak in bytes that is expected at each power of two up to twice the suggestion, and
+        at the current and the suggested size.
+        """
         end = 2 * max(self.batch_size, self.current_batch_size)
-        sizes = {1 << power for power in range(end.bit_length())} | {self.current_batch_size, max(1, self.batch_size)}
+        sizes = {1 << power for power in range(end.bit_length())} | {
+            self.current_batch_size,
+            max(1, self.batch_size),
+        }
         return tuple((size, self.line.at(size)) for size in sorted(sizes))
 
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
-        """How to have exactly so many samples between two updates, with the largest batches that fit.
+        """How to have exactly so many samples between two updates, with the largest batches that
+        fit.
 
         Args:
             effective_batch_size: Samples between two updates, of all ranks.
 
         Raises:
-            ValueError: If it cannot be divided among the ranks, not one sample fits, or it is for a pipeline, whose microbatches are what is
-                accumulated.
+            ValueError: If it cannot be divided among the ranks, not one sample fits, or it is for a
+                pipeline, whose microbatches are what is accumulated.
         """
         if self.bounds.num_microbatches > 1:
             raise ValueError(
@@ -216,22 +231,34 @@ class BatchSizeAdvice(Shown):
                 f"microbatches there are, here {self.bounds.num_microbatches}. Ask anew with Ranks(..., n_microbatches=...)."
             )
         world_size = self.bounds.world_size
-        whole_number("effective_batch_size", effective_batch_size, "It is how many samples come between two updates.")
+        whole_number(
+            "effective_batch_size",
+            effective_batch_size,
+            "It is how many samples come between two updates.",
+        )
         if effective_batch_size % world_size:
             raise ValueError(
                 f"effective_batch_size must be a multiple of the {world_size} ranks, got {effective_batch_size}. The nearest is "
                 f"{max(1, round(effective_batch_size / world_size)) * world_size}."
             )
         if self.batch_size < 1:
-            raise ValueError(f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}")
+            raise ValueError(
+                f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}"
+            )
         of_rank = effective_batch_size // world_size
-        smaller = (size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0)
-        batch_size = next((size for size in smaller if size == self.batch_size or self.fits(size)), None)
+        smaller = (
+            size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0
+        )
+        batch_size = next(
+            (size for size in smaller if size == self.batch_size or self.fits(size)), None
+        )
         if batch_size is None:
             raise ValueError(
                 f"effective_batch_size {effective_batch_size} cannot be had by accumulation: no batch size that divides it fits."
             )
-        return AccumulationPlan(batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size)
+        return AccumulationPlan(
+            batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size
+        )
 
     def sentence(self) -> str:
         """The suggestion in one sentence."""
@@ -254,7 +281,10 @@ class BatchSizeAdvice(Shown):
         found = []
         if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
             found.append(f"at most {bounds.max_batch_size} are wanted")
-        if bounds.dataset_size is not None and bounds.dataset_size // bounds.num_batches < self.largest:
+        if (
+            bounds.dataset_size is not None
+            and bounds.dataset_size // bounds.num_batches < self.largest
+        ):
             found.append(f"the dataset has {bounds.dataset_size:,} samples")
         if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
             found.append(f"a multiple of {bounds.multiple_of}")
@@ -262,14 +292,31 @@ class BatchSizeAdvice(Shown):
 
     def to_table(self) -> Table:
         """The curve, with what each size is."""
-        marks = {self.limit: "limit", self.limit_without_retry: "limit without a retry", self.current_batch_size: "current"}
-        marks[self.batch_size] = "suggested, current" if self.batch_size == self.current_batch_size else "suggested"
-        rows = {**dict(self.curve), **{size: self.line.at(size) for size in (self.limit_without_retry,) if size}}
-        kind = "allocated" if isinstance(self.line, TracedPeak) and self.line.prediction.peak_reserved_bytes is None else "reserved"
+        marks = {
+            self.limit: "limit",
+            self.limit_without_retry: "limit without a retry",
+            self.current_batch_size: "current",
+        }
+        marks[self.batch_size] = (
+            "suggested, current" if self.batch_size == self.current_batch_size else "suggested"
+        )
+        rows = {
+            **dict(self.curve),
+            **{size: self.line.at(size) for size in (self.limit_without_retry,) if size},
+        }
+        kind = (
+            "allocated"
+            if isinstance(self.line, TracedPeak)
+            and self.line.prediction.peak_reserved_bytes is None
+            else "reserved"
+        )
         return Table(
             title=f"Peak over the batch size, within {format_bytes(self.capacity_bytes)} of which {format_bytes(max(0, self.budget_bytes))} may be taken",
             columns=("batch size", f"{kind} peak", ""),
-            rows=tuple((f"{size:,}", format_bytes(peak), marks.get(size, "")) for size, peak in sorted(rows.items())),
+            rows=tuple(
+                (f"{size:,}", format_bytes(peak), marks.get(size, ""))
+                for size, peak in sorted(rows.items())
+            ),
             left_columns=frozenset({""}),
         )
 
@@ -278,18 +325,34 @@ class BatchSizeAdvice(Shown):
         lines = [self.sentence()]
         if self.limit_without_retry is not None:
             at_all = "" if self.limit is None else f", {self.limit:,} at all"
-            lines.append(f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}.")
+            lines.append(
+                f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}."
+            )
         if self.bounds.world_size > 1:
-            lines.append(f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all.")
+            lines.append(
+                f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all."
+            )
         elif self.bounds.num_microbatches > 1:
-            lines.append(f"{self.bounds.num_microbatches} microbatches of that size: {self.global_batch_size:,} samples in all.")
-        lines += [f"Sequences of {length}: {batch_size:,}" for length, batch_size in self.by_sequence_length.items()]
-        lines += [f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank]
+            lines.append(
+                f"{self.bounds.num_microbatches} microbatches of that size: {self.global_batch_size:,} samples in all."
+            )
+        lines += [
+            f"Sequences of {length}: {batch_size:,}"
+            for length, batch_size in self.by_sequence_length.items()
+        ]
+        lines += [
+            f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank
+        ]
         lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
-        return "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines) + self.to_table().to_text()
+        return (
+            "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines)
+            + self.to_table().to_text()
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        """Data that json writes; every size is named `_bytes`, every number of samples
+        `batch_size`.
+        """
         return {
             "batch_size": self.batch_size,
             "global_batch_size": self.global_batch_size,
@@ -309,9 +372,17 @@ class BatchSizeAdvice(Shown):
             "leaves_out": list(self.leaves_out),
             "curve": [{"batch_size": size, "peak_bytes": peak} for size, peak in self.curve],
             "by_sequence_length": [
-                {"sequence_length": length, "batch_size": batch_size} for length, batch_size in self.by_sequence_length.items()
+                {"sequence_length": length, "batch_size": batch_size}
+                for length, batch_size in self.by_sequence_length.items()
             ],
-            "by_rank": [{"ranks": list(one.ranks), "device_name": one.device_name, "batch_size": one.batch_size} for one in self.by_rank],
+            "by_rank": [
+                {
+                    "ranks": list(one.ranks),
+                    "device_name": one.device_name,
+                    "batch_size": one.batch_size,
+                }
+                for one in self.by_rank
+            ],
         }
 
 

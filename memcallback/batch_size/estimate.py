@@ -6,7 +6,12 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from memcallback.batch_size.advice import DEFAULT_BOUNDS, DEFAULT_HEADROOM, BatchSizeAdvice, BatchSizeBounds
+from memcallback.batch_size.advice import (
+    DEFAULT_BOUNDS,
+    DEFAULT_HEADROOM,
+    BatchSizeAdvice,
+    BatchSizeBounds,
+)
 from memcallback.batch_size.peaks import PeakLine, TracedPeak, counted_peak
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
@@ -30,39 +35,33 @@ def suggest(
 ) -> BatchSizeAdvice | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
-    A step's peak is, over the batch size, the largest of straight lines, one for each moment of the step, and so convex. With a
-    measured steady step this bounds it from above on both sides. A larger batch is taken to grow all of the peak but what is held
-    throughout the step (counted: gradients are not, where they are cleared before the activations). A smaller one is taken to
-    save in proportion what the peak has above that of a step of no samples, which is at least the measured optimizer step and, by
-    the prediction, all that is held and what else does not depend on the batch (autocast's copies of the weights); and not more
-    than what autograd keeps of each sample. Without a prediction that is not sure, and said to be so. A device without a caching
-    allocator has no reserved memory, and its allocated peak counts instead. Without a measured step, or without a count of what is
-    held, the law of the prediction decides, which knows allocated memory only.
+    A step's peak is, over the batch size, the largest of straight lines, one for each moment of the
+    step, and so convex. With a measured steady step this bounds it from above on both sides. A
+    larger batch is taken to grow all of the peak but what is held throughout the step (counted:
+    gradients are not, where they are cleared before the activations). A smaller one is taken to
+    save in proportion what the peak has above that of a step of no samples, which is at least the
+    measured optimizer step and, by the prediction, all that is held and what else does not depend
+    on the batch (autocast's copies of the weights); and not more than what autograd keeps of each
+    sample. Without a prediction that is not sure, and said to be so. A device without a caching
+    allocator has no reserved memory, and its allocated peak counts instead. Without a measured
+    step, or without a count of what is held, the law of the prediction decides, which knows
+    allocated memory only.
 
-    A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a measured step reserved more than was
-    replayed for it is added everywhere, beyond the band of a prediction in proportion to the batch size.
-
-    Args:
-        measured: A steady step, or None.
-        predicted: The prediction, or None.
-        always_held_bytes: What the model holds throughout, for a measured step on which it was not counted.
-        capacity_bytes: The device's memory; None if unknown.
-        outside_bytes: What is used of it outside this process's allocator.
-        headroom: The fraction of the capacity to keep free, at least 0 and below 1.
-        bounds: What bounds the batch size besides.
-
-    Returns:
-        The advice; None where neither a step nor a prediction, no batch size or no capacity is known.
-
-    Raises:
-        ValueError: If `headroom` is out of range.
+    A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a
+    measured step reserved more than was replayed for it is added everywhere, beyond the band of a
+    prediction in proportion to the batch size.
     """
     check_headroom(headroom)
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
         traced = from_trace(
-            predicted, measured, capacity_bytes=capacity_bytes, outside_bytes=outside_bytes, headroom=headroom, bounds=bounds
+            predicted,
+            measured,
+            capacity_bytes=capacity_bytes,
+            outside_bytes=outside_bytes,
+            headroom=headroom,
+            bounds=bounds,
         )
         if traced is not None and predicted.trace.is_far(traced.batch_size):
             untried = f"whether the step does the same in so large a batch: the largest that was traced is {predicted.trace.largest_traced}"
@@ -79,9 +78,13 @@ def suggest(
     largest = line.largest_within(int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0))
     leaves_out = _always_left_out(outside_bytes)
     if not is_measured:
-        leaves_out.append("the allocator's reserved but unallocated memory, kernel workspaces and rounding")
+        leaves_out.append(
+            "the allocator's reserved but unallocated memory, kernel workspaces and rounding"
+        )
     elif largest < line.batch_size and law is None:
-        leaves_out.append("how much a smaller batch saves, which only a prediction tells: try it before relying on it")
+        leaves_out.append(
+            "how much a smaller batch saves, which only a prediction tells: try it before relying on it"
+        )
     return BatchSizeAdvice(
         largest=largest,
         bounds=bounds,
@@ -96,19 +99,16 @@ def suggest(
 
 
 def check_headroom(headroom: object) -> None:
-    """See that a headroom is a fraction of a capacity.
-
-    Raises:
-        ValueError: If it is below 0, or not below 1.
-        TypeError: If it is no number.
-    """
+    """See that a headroom is a fraction of a capacity."""
     share("headroom", headroom, "0.05 keeps 5 % of the device free.")
 
 
 def _always_left_out(outside_bytes: int | None) -> list[str]:
     leaves_out = ["what validation, logging and longer samples need beyond a training step"]
     if outside_bytes is None:
-        leaves_out.append("memory outside this process's allocator (CUDA context, other processes), which is not known here")
+        leaves_out.append(
+            "memory outside this process's allocator (CUDA context, other processes), which is not known here"
+        )
     return leaves_out
 
 
@@ -122,19 +122,8 @@ def from_trace(
     bounds: BatchSizeBounds = DEFAULT_BOUNDS,
     bucket_bytes: int = 0,
 ) -> BatchSizeAdvice | None:
-    """As `suggest`, from the replayed peaks alone, whether or not the step was traced near the suggestion.
-
-    Args:
-        predicted: The prediction.
-        measured: As for `suggest`.
-        capacity_bytes: As for `suggest`.
-        outside_bytes: As for `suggest`.
-        headroom: As for `suggest`.
-        bounds: As for `suggest`.
-        bucket_bytes: What several ranks keep to sum their gradients in, which one traced rank has not.
-
-    Returns:
-        The advice; None if the trace cannot tell of other batch sizes, or there is no end, in `bounds` neither.
+    """As `suggest`, from the replayed peaks alone, whether or not the step was traced near the
+    suggestion.
     """
     if not predicted.trace.is_any_batch_size_known:
         return None
@@ -147,12 +136,20 @@ def from_trace(
         basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
     if measured and measured.batch_size and measured_bytes is not None:
         here = predicted.at(measured.batch_size)
-        shift_bytes = max(bucket_bytes, measured_bytes - TracedPeak(prediction=predicted).at(measured.batch_size))
-        band_bytes = allocated_band(measured_bytes) if measured.peak_reserved_bytes is None else RESERVED_SHARE * measured_bytes
+        shift_bytes = max(
+            bucket_bytes, measured_bytes - TracedPeak(prediction=predicted).at(measured.batch_size)
+        )
+        band_bytes = (
+            allocated_band(measured_bytes)
+            if measured.peak_reserved_bytes is None
+            else RESERVED_SHARE * measured_bytes
+        )
         is_beyond = shift_bytes > bucket_bytes + band_bytes
         line = TracedPeak(prediction=here, shift_bytes=shift_bytes, is_shift_per_sample=is_beyond)
         basis += (
-            f", raised by the {format_bytes(shift_bytes)} that were measured more" if is_beyond else ", which the measured step bears out"
+            f", raised by the {format_bytes(shift_bytes)} that were measured more"
+            if is_beyond
+            else ", which the measured step bears out"
         )
     outside = predicted.device.outside_bytes if outside_bytes is None else outside_bytes
     budget_bytes = int(capacity_bytes * (1 - headroom)) - outside
@@ -163,7 +160,9 @@ def from_trace(
         return None
     leaves_out = _always_left_out(outside)
     if outside_bytes is None and outside:
-        leaves_out.append(f"other processes on the device; its context is taken to be {format_bytes(outside)}")
+        leaves_out.append(
+            f"other processes on the device; its context is taken to be {format_bytes(outside)}"
+        )
     if measured is None and here.peak_reserved_bytes is None:
         leaves_out.append("what operators take for themselves while they run")
     return BatchSizeAdvice(
@@ -179,14 +178,18 @@ def from_trace(
     )
 
 
-def _basis(measured: StepMemory | None, predicted: TextbookPrediction | None, *, is_measured: bool) -> str:
+def _basis(
+    measured: StepMemory | None, predicted: TextbookPrediction | None, *, is_measured: bool
+) -> str:
     if is_measured and measured is not None:
         return f"from the {'allocated' if measured.peak_reserved_bytes is None else 'reserved'} memory measured on this device"
     assert predicted is not None
     return f"predicted by the {predicted.source}"
 
 
-def _measured_line(step: StepMemory, always_held_bytes: int | None, predicted: TextbookPrediction | None) -> PeakLine | None:
+def _measured_line(
+    step: StepMemory, always_held_bytes: int | None, predicted: TextbookPrediction | None
+) -> PeakLine | None:
     held = step.always_held_bytes if step.always_held_bytes is not None else always_held_bytes
     allocated, peak = step.peak_allocated_bytes, counted_peak(step)
     if not step.batch_size or peak is None or allocated is None or held is None:
@@ -217,5 +220,6 @@ def _predicted_line(prediction: TextbookPrediction) -> PeakLine:
         peak_bytes=phases[Phase.BACKWARD].peak_allocated_bytes or 0,
         growth_bytes=prediction.per_sample_bytes,
         decline_bytes=prediction.per_sample_bytes,
-        floor_bytes=(phases[Phase.OPTIMIZER_STEP].peak_allocated_bytes or 0) - prediction.input.at(prediction.batch_size),
+        floor_bytes=(phases[Phase.OPTIMIZER_STEP].peak_allocated_bytes or 0)
+        - prediction.input.at(prediction.batch_size),
     )

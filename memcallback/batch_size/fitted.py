@@ -7,7 +7,7 @@ from typing import Any
 
 from memcallback.batch_size.advice import BatchSizeBounds
 from memcallback.batch_size.peaks import TracedPeak
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
 from memcallback.prediction.protocol import StepPrediction
@@ -24,10 +24,11 @@ class Trial:
 
     Attributes:
         batch_size: Samples in a batch.
-        peak_bytes: The most that was needed at once, of reserved memory, on a CPU of allocated; before an error the most until then; None
-            if it could not be read.
+        peak_bytes: The most that was needed at once, of reserved memory, on a CPU of allocated;
+            before an error the most until then; None if it could not be read.
         predicted_bytes: The peak that was expected before the trial; None if none was.
-        budget_bytes: What may be measured: the capacity less what is outside the allocator and half of the headroom.
+        budget_bytes: What may be measured: the capacity less what is outside the allocator and half
+            of the headroom.
         is_out_of_memory: Whether memory ran out.
         num_alloc_retries: How often the allocator had to give back its cache and try again.
     """
@@ -43,7 +44,9 @@ class Trial:
     def fits(self) -> bool:
         """Whether it ran, without a retry, within the budget as far as that is known."""
         return (
-            not self.is_out_of_memory and not self.num_alloc_retries and (self.peak_bytes is None or self.peak_bytes <= self.budget_bytes)
+            not self.is_out_of_memory
+            and not self.num_alloc_retries
+            and (self.peak_bytes is None or self.peak_bytes <= self.budget_bytes)
         )
 
     @property
@@ -55,15 +58,20 @@ class Trial:
             return "the allocator had to give back its cache and try again"
         if self.peak_bytes is None:
             return "ran; its peak could not be read"
-        return "fits" if self.fits else f"more than the {format_bytes(self.budget_bytes)} that may be used"
+        return (
+            "fits"
+            if self.fits
+            else f"more than the {format_bytes(self.budget_bytes)} that may be used"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LikelyPeak:
     """The replayed peak over batch sizes, with what trials have shown beside it.
 
-    `advise` is on the safe side of a measurement. What comes of this is run, so it takes the likelier figure: what a trial took more or less than was
-    replayed (validation, kernels' own memory, where segments come to lie) is taken to be in proportion to the batch size.
+    `advise` is on the safe side of a measurement. What comes of this is run, so it takes the
+    likelier figure: what a trial took more or less than was replayed (validation, kernels' own
+    memory, where segments come to lie) is taken to be in proportion to the batch size.
 
     Attributes:
         line: The replayed peaks.
@@ -79,7 +87,11 @@ class LikelyPeak:
 
     def at(self, batch_size: int) -> int:
         """The peak expected at a batch size."""
-        return self.line.at(batch_size) + self.fixed_bytes + self.extra_bytes * batch_size // self.batch_size
+        return (
+            self.line.at(batch_size)
+            + self.fixed_bytes
+            + self.extra_bytes * batch_size // self.batch_size
+        )
 
     def after(self, trial: Trial) -> LikelyPeak:
         """The same with what a trial has shown, whose peak is known."""
@@ -88,19 +100,21 @@ class LikelyPeak:
         return replace(self, extra_bytes=extra_bytes, batch_size=trial.batch_size)
 
     def largest_within(self, budget_bytes: int) -> int | None:
-        """The largest batch size whose peak stays within a budget, without a retry; None if there is no end."""
-        return self.line.prediction.largest_batch_size(lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes)
+        """The largest batch size whose peak stays within a budget, without a retry; None if there
+        is no end.
+        """
+        return self.line.prediction.largest_batch_size(
+            lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes
+        )
 
 
 class BatchSizeSearch:
-    """Finds the largest size that fits, from the sizes that were tried and what was expected after each.
+    """Finds the largest size that fits, from the sizes that were tried and what was expected after
+    each.
 
-    A size that ran with memory to spare is the answer unless more is expected to fit. After one that does not fit comes the largest that is
-    now expected to, and where nothing is expected the middle between what fits and what does not.
-
-    Args:
-        first: The size to try first, at least 1.
-        bounds: What bounds it besides memory.
+    A size that ran with memory to spare is the answer unless more is expected to fit. After one
+    that does not fit comes the largest that is now expected to, and where nothing is expected the
+    middle between what fits and what does not.
     """
 
     def __init__(self, first: int, bounds: BatchSizeBounds) -> None:
@@ -110,17 +124,13 @@ class BatchSizeSearch:
         self.next: int | None = bounds.within(first)
 
     def record(self, batch_size: int, *, fits: bool, expected: int | None) -> None:
-        """Take note of a trial.
-
-        Args:
-            batch_size: The size that was tried.
-            fits: Whether it fits.
-            expected: The largest size that is expected to fit after it; None if nothing is known.
-        """
+        """Take note of a trial."""
         if fits:
             self.best = max(self.best, batch_size)
         else:
-            self._smallest_bad = batch_size if self._smallest_bad is None else min(self._smallest_bad, batch_size)
+            self._smallest_bad = (
+                batch_size if self._smallest_bad is None else min(self._smallest_bad, batch_size)
+            )
         self.next = self._next(expected)
 
     def _next(self, expected: int | None) -> int | None:
@@ -128,29 +138,34 @@ class BatchSizeSearch:
         likely = None if expected is None else self._bounds.within(expected)
         if likely is not None and best < likely < (bad or likely + 1):
             return likely if likely >= _WORTHWHILE * best else None
-        is_settled = bad is None or (likely is not None and 0 < likely <= best) or bad <= _WORTHWHILE * best
+        is_settled = (
+            bad is None or (likely is not None and 0 < likely <= best) or bad <= _WORTHWHILE * best
+        )
         middle = self._bounds.within((best + (bad or 0)) // 2)
         return None if is_settled or middle <= best else middle
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedBatchSize(Shown):
+class FittedBatchSize(Printable):
     """The largest batch size that was run and fits.
 
     Attributes:
         batch_size: That size.
         previous_batch_size: The size before.
-        predicted_batch_size: The size that was predicted to fit before anything ran, whatever the data allow; None if none was.
+        predicted_batch_size: The size that was predicted to fit before anything ran, whatever the
+            data allow; None if none was.
         trials: The sizes that were run, in order.
         device_name: The device.
         capacity_bytes: The memory that was planned for.
         outside_bytes: Of it, what is used by others than this process's allocator.
-        headroom: The fraction of the capacity that a predicted size leaves free; half of it is left when validation has run.
+        headroom: The fraction of the capacity that a predicted size leaves free; half of it is left
+            when validation has run.
         counts: Which memory is meant: `reserved`, on a CPU `allocated`.
         num_updates: Optimizer updates in each trial.
         has_validation: Whether validation was part of each trial.
         notes: What else the person should know, one sentence each.
-        train_dataloaders: Where the loaders were given, copies with that batch size, to train with; else None.
+        train_dataloaders: Where the loaders were given, copies with that batch size, to train with;
+            else None.
     """
 
     batch_size: int
@@ -175,7 +190,10 @@ class FittedBatchSize(Shown):
     @property
     def corrections(self) -> tuple[str, ...]:
         """Where a trial has changed what was to be tried, one sentence each."""
-        return tuple(f"{_ran(one)} {after.batch_size} was tried next." for one, after in zip(self.trials, self.trials[1:], strict=False))
+        return tuple(
+            f"{_ran(one)} {after.batch_size} was tried next."
+            for one, after in zip(self.trials, self.trials[1:], strict=False)
+        )
 
     def sentence(self) -> str:
         """The result in one sentence."""
@@ -189,7 +207,12 @@ class FittedBatchSize(Shown):
     def to_text(self) -> str:
         """For a console: the trials, and what was learned from them."""
         rows = tuple(
-            (str(trial.batch_size), _size(trial.predicted_bytes), _size(trial.peak_bytes), trial.outcome[:1].upper() + trial.outcome[1:])
+            (
+                str(trial.batch_size),
+                _size(trial.predicted_bytes),
+                _size(trial.peak_bytes),
+                trial.outcome[:1].upper() + trial.outcome[1:],
+            )
             for trial in self.trials
         )
         table = Table(
@@ -201,7 +224,9 @@ class FittedBatchSize(Shown):
         return table.to_text() + "".join(f"{line}\n" for line in (*self.corrections, *self.notes))
 
     def to_dict(self) -> dict[str, Any]:
-        """As data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        """As data that json writes; every size is named `_bytes`, every number of samples
+        `batch_size`.
+        """
         return {
             "batch_size": self.batch_size,
             "previous_batch_size": self.previous_batch_size,
@@ -230,22 +255,15 @@ class FittedBatchSize(Shown):
         }
 
 
-def nothing_fits(trial: Trial, device_name: str, capacity_bytes: int, prediction: StepPrediction | None) -> str:
-    """Why no batch size fits, and what would make one fit.
-
-    Args:
-        trial: That of the smallest size.
-        device_name: The device.
-        capacity_bytes: Its memory.
-        prediction: The step at any batch size; None if there is none.
-    """
+def nothing_fits(
+    trial: Trial, device_name: str, capacity_bytes: int, prediction: StepPrediction | None
+) -> str:
+    """Why no batch size fits, and what would make one fit."""
     budget = format_bytes(max(0, trial.budget_bytes))
     needs = f"It ran out of memory, with {budget} to use"
     if not trial.is_out_of_memory and trial.peak_bytes is not None:
         needs = f"It takes {format_bytes(trial.peak_bytes)}, and {budget} may be used"
-    text = (
-        f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. {needs} of {format_bytes(capacity_bytes)}."
-    )
+    text = f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. {needs} of {format_bytes(capacity_bytes)}."
     return f"{text} {_way_out(prediction)}"
 
 

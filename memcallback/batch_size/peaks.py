@@ -11,7 +11,8 @@ from memcallback.prediction.prediction import Prediction
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLine:
-    """The peak over batch sizes, as a line through one known point, on the safe side of it in both directions.
+    """The peak over batch sizes, as a line through one known point, on the safe side of it in both
+    directions.
 
     Attributes:
         batch_size: The batch size of the known point.
@@ -47,12 +48,15 @@ class PeakLine:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedPeak:
-    """The reserved peak over batch sizes, replayed at each; on a CPU, which reserves nothing, the allocated one.
+    """The reserved peak over batch sizes, replayed at each; on a CPU, which reserves nothing, the
+    allocated one.
 
     Attributes:
         prediction: The traced step at the known point.
-        shift_bytes: What a measured step at that point has more than was replayed there, at least 0; it is added everywhere.
-        is_shift_per_sample: Whether it may be memory that every sample needs: above that point it is added in proportion to the batch size.
+        shift_bytes: What a measured step at that point has more than was replayed there, at least
+            0; it is added everywhere.
+        is_shift_per_sample: Whether it may be memory that every sample needs: above that point it
+            is added in proportion to the batch size.
     """
 
     prediction: Prediction
@@ -70,7 +74,11 @@ class TracedPeak:
 
     def at(self, batch_size: int) -> int:
         """The peak expected at a batch size, of the warm-up step or a steady one."""
-        return self._peaks[batch_size] if batch_size in self._peaks else self._of(self.prediction.at(batch_size))
+        return (
+            self._peaks[batch_size]
+            if batch_size in self._peaks
+            else self._of(self.prediction.at(batch_size))
+        )
 
     def _of(self, one: Prediction) -> int:
         """The peak of the prediction at a batch size."""
@@ -82,18 +90,16 @@ class TracedPeak:
         return self._peaks[one.batch_size]
 
     def largest_within(self, budget_bytes: int) -> int | None:
-        """The largest batch size whose peak stays within a budget, without a retry; None if the trace cannot tell.
+        """The largest batch size whose peak stays within a budget, without a retry; None if the
+        trace cannot tell.
 
-        Some smaller one may need more: of reserved memory a few samples less can leave gaps that nothing fits into.
+        Some smaller one may need more: of reserved memory a few samples less can leave gaps that
+        nothing fits into.
         """
         return self.prediction.largest_batch_size(lambda one: self._fits(one, budget_bytes))
 
     def fits(self, batch_size: int, budget_bytes: int) -> bool:
-        """Whether a batch size stays within a budget, without a retry.
-
-        Raises:
-            UnknownBatchSize: If the trace cannot tell.
-        """
+        """Whether a batch size stays within a budget, without a retry."""
         return self._fits(self.prediction.at(batch_size), budget_bytes)
 
     def _fits(self, one: Prediction, budget_bytes: int) -> bool:
@@ -101,5 +107,9 @@ class TracedPeak:
 
 
 def counted_peak(step: StepMemory) -> int | None:
-    """The peak that must fit: of reserved memory, on a device without a caching allocator of allocated memory; None if unknown."""
-    return step.peak_allocated_bytes if step.peak_reserved_bytes is None else step.peak_reserved_bytes
+    """The peak that must fit: of reserved memory, on a device without a caching allocator of
+    allocated memory; None if unknown.
+    """
+    return (
+        step.peak_allocated_bytes if step.peak_reserved_bytes is None else step.peak_reserved_bytes
+    )

@@ -17,25 +17,19 @@ from memcallback.step.training_step import TrainingStep
 _NUM_BUCKETS = 8
 
 
-def sequence_lengths_of(given: Iterable[object], step: TrainingStep) -> tuple[tuple[int, ...], bool]:
+def sequence_lengths_of(
+    given: Iterable[object], step: TrainingStep
+) -> tuple[tuple[int, ...], bool]:
     """How long sequences can be: the numbers themselves, or what the batches of a data loader say.
 
-    The sequences of a batch are as long as its tensors are where those of the step's own batch are as long as its `sequence_length`
-    (dimensions but the first); of several the longest counts. The batches are read once; random number generators stay as they are.
-
-    Args:
-        given: Lengths, or a data loader or other batches like that of the step.
-        step: The step, which says how long the sequences of its own batch are.
-
-    Returns:
-        The lengths, each once, the longest last; whether they are those of batches.
-
-    Raises:
-        ValueError: If there are none, the step does not say how long its own are, or a batch has other tensors than its own.
-        TypeError: If they are no lengths and no batches.
+    The sequences of a batch are as long as its tensors are where those of the step's own batch are
+    as long as its `sequence_length` (dimensions but the first); of several the longest counts. The
+    batches are read once; random number generators stay as they are.
     """
     if not isinstance(given, Iterable):
-        raise TypeError(f"sequence_lengths must be lengths or a data loader, got {described(given)}. Give one length as [512].")
+        raise TypeError(
+            f"sequence_lengths must be lengths or a data loader, got {described(given)}. Give one length as [512]."
+        )
     numbers, lengths = set[int](), set[int]()
     with untouched_globals(), _untouched_generators(given):
         for item in given:
@@ -44,7 +38,9 @@ def sequence_lengths_of(given: Iterable[object], step: TrainingStep) -> tuple[tu
             else:
                 lengths.add(_length_of(item, step))
     if not numbers | lengths:
-        raise ValueError("sequence_lengths is empty. Give the lengths of the samples, or leave it out.")
+        raise ValueError(
+            "sequence_lengths is empty. Give the lengths of the samples, or leave it out."
+        )
     return tuple(sorted(numbers | lengths)), bool(lengths)
 
 
@@ -52,7 +48,11 @@ def sequence_lengths_of(given: Iterable[object], step: TrainingStep) -> tuple[tu
 def _untouched_generators(loader: object) -> Iterator[None]:
     """Give back the generators of a data loader and its sampler as they were."""
     holders = (loader, getattr(loader, "sampler", None))
-    generators = [one for holder in holders if isinstance(one := getattr(holder, "generator", None), torch.Generator)]
+    generators = [
+        one
+        for holder in holders
+        if isinstance(one := getattr(holder, "generator", None), torch.Generator)
+    ]
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -73,16 +73,17 @@ def _length_of(batch: object, step: TrainingStep) -> int:
             f"A batch of sequence_lengths has tensors of shapes {_text(shapes)}, and that of the step {_text(own)}: the lengths are read where "
             "the tensors are the same in number and dimensions. Give batches like the step's own, or the lengths as numbers."
         )
-    pairs = ((size, other) for one, another in zip(own, shapes, strict=True) for size, other in zip(one[1:], another[1:], strict=True))
+    pairs = (
+        (size, other)
+        for one, another in zip(own, shapes, strict=True)
+        for size, other in zip(one[1:], another[1:], strict=True)
+    )
     return max(other for size, other in pairs if size == step.sequence_length)
 
 
 def buckets(lengths: Iterable[int], step: int) -> tuple[int, ...]:
-    """The upper ends of at most eight buckets of lengths, none of them empty, the longest length last.
-
-    Args:
-        lengths: The lengths, each at least 1.
-        step: What the ends differ by is a multiple of this, at least 1.
+    """The upper ends of at most eight buckets of lengths, none of them empty, the longest length
+    last.
     """
     lengths = sorted(lengths)
     longest = lengths[-1]

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, BatchSizeAdvice, BatchSizeBounds, RankBatchSize
+from memcallback.batch_size.advice import (
+    DEFAULT_HEADROOM,
+    DEFAULT_MULTIPLE,
+    BatchSizeAdvice,
+    BatchSizeBounds,
+    RankBatchSize,
+)
 from memcallback.batch_size.estimate import check_headroom, from_trace
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
@@ -41,38 +47,49 @@ def suggest_batch_size(
     sequence_lengths: Iterable[object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> BatchSizeAdvice:
-    """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom exceeds the capacity.
+    """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom
+    exceeds the capacity.
 
-    It is verified by a trace at that size; where the step does something else there, it is predicted anew from there.
+    It is verified by a trace at that size; where the step does something else there, it is
+    predicted anew from there.
 
-    The ranks of a job have one batch size, the smallest of what each could have alone: the stages of a pipeline are looked at one by one (and
-    its batch size is that of a microbatch), ranks of unlike devices too. Of other jobs the step's own rank stands for all. How many copies of a
-    pipeline that a function makes are trained is not known: then `world_size` says it, by default one.
+    The ranks of a job have one batch size, the smallest of what each could have alone: the stages
+    of a pipeline are looked at one by one (and its batch size is that of a microbatch), ranks of
+    unlike devices too. Of other jobs the step's own rank stands for all. How many copies of a
+    pipeline that a function makes are trained is not known: then `world_size` says it, by default
+    one.
 
     Args:
         step: The step.
-        device: As for `predict`; or the device of each rank, in a list. Of this machine's own device, what others use of it at this moment is
-            left to them.
+        device: As for `predict`; or the device of each rank, in a list. Of this machine's own
+            device, what others use of it at this moment is left to them.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
-        multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1 for any.
+        multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1
+            for any.
         max_batch_size: It is at most this.
         dataset_size: Samples in the dataset, of which each rank has its part.
-        world_size: How many ranks train with a batch of their own; the batch size is that of one. By default as the step's `ranks` say, or as many
-            as there are devices. Where the step says nothing of them, it is beside buckets as large as its gradients (DistributedDataParallel).
-        measured: A steady step of this training on this device, by which the predicted curve is raised to what was measured.
-        sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is for the longest, and
-            `by_sequence_length` of the advice has one for each length. Or a data loader, whose batches are read for their lengths; then there
-            are at most eight buckets, each as long as its longest may be. The step must say how long its own are.
+        world_size: How many ranks train with a batch of their own; the batch size is that of one.
+            By default as the step's `ranks` say, or as many as there are devices. Where the step
+            says nothing of them, it is beside buckets as large as its gradients
+            (DistributedDataParallel).
+        measured: A steady step of this training on this device, by which the predicted curve is
+            raised to what was measured.
+        sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is
+            for the longest, and `by_sequence_length` of the advice has one for each length. Or a
+            data loader, whose batches are read for their lengths; then there are at most eight
+            buckets, each as long as its longest may be. The step must say how long its own are.
         progress: As for `predict`.
 
     Returns:
         The advice; `leaves_out` says what it does not know.
 
     Raises:
-        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or there is no end of memory.
+        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or
+            there is no end of memory.
         TypeError: If one of the numbers is none.
-        ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is empty, `measured` is no steady step that was
-            measured on a device of this kind, or is given for ranks that are unlike, or there are more or fewer devices than ranks.
+        ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is
+            empty, `measured` is no steady step that was measured on a device of this kind, or is
+            given for ranks that are unlike, or there are more or fewer devices than ranks.
     """
     job = _job(step, device)
     places = job.places
@@ -84,20 +101,32 @@ def suggest_batch_size(
         num_microbatches=job.num_microbatches,
     )
     check_headroom(headroom)
-    lengths, are_read = ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
+    lengths, are_read = (
+        ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
+    )
     if len(places) > 1 and measured is not None:
         raise ValueError(
             f"measured is a step of one rank, and {len(places)} kinds of ranks are planned for. Leave it out: their curves are predicted."
         )
-    advices = [_for_one(place, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read) for place in places]
+    advices = [
+        _for_one(place, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read)
+        for place in places
+    ]
     smallest = min(advices, key=lambda advice: advice.batch_size)
     if len(places) == 1:
         return smallest
     kinds = (
-        RankBatchSize(ranks=tuple(place.ranks), device_name=any_device(place.device).name, batch_size=advice.batch_size)
+        RankBatchSize(
+            ranks=tuple(place.ranks),
+            device_name=any_device(place.device).name,
+            batch_size=advice.batch_size,
+        )
         for place, advice in zip(places, advices, strict=True)
     )
-    by_length = {length: min(advice.by_sequence_length[length] for advice in advices) for length in smallest.by_sequence_length}
+    by_length = {
+        length: min(advice.by_sequence_length[length] for advice in advices)
+        for length in smallest.by_sequence_length
+    }
     return replace(smallest, by_rank=tuple(kinds), by_sequence_length=by_length)
 
 
@@ -112,7 +141,9 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """The kinds of ranks, how many ranks have a batch of their own, whether that is sure, and how many microbatches a batch has."""
+    """The kinds of ranks, how many ranks have a batch of their own, whether that is sure, and how
+    many microbatches a batch has.
+    """
 
     places: list[_Place]
     num_with_own_batch: int
@@ -123,14 +154,33 @@ class _Job:
 def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
     """What is to be looked at, so that all ranks are."""
     ranks: Ranks | None = getattr(step, "ranks", None)  # what is no step is told by `predict`
-    one, listed = (device, None) if isinstance(device, str) or not isinstance(device, Sequence) else (None, list(device))
-    if listed is not None and (not listed or (ranks is not None and len(listed) != ranks.world_size)):
-        expected = "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
-        raise ValueError(f"device is a list of {len(listed)} devices, and must have {expected}. Give one device if all are alike.")
+    one, listed = (
+        (device, None)
+        if isinstance(device, str) or not isinstance(device, Sequence)
+        else (None, list(device))
+    )
+    if listed is not None and (
+        not listed or (ranks is not None and len(listed) != ranks.world_size)
+    ):
+        expected = (
+            "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
+        )
+        raise ValueError(
+            f"device is a list of {len(listed)} devices, and must have {expected}. Give one device if all are alike."
+        )
     if ranks is None:
         devices = dict(enumerate(listed or [one]))
-        return _Job(places=_alike({0: step}, devices), num_with_own_batch=len(devices), is_sure=listed is not None, num_microbatches=1)
-    num_microbatches, unlike, num_together = ranks.num_microbatches, ranks.unlike, ranks.num_at_one_batch
+        return _Job(
+            places=_alike({0: step}, devices),
+            num_with_own_batch=len(devices),
+            is_sure=listed is not None,
+            num_microbatches=1,
+        )
+    num_microbatches, unlike, num_together = (
+        ranks.num_microbatches,
+        ranks.unlike,
+        ranks.num_at_one_batch,
+    )
     if callable(ranks.strategy):
         # Whether a function makes a pipeline only a trace tells; then its ranks hold unlike things.
         spec = any_device(listed[0] if listed else one)
@@ -148,11 +198,15 @@ def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
 
 
 def _alike(steps: Mapping[int, TrainingStep], devices: Mapping[int, AnyDevice]) -> list[_Place]:
-    """Ranks with the same step and device together; a rank without a step of its own has the first one."""
+    """Ranks with the same step and device together; a rank without a step of its own has the first
+    one.
+    """
     found: list[_Place] = []
     for rank, on in devices.items():
         of_rank = steps.get(rank, next(iter(steps.values())))
-        alike = next((place for place in found if place.step is of_rank and place.device == on), None)
+        alike = next(
+            (place for place in found if place.step is of_rank and place.device == on), None
+        )
         if alike is None:
             found.append(_Place(step=of_rank, device=on, ranks=[rank]))
         else:
@@ -172,7 +226,9 @@ def _for_one(
 ) -> BatchSizeAdvice:
     """The suggestion for a rank on its device."""
     step, device = place.step, place.device
-    prediction = predict(step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress)
+    prediction = predict(
+        step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress
+    )
     outside = outside_bytes(device, prediction.device)
 
     beside_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
@@ -202,22 +258,35 @@ def _for_one(
     by_length = {length: advice_of(prediction.at(sequence_length=length)) for length in lengths}
     sizes = {length: found.batch_size for length, found in by_length.items() if found is not None}
     advice = _verified(advice, step, prediction, advice_of)
-    return replace(advice, by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})})
+    return replace(
+        advice,
+        by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})},
+    )
 
 
 def _world_size(given: int | None, known: int, *, is_sure: bool) -> int:
     if given is None:
         return known
     if is_sure and given != known:
-        raise ValueError(f"world_size {given} was asked for, and {known} ranks have a batch of their own. Leave world_size out.")
+        raise ValueError(
+            f"world_size {given} was asked for, and {known} ranks have a batch of their own. Leave world_size out."
+        )
     return given
 
 
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
-    is_other_device = (measured.peak_reserved_bytes is None) != (prediction.peak_reserved_bytes is None)
+    is_other_device = (measured.peak_reserved_bytes is None) != (
+        prediction.peak_reserved_bytes is None
+    )
     if measured.kind is Kind.MEASURED and not measured.is_warm_up and not is_other_device:
         return
-    what = "a predicted step" if measured.kind is not Kind.MEASURED else "a warm-up step" if measured.is_warm_up else "a step"
+    what = (
+        "a predicted step"
+        if measured.kind is not Kind.MEASURED
+        else "a warm-up step"
+        if measured.is_warm_up
+        else "a step"
+    )
     raise ValueError(
         f"measured is {what} on {measured.device_name}; it must be a steady step that was measured on the device that is planned for, here "
         f"{prediction.device_name}. Give recorder.steady of a training there, or leave it out."
@@ -225,28 +294,43 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
 
 
 def _verified(
-    advice: BatchSizeAdvice, step: TrainingStep, prediction: Prediction, advice_of: Callable[[Prediction], BatchSizeAdvice | None]
+    advice: BatchSizeAdvice,
+    step: TrainingStep,
+    prediction: Prediction,
+    advice_of: Callable[[Prediction], BatchSizeAdvice | None],
 ) -> BatchSizeAdvice:
-    """The suggestion after a trace at its batch size; another one where the step does something else there."""
+    """The suggestion after a trace at its batch size; another one where the step does something
+    else there.
+    """
     why = ""
     for _ in range(_NUM_SUGGESTIONS):
         size, spec = advice.batch_size, prediction.device
         if size == 0 or prediction.trace.is_among_traced(size):
             return advice
         try:
-            prediction.trace.verified(Traces(step, spec, 1, None).at(size, prediction.sequence_length))
+            prediction.trace.verified(
+                Traces(step, spec, 1, None).at(size, prediction.sequence_length)
+            )
             return advice
         except PredictionError:
             why = f", where it cannot be traced: the largest that was traced is {prediction.trace.largest_traced}"
             break
         except BatchDependentPath:
             why = ": it does something else at others"
-        prediction = predict(step, device=spec, batch_size=size, sequence_length=prediction.sequence_length)
+        prediction = predict(
+            step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
+        )
         another = advice_of(prediction)
         if another is None:
             break
         advice = another
-    return replace(advice, leaves_out=(*advice.leaves_out, f"whether the step does the same at batch size {advice.batch_size}{why}"))
+    return replace(
+        advice,
+        leaves_out=(
+            *advice.leaves_out,
+            f"whether the step does the same at batch size {advice.batch_size}{why}",
+        ),
+    )
 
 
 def _why_none(prediction: Prediction) -> str:

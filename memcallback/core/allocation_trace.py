@@ -16,7 +16,8 @@ class Alloc:
 
     Attributes:
         id: Its number, used by one allocation only in the whole trace.
-        size_bytes: What was asked for, before any rounding; 0 for an empty tensor, which takes nothing from an allocator.
+        size_bytes: What was asked for, before any rounding; 0 for an empty tensor, which takes
+            nothing from an allocator.
         stream: The CUDA stream it belongs to; 0 is the default stream.
         category: What it is for; None if unknown.
         operator: What asked for it, such as `aten::convolution`; empty if unknown.
@@ -54,7 +55,8 @@ class PhaseStart:
 
     Attributes:
         phase: The phase.
-        covers: All the phases in it, where nothing marks the boundary between them; none for the phase alone.
+        covers: All the phases in it, where nothing marks the boundary between them; none for the
+            phase alone.
     """
 
     phase: Phase
@@ -106,22 +108,21 @@ _FORMAT = "memcallback.AllocationTrace"
 
 @dataclass(frozen=True)
 class AllocationTrace:
-    """What training asks of an allocator: allocations, frees, steps and phases in the order in which they happen.
+    """What training asks of an allocator: allocations, frees, steps and phases in the order in
+    which they happen.
 
-    A trace for a prediction begins with the model, has a first step, without gradients and optimizer state, and goes on
-    until a steady one.
+    A trace for a prediction begins with the model, has a first step, without gradients and
+    optimizer state, and goes on until a steady one.
 
-    It says nothing about addresses, rounding or reserved memory: those are what an allocator makes of it. Memory that a
-    stream still uses after another has freed it (`Tensor.record_stream`) has no place here: when that comes back
-    depends on time.
+    It says nothing about addresses, rounding or reserved memory: those are what an allocator makes
+    of it. Memory that a stream still uses after another has freed it (`Tensor.record_stream`) has
+    no place here: when that comes back depends on time.
 
     Attributes:
-        events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do not overlap, nor do
-            steps, and a phase lies inside a step or outside of all.
-        marks: Where which modules begin to run, in order; none if that is not known. When a phase begins none runs.
-
-    Raises:
-        ValueError: If the events contradict each other.
+        events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do
+            not overlap, nor do steps, and a phase lies inside a step or outside of all.
+        marks: Where which modules begin to run, in order; none if that is not known. When a phase
+            begins none runs.
     """
 
     events: tuple[Event, ...]
@@ -134,29 +135,37 @@ class AllocationTrace:
         return f"<AllocationTrace: {len(self.events):,} events>"
 
     def to_json(self) -> str:
-        """The trace as a compact JSON text, which `from_json` reads; strings that occur often are written once."""
+        """The trace as a compact JSON text, which `from_json` reads; strings that occur often are
+        written once.
+        """
         names = _Names()
         events = [_to_row(event, names) for event in self.events]
-        marks = [[mark.position, [names.index(name) for name in mark.path], mark.is_backward] for mark in self.marks]
-        document = {"format": _FORMAT, "version": VERSION, "names": names.names, "events": events, "marks": marks}
+        marks = [
+            [mark.position, [names.index(name) for name in mark.path], mark.is_backward]
+            for mark in self.marks
+        ]
+        document = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "names": names.names,
+            "events": events,
+            "marks": marks,
+        }
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> AllocationTrace:
-        """Read what `to_json` wrote.
-
-        Args:
-            text: The JSON text.
-
-        Raises:
-            ValueError: If the text is no JSON, no trace, of another version, or its events contradict each other.
-        """
+        """Read what `to_json` wrote."""
         try:
             document = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"the text is no JSON ({error}); give a text that AllocationTrace.to_json wrote") from error
+            raise ValueError(
+                f"the text is no JSON ({error}); give a text that AllocationTrace.to_json wrote"
+            ) from error
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError(f"this JSON is no trace; its format must be {_FORMAT!r}: give a text that AllocationTrace.to_json wrote")
+            raise ValueError(
+                f"this JSON is no trace; its format must be {_FORMAT!r}: give a text that AllocationTrace.to_json wrote"
+            )
         if document.get("version") != VERSION:
             raise ValueError(
                 f"the trace has version {document.get('version')!r}; this memcallback reads version {VERSION}: "
@@ -193,7 +202,15 @@ class _Names:
 def _to_row(event: Event, names: _Names) -> list[object]:
     if isinstance(event, Alloc):
         category = None if event.category is None else event.category.value
-        return ["a", event.id, event.size_bytes, event.stream, category, names.index(event.operator), names.index(event.module)]
+        return [
+            "a",
+            event.id,
+            event.size_bytes,
+            event.stream,
+            category,
+            names.index(event.operator),
+            names.index(event.module),
+        ]
     if isinstance(event, Free):
         return ["f", event.id]
     if isinstance(event, (StepStart, StepEnd)):
@@ -217,7 +234,9 @@ def _from_row(row: Sequence[Any], names: Sequence[str]) -> Event:
         return PhaseStart(phase, covers) if code == "start" else PhaseEnd(phase)
     if code in ("step", "step end"):
         return StepStart() if code == "step" else StepEnd()
-    raise ValueError(f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the trace again")
+    raise ValueError(
+        f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the trace again"
+    )
 
 
 def _check(events: Sequence[Event]) -> None:
@@ -229,17 +248,27 @@ def _check(events: Sequence[Event]) -> None:
     for position, event in enumerate(events):
         if isinstance(event, Alloc):
             if event.id in seen:
-                raise ValueError(f"event {position} allocates {event.id} again; a number belongs to one allocation: number them on")
+                raise ValueError(
+                    f"event {position} allocates {event.id} again; a number belongs to one allocation: number them on"
+                )
             seen.add(event.id)
             alive.add(event.id)
         elif isinstance(event, Free):
             if event.id not in alive:
                 what = "is freed already" if event.id in seen else "was never allocated"
-                raise ValueError(f"event {position} frees {event.id}, which {what}; a Free follows its own Alloc, once: leave this one out")
+                raise ValueError(
+                    f"event {position} frees {event.id}, which {what}; a Free follows its own Alloc, once: leave this one out"
+                )
             alive.remove(event.id)
         elif isinstance(event, (StepStart, StepEnd)):
             if phases or in_step is isinstance(event, StepStart):
-                what = f"inside phase {phases[0].value!r}" if phases else "inside another" if in_step else "that has not started"
+                what = (
+                    f"inside phase {phases[0].value!r}"
+                    if phases
+                    else "inside another"
+                    if in_step
+                    else "that has not started"
+                )
                 raise ValueError(
                     f"event {position} starts or ends a step {what}; steps do not overlap and hold whole phases: put the mark between phases"
                 )
@@ -249,7 +278,9 @@ def _check(events: Sequence[Event]) -> None:
     if in_step:
         raise ValueError("a step has a start and no end; every step has both: append StepEnd()")
     if phases:
-        raise ValueError(f"phase {phases[0].value!r} has a start and no end; every phase has both: append PhaseEnd({phases[0]})")
+        raise ValueError(
+            f"phase {phases[0].value!r} has a start and no end; every phase has both: append PhaseEnd({phases[0]})"
+        )
 
 
 def _check_mark(position: int, mark: PhaseStart | PhaseEnd, phases: list[Phase]) -> None:
@@ -262,6 +293,8 @@ def _check_mark(position: int, mark: PhaseStart | PhaseEnd, phases: list[Phase])
             )
         phases.append(mark.phase)
     elif phases != [mark.phase]:
-        raise ValueError(f"event {position} ends phase {mark.phase.value!r} while the current one is {current!r}; start it before")
+        raise ValueError(
+            f"event {position} ends phase {mark.phase.value!r} while the current one is {current!r}; start it before"
+        )
     else:
         phases.clear()

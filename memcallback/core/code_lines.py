@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from types import FrameType, TracebackType
 
-_LIBRARIES = ("torch", "functorch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "memcallback")
+_LIBRARIES = (
+    "torch",
+    "functorch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "memcallback",
+)
 _PACKAGES = ("site-packages", "dist-packages")
 
 
@@ -20,8 +28,8 @@ class CodeLine:
     """A line of a program.
 
     Attributes:
-        file: The file's path: from the working directory where it lies there, of an installed package from the package on, else its folder
-            and name.
+        file: The file's path: from the working directory where it lies there, of an installed
+            package from the package on, else its folder and name.
         number: The line's number, from 1.
         function: The function that it is in, such as `training_step`; `<module>` outside of all.
         path: The file's path as Python knows it.
@@ -39,10 +47,17 @@ class CodeLine:
 
     def to_dict(self) -> dict[str, str | int]:
         """Data that json writes."""
-        return {"file": self.file, "line": self.number, "function": self.function, "text": self.text}
+        return {
+            "file": self.file,
+            "line": self.number,
+            "function": self.function,
+            "text": self.text,
+        }
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number}" + ("" if self.function == "<module>" else f" in {self.function}")
+        return f"{self.file}:{self.number}" + (
+            "" if self.function == "<module>" else f" in {self.function}"
+        )
 
 
 def line_of(frame: FrameType | None) -> CodeLine | None:
@@ -61,7 +76,11 @@ def line_here() -> CodeLine | None:
 
 def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
     """The innermost line of a person's program that an error went through; None if there is none."""
-    own = [(frame, number) for frame, number in frames_of(traceback) if is_of_user(frame.f_code.co_filename)]
+    own = [
+        (frame, number)
+        for frame, number in frames_of(traceback)
+        if is_of_user(frame.f_code.co_filename)
+    ]
     return line_at(*own[-1]) if own else None
 
 
@@ -74,14 +93,19 @@ def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]
 
 @cache
 def is_of_user(path: str) -> bool:
-    """Whether a file is a person's program or a package that is none of PyTorch, Lightning, Python and memcallback."""
+    """Whether a file is a person's program or a package that is none of PyTorch, Lightning, Python
+    and memcallback.
+    """
     if path.startswith("<"):
-        # Generated code and what is frozen into Python is nobody's; what a person types, and cells of a notebook, are.
+        # Generated code and what is frozen into Python is nobody's; what a person types, and cells
+        # of a notebook, are.
         return path == "<stdin>" or path.startswith("<ipython-input")
     full = _absolute(path)
     if any(full.startswith(folder) for folder in _library_folders()):
         return False
-    return not full.startswith(_python_folder()) or any(f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES)
+    return not full.startswith(_python_folder()) or any(
+        f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES
+    )
 
 
 def _library_folders() -> list[str]:
@@ -95,14 +119,14 @@ def _python_folder() -> str:
 
 
 def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
-    """The line at which a frame is.
-
-    Args:
-        frame: The frame.
-        number: The line's number, if it is not the one that runs.
-    """
+    """The line at which a frame is."""
     code = frame.f_code
-    return CodeLine(_short(code.co_filename), frame.f_lineno if number is None else number, code.co_name, code.co_filename)
+    return CodeLine(
+        _short(code.co_filename),
+        frame.f_lineno if number is None else number,
+        code.co_name,
+        code.co_filename,
+    )
 
 
 def _absolute(path: str) -> str:

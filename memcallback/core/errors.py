@@ -1,4 +1,6 @@
-"""PredictionError, MemoryWarning, warn(), and the decorator that keeps our errors out of the training."""
+"""PredictionError, MemoryWarning, warn(), and the decorator that keeps our errors out of the
+training.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 
 
 class MemoryWarning(UserWarning):
-    """Something keeps memcallback from recording, predicting or logging, or is wrong with the memory of a training, which goes on."""
+    """Something keeps memcallback from recording, predicting or logging, or is wrong with the
+    memory of a training, which goes on.
+    """
 
 
 def warn(text: str) -> None:
@@ -19,7 +23,9 @@ def warn(text: str) -> None:
 
 
 def warn_and_go_on(text: str) -> None:
-    """The same in the middle of a training or of an error that goes on; where warnings are errors, nothing is said."""
+    """The same in the middle of a training or of an error that goes on; where warnings are errors,
+    nothing is said.
+    """
     with suppress(MemoryWarning):
         warnings.warn(text, MemoryWarning, stacklevel=3)
 
@@ -32,14 +38,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def never_stops_training(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """A method that training calls: an error in it is told once, as a warning, and from then on nothing is recorded.
-
-    Args:
-        hook: A method of an object with an attribute `_is_broken`, and a method `_release` that takes back all its hooks.
-
-    Returns:
-        The method; it gives None where the object is broken.
+def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    """A method that training calls: an error in it is told once, as a warning, and from then on
+    nothing is recorded.
     """
 
     @functools.wraps(hook)

@@ -1,4 +1,6 @@
-"""What one CUDA operator allocates while it runs, as data: KernelRule, KernelCall, AllocTemp/FreeTemp/AllocOutput."""
+"""What one CUDA operator allocates while it runs, as data: KernelRule, KernelCall,
+AllocTemp/FreeTemp/AllocOutput.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from functools import cached_property
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.types import Category
 
-#: The number of the first allocation that an operator makes for itself; those of tensors are below it.
+#: The number of the first allocation that an operator makes for itself; those of tensors are below
+#: it.
 FIRST_TEMPORARY = 1 << 40
 
 
@@ -21,8 +24,10 @@ class KernelCall:
         start: The position of its first event in the trace.
         stop: The position after its last event.
         rule: What it does.
-        outputs: The number of the `Alloc` of each tensor that it returns; None for one that it does not make.
-        handles: The numbers of allocations that it makes besides, and that stay (the workspace of a library).
+        outputs: The number of the `Alloc` of each tensor that it returns; None for one that it does
+            not make.
+        handles: The numbers of allocations that it makes besides, and that stay (the workspace of a
+            library).
         operator: Its name.
         module: The module that was running.
         stream: The CUDA stream that was current; 0 is the default one.
@@ -40,11 +45,15 @@ class KernelCall:
     @cached_property
     def made(self) -> tuple[int, ...]:
         """The numbers of what it makes and keeps, each once."""
-        return tuple(dict.fromkeys((*(number for number in self.outputs if number is not None), *self.handles)))
+        return tuple(
+            dict.fromkeys(
+                (*(number for number in self.outputs if number is not None), *self.handles)
+            )
+        )
 
 
 @dataclass(frozen=True)
-class Origin:
+class AllocationSource:
     """Where an allocation comes from.
 
     Attributes:
@@ -59,7 +68,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Take:
+class AllocTemp:
     """An operator takes memory for itself.
 
     Attributes:
@@ -72,23 +81,24 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Give:
+class FreeTemp:
     """An operator gives back what it took.
 
     Attributes:
-        index: Which of its `Take`s, from 0.
+        index: Which of its `AllocTemp`s, from 0.
     """
 
     index: int
 
 
 @dataclass(frozen=True)
-class Make:
+class AllocOutput:
     """An operator allocates one of its outputs.
 
     Attributes:
         index: Which of the tensors that it returns, from 0, in the order in which it returns them.
-        size_bytes: Its storage, where that does not follow from its shape alone: of rows that are padded; else None.
+        size_bytes: Its storage, where that does not follow from its shape alone: of rows that are
+            padded; else None.
     """
 
     index: int
@@ -96,40 +106,42 @@ class Make:
 
 
 @dataclass(frozen=True)
-class Multiply:
-    """An operator multiplies matrices for the first time: where the libraries open their handles, whose workspaces stay."""
+class OpenBlasHandles:
+    """An operator multiplies matrices for the first time: where the libraries open their handles,
+    whose workspaces stay.
+    """
 
 
-#: What an operator does, in order. Outputs that it does not name are made at its end, where it multiplies if it says nothing of that;
-#: what it does not give back is given back then, in the order in which it was taken.
-Kernel = tuple[Take | Give | Make | Multiply, ...]
+#: What an operator does, in order. Outputs that it does not name are made at its end, where it
+#: multiplies if it says nothing of that; what it does not give back is given back then, in the
+#: order in which it was taken.
+Kernel = tuple[AllocTemp | FreeTemp | AllocOutput | OpenBlasHandles, ...]
 
 
 def completed(kernel: Kernel, num_outputs: int) -> Kernel:
-    """A kernel with what it does not name: the other outputs are made at its end, then the rest is given back.
-
-    Args:
-        kernel: What the operator does; it multiplies at most once.
-        num_outputs: How many tensors it returns.
-
-    Returns:
-        All steps; exactly one of them is `Multiply`, by default after the last output.
+    """A kernel with what it does not name: the other outputs are made at its end, then the rest is
+    given back.
     """
-    made = {step.index for step in kernel if isinstance(step, Make)}
-    given = {step.index for step in kernel if isinstance(step, Give)}
-    num_taken = sum(isinstance(step, Take) for step in kernel)
-    rest = tuple(Make(index) for index in range(num_outputs) if index not in made)
-    multiply = () if Multiply() in kernel else (Multiply(),)
-    return (*kernel, *rest, *multiply, *(Give(index) for index in range(num_taken) if index not in given))
+    made = {step.index for step in kernel if isinstance(step, AllocOutput)}
+    given = {step.index for step in kernel if isinstance(step, FreeTemp)}
+    num_taken = sum(isinstance(step, AllocTemp) for step in kernel)
+    rest = tuple(AllocOutput(index) for index in range(num_outputs) if index not in made)
+    multiply = () if OpenBlasHandles() in kernel else (OpenBlasHandles(),)
+    return (
+        *kernel,
+        *rest,
+        *multiply,
+        *(FreeTemp(index) for index in range(num_taken) if index not in given),
+    )
 
 
 @dataclass(frozen=True)
 class KernelRule:
     """What an operator does, as a function of whole numbers that may depend on the batch size.
 
-    An operator's temporaries are no straight line over the batch size: a convolution's workspace is the answer of a heuristic, a
-    reduction takes another way above some size. Two traces tell each number as a + b * batch size, and the rule is asked again for
-    every batch size.
+    An operator's temporaries are no straight line over the batch size: a convolution's workspace is
+    the answer of a heuristic, a reduction takes another way above some size. Two traces tell each
+    number as a + b * batch size, and the rule is asked again for every batch size.
 
     Attributes:
         function: Called with the constants and the numbers as one argument each.

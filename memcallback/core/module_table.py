@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from memcallback.core.step_memory import error_pct, largest, total
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.types import Kind, Phase
 from memcallback.core.units import format_bytes
 
@@ -53,16 +53,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleWindow:
-    """All of one pass in which a module ran, what runs inside it included. Sizes in bytes, None where unknown.
+    """All of one pass in which a module ran, what runs inside it included. Sizes in bytes, None
+    where unknown.
 
-    A module that is called several times has one window from the first call to the last; what happens between its calls is not in it.
+    A module that is called several times has one window from the first call to the last; what
+    happens between its calls is not in it.
 
     Attributes:
-        num_runs: How often it began to run: in the forward pass its calls; in the backward pass how often autograd came to it.
+        num_runs: How often it began to run: in the forward pass its calls; in the backward pass how
+            often autograd came to it.
         start_allocated_bytes: Allocated on the device when it first began.
         end_allocated_bytes: Allocated on the device when it last ended.
         peak_allocated_bytes: The largest allocated figure on the device while it ran.
-        change_bytes: What all its runs together left allocated beyond what they found; negative where they gave back more.
+        change_bytes: What all its runs together left allocated beyond what they found; negative
+            where they gave back more.
     """
 
     num_runs: int
@@ -80,10 +84,12 @@ class ModuleMemory:
         name: Its FQN; the root, "", is the whole step but the optimizer's: the loss is in it.
         kind: Its class name; empty if unknown.
         parameter_bytes: Its parameters.
-        forward: The forward pass; None if the module did not run in it. What checkpointing computes again is in the backward pass.
-        backward: The backward pass: the nodes of autograd that its forward pass made; None if none of them ran.
-        saved_bytes: Of what the module's operators allocated in the forward pass, what stands when that ends; for a prediction only, since
-            no counter of a device says it: None.
+        forward: The forward pass; None if the module did not run in it. What checkpointing computes
+            again is in the backward pass.
+        backward: The backward pass: the nodes of autograd that its forward pass made; None if none
+            of them ran.
+        saved_bytes: Of what the module's operators allocated in the forward pass, what stands when
+            that ends; for a prediction only, since no counter of a device says it: None.
     """
 
     name: str
@@ -95,15 +101,17 @@ class ModuleMemory:
 
     @property
     def kept_bytes(self) -> int | None:
-        """What its forward pass left allocated: what autograd saves for the backward pass, and its output; None if it had none.
+        """What its forward pass left allocated: what autograd saves for the backward pass, and its
+        output; None if it had none.
 
-        It is less where the module let go of what others had made; an input that only its caller holds, its caller gives back.
+        It is less where the module let go of what others had made; an input that only its caller
+        holds, its caller gives back.
         """
         return self.forward.change_bytes if self.forward else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleTable(Shown):
+class ModuleTable(Printable):
     """The memory of a model's modules in one training step: one type for measured and predicted.
 
     Attributes:
@@ -121,7 +129,9 @@ class ModuleTable(Shown):
     batch_size: int | None
     modules: tuple[ModuleMemory, ...]
     notes: tuple[str, ...] = ()
-    _by_name: dict[str, ModuleMemory] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_name: dict[str, ModuleMemory] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self._by_name.update((module.name, module) for module in self.modules)
@@ -156,7 +166,8 @@ class ModuleTable(Shown):
         """One row for each module that ran.
 
         Args:
-            other: The same step, predicted where this one is measured; its figures stand beside these.
+            other: The same step, predicted where this one is measured; its figures stand beside
+                these.
         """
         tables = [other, self] if other else [self]
         names = [f" {table.step_kind.value}" if other else "" for table in tables]
@@ -167,7 +178,13 @@ class ModuleTable(Shown):
             of_tables = [table.get(module.name) for table in tables]
             cells = [_text(_figure(one, path)) for path in _FIGURES.values() for one in of_tables]
             runs = module.forward.num_runs if module.forward else 0
-            row = (module.name or "(root)", module.kind, f"{runs:,}", format_bytes(module.parameter_bytes), *cells)
+            row = (
+                module.name or "(root)",
+                module.kind,
+                f"{runs:,}",
+                format_bytes(module.parameter_bytes),
+                *cells,
+            )
             rows.append((*row, _error(module, other.get(module.name))) if other else row)
         return Table(
             title=self._title(other),
@@ -177,7 +194,8 @@ class ModuleTable(Shown):
         )
 
     def summary(self, other: ModuleTable | None = None) -> Table:
-        """The innermost modules that keep most; those whose names differ in numbers alone are one row.
+        """The innermost modules that keep most; those whose names differ in numbers alone are one
+        row.
 
         Args:
             other: As for `to_table`.
@@ -185,7 +203,9 @@ class ModuleTable(Shown):
         groups: dict[tuple[str, str], list[ModuleMemory]] = {}
         for module in self.ran:
             if module.name and module.forward and not self.children(module.name):
-                groups.setdefault((re.sub(r"\d+", "*", module.name), module.kind), []).append(module)
+                groups.setdefault((re.sub(r"\d+", "*", module.name), module.kind), []).append(
+                    module
+                )
         most = sorted(groups.items(), key=lambda group: -_kept(group[1]))
         rows = []
         for (pattern, kind), modules in most[:_NUM_GROUPS]:
@@ -199,7 +219,11 @@ class ModuleTable(Shown):
             theirs = [found for module in rest if other and (found := other.get(module.name))]
             kept = [_text(_kept(theirs) if theirs else None)] if other else []
             rows.append((f"{len(rest)} more", "", *kept, _text(_kept(rest)), "", ""))
-        names = [f"kept, {other.step_kind.value}", f"kept, {self.step_kind.value}"] if other else ["kept"]
+        names = (
+            [f"kept, {other.step_kind.value}", f"kept, {self.step_kind.value}"]
+            if other
+            else ["kept"]
+        )
         return Table(
             title=f"What modules keep after their forward pass, and the peaks while they run\n{self.source}",
             columns=("module", "class", *names, "peak forward", "peak backward"),
@@ -222,7 +246,9 @@ class ModuleTable(Shown):
             "source": self.source,
             "device_name": self.device_name,
             "batch_size": self.batch_size,
-            "modules": [{**asdict(module), "kept_bytes": module.kept_bytes} for module in self.modules],
+            "modules": [
+                {**asdict(module), "kept_bytes": module.kept_bytes} for module in self.modules
+            ],
             "notes": list(self.notes),
         }
 
@@ -268,27 +294,18 @@ def _text(num_bytes: int | None) -> str:
 
 
 def phase_of_span(covers: Sequence[Phase], *, is_backward: bool) -> Phase | None:
-    """Which pass a stretch of a window belongs to; None outside of both.
-
-    Args:
-        covers: The phases that the window covers.
-        is_backward: Whether autograd ran in it.
-    """
+    """Which pass a stretch of a window belongs to; None outside of both."""
     if Phase.BACKWARD in covers and (is_backward or Phase.FORWARD not in covers):
         return Phase.BACKWARD
     return Phase.FORWARD if Phase.FORWARD in covers else None
 
 
 def modules_of(
-    windows: Iterable[Sequence[Span]], infos: Sequence[ModuleInfo], saved_bytes: Mapping[str, int] | None = None
+    windows: Iterable[Sequence[Span]],
+    infos: Sequence[ModuleInfo],
+    saved_bytes: Mapping[str, int] | None = None,
 ) -> tuple[ModuleMemory, ...]:
-    """Add up what happened while each module ran, or a module inside it.
-
-    Args:
-        windows: The spans of each window of a step, in order.
-        infos: The model's modules, the root first.
-        saved_bytes: What the operators of each module have allocated that stands when the forward pass ends; None if unknown.
-    """
+    """Add up what happened while each module ran, or a module inside it."""
     runs: dict[tuple[str, Phase], list[list[Span]]] = {}
     owners: dict[tuple[str, ...], frozenset[str]] = {}
     for window in windows:
@@ -313,7 +330,9 @@ def modules_of(
             parameter_bytes=sum(one.parameter_bytes for one in inside[info.name]),
             forward=_window(runs.get((info.name, Phase.FORWARD))),
             backward=_window(runs.get((info.name, Phase.BACKWARD))),
-            saved_bytes=None if saved_bytes is None else sum(saved_bytes.get(one.name, 0) for one in inside[info.name]),
+            saved_bytes=None
+            if saved_bytes is None
+            else sum(saved_bytes.get(one.name, 0) for one in inside[info.name]),
         )
         for info in infos
     )
@@ -330,7 +349,12 @@ def _window(runs: Sequence[Sequence[Span]] | None) -> ModuleWindow | None:
     if not runs:
         return None
     spans = [span for run in runs for span in run]
-    changes = (None if span.start_bytes is None or span.end_bytes is None else span.end_bytes - span.start_bytes for span in spans)
+    changes = (
+        None
+        if span.start_bytes is None or span.end_bytes is None
+        else span.end_bytes - span.start_bytes
+        for span in spans
+    )
     return ModuleWindow(
         num_runs=len(runs),
         start_allocated_bytes=spans[0].start_bytes,

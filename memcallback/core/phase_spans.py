@@ -8,7 +8,8 @@ from typing import Protocol
 
 from memcallback.core.types import Phase
 
-#: The phases that a window covers, in order, and the numbers of the boundaries at which it begins and ends.
+#: The phases that a window covers, in order, and the numbers of the boundaries at which it begins
+#: and ends.
 PhaseWindow = tuple[tuple[Phase, ...], int, int]
 
 
@@ -17,7 +18,9 @@ class Phases(Protocol):
 
     @property
     def current_phase(self) -> Phase | None:
-        """The phase that is open and did begin; None between phases, and in one that is provisional."""
+        """The phase that is open and did begin; None between phases, and in one that is
+        provisional.
+        """
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
         """Begin a phase, ending the one that is open at the same boundary."""
@@ -51,34 +54,38 @@ class PhaseWindows:
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
         """Begin a phase, ending the one that is open at the same boundary.
 
-        An optimizer step right after a backward pass begins with the boundary that ended it: nothing happens between
-        them that a person would look for, and a step stays at five readings.
-
-        Args:
-            phase: The phase.
-            is_provisional: It begins at the last boundary, and did not happen if the step ends or another provisional
-                phase or an optimizer step begins without a boundary in between.
+        An optimizer step right after a backward pass begins with the boundary that ended it:
+        nothing happens between them that a person would look for, and a step stays at five
+        readings.
         """
-        if self._phase is not None and self._is_provisional and (is_provisional or phase is Phase.OPTIMIZER_STEP):
+        if (
+            self._phase is not None
+            and self._is_provisional
+            and (is_provisional or phase is Phase.OPTIMIZER_STEP)
+        ):
             self._phase = None
         if self._phase is not None:
             self.close_phase()
         elif not (is_provisional or (phase is Phase.OPTIMIZER_STEP and self._is_after_backward)):
             self._boundary()
-        self._phase, self._start, self._is_provisional = phase, self._num_boundaries - 1, is_provisional
+        self._phase, self._start, self._is_provisional = (
+            phase,
+            self._num_boundaries - 1,
+            is_provisional,
+        )
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
-        """End the open phase, if there is one.
-
-        Args:
-            covers: All the phases that were in this window, where nothing marked the boundary between them.
-        """
+        """End the open phase, if there is one."""
         if self._phase is None:
             return
         self._boundary()
         covers = covers or (self._phase,)
         self.windows.append((covers, self._start, self._num_boundaries - 1))
-        self._phase, self._is_provisional, self._is_after_backward = None, False, Phase.BACKWARD in covers
+        self._phase, self._is_provisional, self._is_after_backward = (
+            None,
+            False,
+            Phase.BACKWARD in covers,
+        )
 
     def end_step(self) -> None:
         """The step is over: so is the open phase, unless it is provisional, and did not happen."""
@@ -92,7 +99,9 @@ class PhaseWindows:
 
 
 def phase_of(covers: tuple[Phase, ...]) -> Phase:
-    """The phase for which a window is named: of a forward and backward pass in one the backward pass, which usually has the peak."""
+    """The phase for which a window is named: of a forward and backward pass in one the backward
+    pass, which usually has the peak.
+    """
     return max(covers, key=list(Phase).index)
 
 
@@ -123,7 +132,8 @@ def begin_update(phases: Phases, *, by_hand: bool) -> None:
     if phases.current_phase is Phase.OPTIMIZER_STEP:
         return
     if phases.current_phase is Phase.FORWARD:
-        # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no backward pass.
+        # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no
+        # backward pass.
         phases.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if by_hand else ())
     phases.open_phase(Phase.OPTIMIZER_STEP)
 

@@ -30,19 +30,33 @@ class Category(Enum):
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
 
-    #: Each is one object; what `Enum` has is a function in Python, which a replay would call for every event.
+    #: Each is one object; what `Enum` has is a function in Python, which a replay would call for
+    #: every event.
     __hash__ = object.__hash__
 
     @property
     def label(self) -> str:
         """The category as a person reads it, such as `parameters` or `optimizer state`."""
-        countable = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.ACTIVATION, Category.WORKSPACE)
+        countable = (
+            Category.PARAMETER,
+            Category.BUFFER,
+            Category.GRADIENT,
+            Category.ACTIVATION,
+            Category.WORKSPACE,
+        )
         return self.value.replace("_", " ") + ("s" if self in countable else "")
 
 
-#: What a running training can be asked for: the storages that its model, its optimizers and its batch hold. What is
-#: allocated beyond them (activations, temporaries, workspaces) is known only as the rest.
-HELD_CATEGORIES = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.INPUT)
+#: What a running training can be asked for: the storages that its model, its optimizers and its
+#: batch hold. What is allocated beyond them (activations, temporaries, workspaces) is known only as
+#: the rest.
+PERSISTENT_CATEGORIES = (
+    Category.PARAMETER,
+    Category.BUFFER,
+    Category.GRADIENT,
+    Category.OPTIMIZER_STATE,
+    Category.INPUT,
+)
 
 
 class Kind(Enum):

@@ -26,10 +26,12 @@ _SIZE = re.compile(r"\s*(-?)\s*(\d+(?:[_,]\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes as PyTorch's out-of-memory message does, so that the two can be compared by eye.
+    """Write a number of bytes as PyTorch's out-of-memory message does, so that the two can be
+    compared by eye.
 
-    The steps between units are those of `format_size` in PyTorch's c10/cuda/CUDACachingAllocator.cpp: a unit is used
-    above, not at, its first multiple, so 2**30 bytes are `1024.00 MiB`.
+    The steps between units are those of `format_size` in PyTorch's
+    c10/cuda/CUDACachingAllocator.cpp: a unit is used above, not at, its first multiple, so 2**30
+    bytes are `1024.00 MiB`.
 
     Args:
         num_bytes: Any integer; a negative one, such as a difference, gets a minus sign.
@@ -73,7 +75,9 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[3].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as '24GiB'.")
+        raise ValueError(
+            f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as '24GiB'."
+        )
     if match[1]:
         raise ValueError(_negative(text))
     number = match[2].replace(",", "").replace("_", "")
@@ -86,7 +90,9 @@ def _whole(value: object) -> int:
             return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         pass
-    raise TypeError(f"A size must be text or a whole number of bytes, got {value!r}. Give a size with its unit, such as '24GiB'.")
+    raise TypeError(
+        f"A size must be text or a whole number of bytes, got {value!r}. Give a size with its unit, such as '24GiB'."
+    )
 
 
 def _negative(given: str | int) -> str:
@@ -94,18 +100,7 @@ def _negative(given: str | int) -> str:
 
 
 def round_up(num_bytes: int, multiple_bytes: int) -> int:
-    """Round up to a multiple.
-
-    Args:
-        num_bytes: At least 0.
-        multiple_bytes: At least 1.
-
-    Returns:
-        The smallest multiple of `multiple_bytes` that is not below `num_bytes`.
-
-    Raises:
-        ValueError: If `multiple_bytes` is below 1.
-    """
+    """Round up to a multiple."""
     if multiple_bytes < 1:
         raise ValueError(f"multiple_bytes must be at least 1, got {multiple_bytes}.")
     return -(-num_bytes // multiple_bytes) * multiple_bytes

@@ -6,19 +6,8 @@ import operator
 from numbers import Real
 
 
-def whole_number(name: str, value: object, way_out: str, *, least: int = 1) -> int:
-    """A whole number, which may be NumPy's.
-
-    Args:
-        name: What it is called where it was given.
-        value: What was given.
-        way_out: What to give, a sentence or more.
-        least: The smallest that will do.
-
-    Raises:
-        TypeError: If it is no whole number; True and False are none.
-        ValueError: If it is below `least`.
-    """
+def whole_number(name: str, value: object, hint: str, *, least: int = 1) -> int:
+    """A whole number, which may be NumPy's."""
     # NumPy and PyTorch have a True of their own, which some of their versions let pass for 1.
     is_true_or_false = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
@@ -26,47 +15,27 @@ def whole_number(name: str, value: object, way_out: str, *, least: int = 1) -> i
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} must be a whole number, got {value!r}. {way_out}")
+        raise TypeError(f"{name} must be a whole number, got {value!r}. {hint}")
     if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}. {way_out}")
+        raise ValueError(f"{name} must be at least {least}, got {number}. {hint}")
     return number
 
 
-def above_0(name: str, value: object, way_out: str) -> None:
-    """See that a number is above 0.
-
-    Args:
-        name: As for `whole_number`.
-        value: As for `whole_number`.
-        way_out: As for `whole_number`.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is not above 0.
-    """
-    if not _number(name, value, way_out) > 0:
-        raise ValueError(f"{name} must be above 0, got {value}. {way_out}")
+def above_0(name: str, value: object, hint: str) -> None:
+    """See that a number is above 0."""
+    if not _number(name, value, hint) > 0:
+        raise ValueError(f"{name} must be above 0, got {value}. {hint}")
 
 
-def share(name: str, value: object, way_out: str) -> None:
-    """See that a number is at least 0 and below 1.
-
-    Args:
-        name: As for `whole_number`.
-        value: As for `whole_number`.
-        way_out: As for `whole_number`.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is out of range.
-    """
-    if not 0 <= _number(name, value, way_out) < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}. {way_out}")
+def share(name: str, value: object, hint: str) -> None:
+    """See that a number is at least 0 and below 1."""
+    if not 0 <= _number(name, value, hint) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}. {hint}")
 
 
-def _number(name: str, value: object, way_out: str) -> float:
+def _number(name: str, value: object, hint: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}. {way_out}")
+        raise TypeError(f"{name} must be a number, got {value!r}. {hint}")
     return float(value)
 
 

@@ -1,8 +1,9 @@
 """Look up the allocation rule of an operator; make it replayable at another batch size.
 
-A trace on fake tensors sees an operator's arguments and outputs. What its CUDA kernel takes besides, and in which order it
-makes its outputs, was measured operator by operator on the CUDA build of PyTorch 2.11 and follows the source files that the rules
-name; `tests/recorded/kernels` has the measurements. Scratch of CUB (sort, scan, unique) is approximate.
+A trace on fake tensors sees an operator's arguments and outputs. What its CUDA kernel takes
+besides, and in which order it makes its outputs, was measured operator by operator on the CUDA
+build of PyTorch 2.11 and follows the source files that the rules name; `tests/recorded/kernels` has
+the measurements. Scratch of CUB (sort, scan, unique) is approximate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from memcallback.cuda.kernels.call import Call, Rule
 from memcallback.cuda.outputs import CORRECTIONS, Correction
 from memcallback.devices.catalogue import DeviceSpec
 
-#: What cuBLASLt keeps for each handle and stream: measured on the CUDA build of PyTorch 2.11 for compute capability 7.5, 8.0 and 9.0.
+#: What cuBLASLt keeps for each handle and stream: measured on the CUDA build of PyTorch 2.11 for
+#: compute capability 7.5, 8.0 and 9.0.
 CUBLASLT_WORKSPACE_BYTES = 1 << 20
 _RULES: dict[str, Rule] = {
     **cuda_kernels_attention.RULES,
@@ -50,18 +52,7 @@ def kernel(
     outputs: Sequence[torch.Tensor],
     device: DeviceSpec,
 ) -> Kernel | None:
-    """What an operator does with the allocator on a CUDA device.
-
-    Args:
-        op: The operator, as a dispatch mode below autograd sees it.
-        args: Its arguments; tensors may be fakes, on any device.
-        kwargs: Its named arguments.
-        outputs: The tensors that it returns, in order, corrected by `corrected_outputs`.
-        device: The card.
-
-    Returns:
-        Its takes, gives and makes; None if it makes its outputs in order and takes nothing. A take may be of 0 bytes.
-    """
+    """What an operator does with the allocator on a CUDA device."""
     name, rule, _ = _known.get(op) or _look_up(op)
     return None if rule is None else rule(Call(name, _in_order(op, args, kwargs), outputs, device))
 
@@ -71,18 +62,10 @@ def has_rule(op: torch._ops.OpOverload) -> bool:
     return (_known.get(op) or _look_up(op))[1] is not None
 
 
-def corrected_outputs(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Any:
-    """What an operator returns on CUDA, where a CPU's fake kernel returns something else.
-
-    Args:
-        op: The operator.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        outputs: What the fake kernel returned: a tensor, or a tuple of tensors and None.
-
-    Returns:
-        The same structure with the dtypes, shapes, strides and storage sizes of CUDA; None where `outputs` are right.
-    """
+def corrected_outputs(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+) -> Any:
+    """What an operator returns on CUDA, where a CPU's fake kernel returns something else."""
     correction = (_known.get(op) or _look_up(op))[2]
     return None if correction is None else correction(_in_order(op, args, kwargs), outputs)
 
@@ -90,34 +73,40 @@ def corrected_outputs(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
 def _look_up(op: torch._ops.OpOverload) -> tuple[str, Rule | None, Correction | None]:
     namespace, _, name = op._schema.name.partition("::")
     ours = namespace == "aten"
-    found = _known[op] = (name, _RULES.get(name) if ours else None, CORRECTIONS.get(name) if ours else None)
+    found = _known[op] = (
+        name,
+        _RULES.get(name) if ours else None,
+        CORRECTIONS.get(name) if ours else None,
+    )
     return found
 
 
-def _in_order(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _in_order(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
     """The arguments in the order of the schema, defaults filled in."""
     ordered = list(args)
-    ordered.extend(kwargs.get(argument.name, argument.default_value) for argument in op._schema.arguments[len(ordered) :])
+    ordered.extend(
+        kwargs.get(argument.name, argument.default_value)
+        for argument in op._schema.arguments[len(ordered) :]
+    )
     return ordered
 
 
 _aten = torch.ops.aten
-CONVOLUTIONS = frozenset({_aten.convolution.default, _aten._convolution.default, _aten.convolution_backward.default})
+CONVOLUTIONS = frozenset(
+    {_aten.convolution.default, _aten._convolution.default, _aten.convolution_backward.default}
+)
 
 
-def kernel_rule(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Any], device: DeviceSpec) -> KernelRule | None:
-    """What a CUDA operator does with the allocator, as a rule.
-
-    Args:
-        op: The operator, as a dispatch mode below autograd sees it.
-        args: Its arguments; of tensors shapes, strides and dtypes are kept.
-        kwargs: Its named arguments.
-        outputs: What it returns, in order.
-        device: The card.
-
-    Returns:
-        The rule; None for an operator that makes its outputs in order and takes nothing at any size.
-    """
+def kernel_rule(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[Any],
+    device: DeviceSpec,
+) -> KernelRule | None:
+    """What a CUDA operator does with the allocator, as a rule."""
     if op not in CONVOLUTIONS and not has_rule(op):
         return None
     numbers: list[int] = []
@@ -155,7 +144,9 @@ def _unpack(packed: Any, numbers: Iterator[int]) -> Any:
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if kind == "sparse":
         indices, values, shape = _unpack(rest[0], numbers)
-        return torch.sparse_coo_tensor(indices, values, shape, device="meta", check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, device="meta", check_invariants=False
+        )
     if kind == "number":
         return next(numbers)
     if kind == "sequence":

@@ -28,7 +28,8 @@ class DeviceSpec:
         clock_khz: Of the multiprocessors.
         memory_clock_khz: Of the memory.
         context_bytes: What the CUDA context takes outside the allocator.
-        communication_bytes: What the communication library takes outside the allocator, 0 where there is no other rank.
+        communication_bytes: What the communication library takes outside the allocator, 0 where
+            there is no other rank.
         caveats: What was assumed of it, one sentence each.
     """
 
@@ -49,17 +50,23 @@ class DeviceSpec:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What each cuBLAS handle keeps: `getChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11 to 2.13."""
+        """What each cuBLAS handle keeps: `getChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp
+        of PyTorch 2.11 to 2.13.
+        """
         return 32 * MiB if self.compute_capability[0] in (9, 10, 12) else 8_519_680
 
     @property
     def allocator_capacity_bytes(self) -> int:
-        """What is left for the caching allocator: the capacity less what is outside of it, at least 0."""
+        """What is left for the caching allocator: the capacity less what is outside of it, at least
+        0.
+        """
         return max(0, self.capacity_bytes - self.outside_bytes)
 
     @property
     def outside_bytes(self) -> int:
-        """What this process takes outside the caching allocator: the context, and the communication library."""
+        """What this process takes outside the caching allocator: the context, and the communication
+        library.
+        """
         return self.context_bytes + self.communication_bytes
 
 
@@ -96,19 +103,23 @@ class HostSpec:
         return self.capacity_bytes
 
 
-#: What NCCL takes of each card for one communicator: seen were 544 and 688 MiB among two and four A100 (github.com/NVIDIA/nccl/issues/964)
-#: and 1.6 GB (issues/864). It depends on the number of channels, and so on the links between the cards.
+#: What NCCL takes of each card for one communicator: seen were 544 and 688 MiB among two and four
+#: A100 (github.com/NVIDIA/nccl/issues/964) and 1.6 GB (issues/864). It depends on the number of
+#: channels, and so on the links between the cards.
 NCCL_BYTES = (544 * MiB, 1_600_000_000)
 #: What a step can be predicted for.
 Device = DeviceSpec | HostSpec
-#: What a CUDA context with PyTorch's kernels takes: assumed. It differs between cards and drivers and grows with the kernels that are loaded
-#: (CUDA C++ Programming Guide, "Lazy Loading"). Seen were 254 MiB after one tensor and 616 MiB with all kernels (287,047,680 and 666,632,192
-#: bytes less the tensor's segment of 20 MiB, PyTorch 1.13: github.com/pytorch/pytorch/pull/86509) and 426 MiB before any (PyTorch 2.10, RTX
-#: 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053). benchmarks/device_facts.py measures it.
+#: What a CUDA context with PyTorch's kernels takes: assumed. It differs between cards and drivers
+#: and grows with the kernels that are loaded (CUDA C++ Programming Guide, "Lazy Loading"). Seen
+#: were 254 MiB after one tensor and 616 MiB with all kernels (287,047,680 and 666,632,192 bytes
+#: less the tensor's segment of 20 MiB, PyTorch 1.13: github.com/pytorch/pytorch/pull/86509) and 426
+#: MiB before any (PyTorch 2.10, RTX 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053).
+#: benchmarks/device_facts.py measures it.
 CONTEXT_BYTES = 512 * MiB
-#: Compute capability -> bytes of shared memory per block with opting in, threads and blocks per multiprocessor. Source: CUDA C++
-#: Programming Guide, "Technical Specifications per Compute Capability" ("Maximum amount of shared memory per thread block", "Maximum
-#: number of resident threads per SM", "Maximum number of resident blocks per SM").
+#: Compute capability -> bytes of shared memory per block with opting in, threads and blocks per
+#: multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute
+#: Capability" ("Maximum amount of shared memory per thread block", "Maximum number of resident
+#: threads per SM", "Maximum number of resident blocks per SM").
 _ARCHITECTURES = {
     (7, 0): (96 << 10, 2048, 32),
     (7, 5): (64 << 10, 1024, 16),
@@ -119,7 +130,8 @@ _ARCHITECTURES = {
     (10, 0): (227 << 10, 2048, 32),
     (12, 0): (99 << 10, 1536, 24),
 }
-#: Of a block that does not opt in for more, on every card since Fermi. Source: the same guide, "Shared Memory".
+#: Of a block that does not opt in for more, on every card since Fermi. Source: the same guide,
+#: "Shared Memory".
 _SHARED_MEMORY_PER_BLOCK_BYTES = 48 << 10
 #: What may be asked for -> the cards of that kind, the one that it alone stands for first.
 #:
@@ -170,11 +182,21 @@ _CARDS: dict[str, tuple[tuple[str, tuple[int, int], int, int, int, int, int], ..
     "RTX 5090": (("NVIDIA GeForce RTX 5090", (12, 0), 170, 32_607, 98_304, 2407, 14_001),),
     "RTX A5000": (("NVIDIA RTX A5000", (8, 6), 64, 24_564, 6_144, 1695, 8001),),
     "RTX A6000": (("NVIDIA RTX A6000", (8, 6), 84, 49_140, 6_144, 1800, 8001),),
-    "RTX 6000 Ada": (("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 49_140, 98_304, 2505, 10_001),),
+    "RTX 6000 Ada": (
+        ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 49_140, 98_304, 2505, 10_001),
+    ),
 }
 
 
-def _spec(name: str, capability: tuple[int, int], num_sms: int, memory_mib: int, l2_kib: int, mhz: int, memory_mhz: int) -> DeviceSpec:
+def _spec(
+    name: str,
+    capability: tuple[int, int],
+    num_sms: int,
+    memory_mib: int,
+    l2_kib: int,
+    mhz: int,
+    memory_mhz: int,
+) -> DeviceSpec:
     optin_bytes, num_threads, num_blocks = _ARCHITECTURES[capability]
     return DeviceSpec(
         name=name,
@@ -212,19 +234,6 @@ def is_cuda_here(device: object) -> bool:
 def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -> Device:
     """The device that a person means.
 
-    Args:
-        device: A name from the catalogue, in full or in short (`A100`, `a100-80gb`, `rtx4090`), upper and lower case alike; a size such
-            as `24GiB` or in bytes, from 1 MiB on, for any card of that size; `cpu`; or a device, which is returned.
-        like: The card whose architecture one has of which only the size is known.
-
-    Returns:
-        The device. Its `caveats` say what was assumed: of a size the architecture, of a short name which of several cards was taken.
-
-    Raises:
-        ValueError: If the text is neither the name of a device nor a size, or names a device of this machine (`cuda`), which is not asked
-            here.
-        TypeError: If it is neither text nor a whole number nor a device.
-
     Examples:
         >>> find_device("a100-40gb").name
         'NVIDIA A100-SXM4-40GB'
@@ -245,7 +254,9 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     if size_bytes is not None and size_bytes >= MiB:
         return _of_size(size_bytes, like or _ANY)
     asked = set(_words(device))
-    found = [spec for spec in CATALOGUE if asked == set(_words(spec.name))] or [spec for spec in CATALOGUE if _matches(asked, spec)]
+    found = [spec for spec in CATALOGUE if asked == set(_words(spec.name))] or [
+        spec for spec in CATALOGUE if _matches(asked, spec)
+    ]
     if not found and size_bytes is not None:
         _large_enough(device, size_bytes)
     if len([kind for kind, specs in _KINDS.items() if any(spec in found for spec in specs)]) != 1:
@@ -253,7 +264,9 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     if len(found) == 1:
         return found[0]
     others = " or ".join(spec.name for spec in found[1:])
-    return replace(found[0], caveats=(f"{device!r} was taken for {found[0].name}; it may also mean {others}.",))
+    return replace(
+        found[0], caveats=(f"{device!r} was taken for {found[0].name}; it may also mean {others}.",)
+    )
 
 
 def _num_bytes(device: object) -> int:
@@ -269,7 +282,9 @@ def _num_bytes(device: object) -> int:
 
 
 def _size(text: str) -> int | None:
-    """The bytes in a text that is a size, or the number of a model, such as 4090; None if it is neither."""
+    """The bytes in a text that is a size, or the number of a model, such as 4090; None if it is
+    neither.
+    """
     try:
         return parse_bytes(text)
     except ValueError:
@@ -293,7 +308,12 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
         f"Only the size of the card is known, {format_bytes(capacity_bytes)}: its architecture was taken to be that of {like.name} "
         f"(compute capability {major}.{minor}), which decides workspaces and kernels. Name the card for its own."
     )
-    return replace(like, name=f"a card of {format_bytes(capacity_bytes)}", capacity_bytes=capacity_bytes, caveats=(text,))
+    return replace(
+        like,
+        name=f"a card of {format_bytes(capacity_bytes)}",
+        capacity_bytes=capacity_bytes,
+        caveats=(text,),
+    )
 
 
 #: Words that do not tell one card from another: makers' and series' names.
@@ -306,20 +326,26 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in re.findall(r"[a-z0-9]+", words) if word not in _MAKERS)
 
 
-#: Words that a person may use for another one: the driver's name of the H100 for SXM sockets is without that word.
+#: Words that a person may use for another one: the driver's name of the H100 for SXM sockets is
+#: without that word.
 _ALIASES = {"sxm2": "sxm", "sxm4": "sxm", "hbm3": "sxm"}
 
 
 def _matches(asked: set[str], spec: DeviceSpec) -> bool:
     """Whether every word asked for is in the card's name; `80` is for `80gb`, `sxm` for `sxm4`."""
     words = _words(spec.name)
-    return bool(asked) and all(any(word in (own, own.removesuffix("gb"), _ALIASES.get(own)) for own in words) for word in asked)
+    return bool(asked) and all(
+        any(word in (own, own.removesuffix("gb"), _ALIASES.get(own)) for own in words)
+        for word in asked
+    )
 
 
 def _unknown(text: str, similar: list[str]) -> str:
     if not similar or len(similar) > 8:
         by_words = {" ".join(_words(name)): name for name in (spec.name for spec in CATALOGUE)}
         nearest = difflib.get_close_matches(" ".join(_words(text)), list(by_words), n=3, cutoff=0.4)
-        similar = [by_words[words] for words in nearest] or [specs[0].name for specs in _KINDS.values()][:6]
+        similar = [by_words[words] for words in nearest] or [
+            specs[0].name for specs in _KINDS.values()
+        ][:6]
         return f"{text!r} is no card that is known. Near it are {', '.join(similar)}; or give the size of its memory, such as '24GiB'."
     return f"{text!r} may mean {', '.join(similar)}. Give more of the name, or the size of its memory, such as '24GiB'."

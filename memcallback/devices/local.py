@@ -10,21 +10,11 @@ import torch
 
 from memcallback.core.errors import PredictionError
 from memcallback.devices.catalogue import CATALOGUE, Device, DeviceSpec, find_device, is_cuda_here
-from memcallback.devices.memory import device_memory, limit_bytes, plannable_bytes
+from memcallback.devices.memory import device_memory, limit_bytes, usable_bytes
 
 
 def any_device(device: str | int | torch.device | Device | None) -> Device:
-    """The device that a person means, be it of this machine or not.
-
-    Args:
-        device: What `find_device` takes; or a device of this machine as PyTorch has it, such as `torch.device("cuda")` or `cuda:1`; None
-            for the current CUDA device.
-
-    Raises:
-        ValueError: As `find_device`; or if the device is one of this machine and is not there.
-        TypeError: As `find_device`.
-        PredictionError: If it is of a kind for which nothing is predicted.
-    """
+    """The device that a person means, be it of this machine or not."""
     if is_cuda_here(device):
         device = torch.device(str(device).strip().lower())
     if device is None or (isinstance(device, torch.device) and device.type != "cpu"):
@@ -32,16 +22,8 @@ def any_device(device: str | int | torch.device | Device | None) -> Device:
     return find_device("cpu" if isinstance(device, torch.device) else device)
 
 
-def planned_device(device: str | int | torch.device | Device) -> Device:
-    """The device that a person plans for.
-
-    Args:
-        device: As for `any_device`.
-
-    Raises:
-        ValueError: As `any_device`; or if it does not say how much memory it has.
-        TypeError: As `any_device`.
-    """
+def target_device(device: str | int | torch.device | Device) -> Device:
+    """The device that a person plans for."""
     spec = any_device(device)
     if spec.capacity_bytes is None:
         raise ValueError(
@@ -52,7 +34,9 @@ def planned_device(device: str | int | torch.device | Device) -> Device:
 
 
 def torch_device(device: object) -> torch.device | None:
-    """The CUDA device of this machine that `any_device` takes something for; None if it takes it for another one."""
+    """The CUDA device of this machine that `any_device` takes something for; None if it takes it
+    for another one.
+    """
     if device is None:
         return torch.device("cuda")
     if is_cuda_here(device):
@@ -61,34 +45,24 @@ def torch_device(device: object) -> torch.device | None:
 
 
 def outside_bytes(device: object, spec: Device) -> int | None:
-    """What is used of a device of this machine, or is about to be, by others than this process's allocator.
-
-    Args:
-        device: What `any_device` took.
-        spec: What it gave.
-
-    Returns:
-        The bytes; None for a device that is not of this machine, and for a CPU.
+    """What is used of a device of this machine, or is about to be, by others than this process's
+    allocator.
     """
     here = torch_device(device)
     if here is None:
         return None
     memory = device_memory(here)
-    return max(memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + spec.outside_bytes)
+    return max(
+        memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + spec.outside_bytes
+    )
 
 
 def device_here(device: torch.device | None = None) -> DeviceSpec:
-    """A CUDA device of this machine: its own capacity, with the catalogue's other figures where its name is known.
+    """A CUDA device of this machine: its own capacity, with the catalogue's other figures where its
+    name is known.
 
-    Where the program has bounded its allocator (`torch.cuda.set_per_process_memory_fraction`), the capacity is that and what is used of the device
-    outside of the allocator at this moment.
-
-    Args:
-        device: The device; by default the current CUDA device.
-
-    Raises:
-        ValueError: If there is no such CUDA device.
-        PredictionError: If the device is of another kind.
+    Where the program has bounded its allocator (`torch.cuda.set_per_process_memory_fraction`), the
+    capacity is that and what is used of the device outside of the allocator at this moment.
     """
     if (device is None or device.type == "cuda") and not torch.cuda.is_available():
         missing = "device is missing, and there is no CUDA device here to predict for."
@@ -104,11 +78,13 @@ def device_here(device: torch.device | None = None) -> DeviceSpec:
         )
     if device.index is not None and device.index >= (num_devices := torch.cuda.device_count()):
         known = "'cuda:0'" if num_devices == 1 else f"'cuda:0' to 'cuda:{num_devices - 1}'"
-        raise ValueError(f"{str(device)!r} is not here: this machine's CUDA devices are {known}. Give one of these, or name a card.")
+        raise ValueError(
+            f"{str(device)!r} is not here: this machine's CUDA devices are {known}. Give one of these, or name a card."
+        )
     spec = _spec(torch.cuda.get_device_properties(device))
     if limit_bytes(device) is None:
         return spec
-    capacity_bytes = plannable_bytes(device, spec.capacity_bytes, outside_bytes(device, spec) or 0)
+    capacity_bytes = usable_bytes(device, spec.capacity_bytes, outside_bytes(device, spec) or 0)
     assert capacity_bytes is not None
     return replace(spec, capacity_bytes=capacity_bytes)
 
@@ -130,15 +106,25 @@ def _spec(properties: Any) -> DeviceSpec:
         shared_memory_per_block_optin_bytes=properties.shared_memory_per_block_optin,
         max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         l2_cache_bytes=properties.L2_cache_size,
-        caveats=(f"{properties.name} is not in the catalogue: its clocks and resident blocks were taken to be those of {like.name}.",),
+        caveats=(
+            f"{properties.name} is not in the catalogue: its clocks and resident blocks were taken to be those of {like.name}.",
+        ),
     )
 
 
 def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of the first parameter that has one; without parameters the current accelerator, else the CPU."""
+    """The device of the first parameter that has one; without parameters the current accelerator,
+    else the CPU.
+    """
     for module in modules:
         for parameter in module.parameters():
             if parameter.device.type != "meta":
                 return parameter.device
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else torch.device("cpu")
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return (
+        torch.device(accelerator.type, torch.accelerator.current_device_index())
+        if accelerator
+        else torch.device("cpu")
+    )

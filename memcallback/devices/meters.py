@@ -1,7 +1,7 @@
 """Meters that read allocator statistics at phase boundaries: AllocatorMeter, CpuMeter.
 
-PyTorch keeps no counters for CPU memory. Its profiler reports every allocation and release, which costs too much for
-every step, so only sampled ones are read.
+PyTorch keeps no counters for CPU memory. Its profiler reports every allocation and release, which
+costs too much for every step, so only sampled ones are read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ _BOUNDARY = "memcallback::boundary"
 
 
 class CpuMeter:
-    """Bytes alive in storages at each boundary of a sampled step, the largest between them, and the resident size.
+    """Bytes alive in storages at each boundary of a sampled step, the largest between them, and the
+    resident size.
 
-    What the training holds when the step begins is counted from its model, optimizers and batch; what the step itself
-    allocates and releases comes from the profiler's events. Other tensors that are older than the step do not count.
-    Where the profiler is in use by somebody else, prepared for it, or nothing is known of the training, only the resident size is read.
-
-    Args:
-        reset_peaks: Reset the kernel's record of the process's largest resident size (VmHWM) at each boundary. With
-            False a phase's largest resident size is unknown.
-        use_profiler: Whether to read allocations; else only the resident size is read.
+    What the training holds when the step begins is counted from its model, optimizers and batch;
+    what the step itself allocates and releases comes from the profiler's events. Other tensors that
+    are older than the step do not count. Where the profiler is in use by somebody else, prepared
+    for it, or nothing is known of the training, only the resident size is read.
     """
 
     source = "CPU allocation events"
@@ -94,7 +91,9 @@ class CpuMeter:
                 peak_resident_bytes=peak_resident,
                 by_category=held.by_category if held else None,
             )
-            for (held, resident, peak_resident), (allocated, peak) in zip(self._readings, counted, strict=True)
+            for (held, resident, peak_resident), (allocated, peak) in zip(
+                self._readings, counted, strict=True
+            )
         )
 
 
@@ -111,13 +110,16 @@ def _is_profiling() -> bool:
 
 
 def _is_somebody_else_profiling() -> bool:
-    """Whether there is a profile that has begun or is about to: one that a schedule has prepared shows in its object alone.
+    """Whether there is a profile that has begun or is about to: one that a schedule has prepared
+    shows in its object alone.
 
-    A second profile beside a prepared one ends in a crash of PyTorch 2.13. The search goes through all objects of the process.
+    A second profile beside a prepared one ends in a crash of PyTorch 2.13. The search goes through
+    all objects of the process.
     """
     scheduled, single = torch.profiler.profile, torch.autograd.profiler.profile
     for found in gc.get_referrers(scheduled, single):
-        # One with a schedule may begin again at any step; one without has results once it has ended.
+        # One with a schedule may begin again at any step; one without has results once it has
+        # ended.
         if isinstance(found, scheduled) and found.record_steps:
             return True
         if isinstance(found, single) and found.kineto_results is None:
@@ -127,7 +129,8 @@ def _is_somebody_else_profiling() -> bool:
 
 def _start_profiler() -> torch.autograd.profiler.profile:
     profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-    # PyTorch 2.13 prints two lines to stderr for each profile unless this is set when its profiler is first used.
+    # PyTorch 2.13 prints two lines to stderr for each profile unless this is set when its profiler
+    # is first used.
     is_unset = "KINETO_LOG_LEVEL" not in os.environ
     if is_unset:
         os.environ["KINETO_LOG_LEVEL"] = "6"
@@ -140,7 +143,9 @@ def _start_profiler() -> torch.autograd.profiler.profile:
 
 
 def _stop_profiler(profiler: torch.autograd.profiler.profile | None) -> list[Any]:
-    """The profile's events in the order of time; none if there is no profiler or somebody else has ended it."""
+    """The profile's events in the order of time; none if there is no profiler or somebody else has
+    ended it.
+    """
     if profiler is None or not _is_profiling():
         return []
     profiler.__exit__(None, None, None)
@@ -169,18 +174,22 @@ def _sections(events: Iterable[Any]) -> Iterator[list[_Allocation]]:
             section = []
 
 
-def _alive(first: Holdings, held: list[Holdings | None], sections: list[list[_Allocation]]) -> Iterator[tuple[int, int]]:
+def _alive(
+    first: Holdings, held: list[Holdings | None], sections: list[list[_Allocation]]
+) -> Iterator[tuple[int, int]]:
     """Bytes alive at each reading, and the most since the reading before it.
 
-    PyTorch reports the release of a storage only if its allocation was profiled too. So a storage that was held when the
-    step began counts until its release is reported, its address is given to another one, or a boundary sees it held no longer.
+    PyTorch reports the release of a storage only if its allocation was profiled too. So a storage
+    that was held when the step began counts until its release is reported, its address is given to
+    another one, or a boundary sees it held no longer.
     """
     older = dict(first.storages)
     younger: dict[int, int] = {}
     alive = sum(older.values())
     for position, (now, section) in enumerate(zip(held, sections, strict=True)):
         if position == 0:
-            # Whatever the profiler saw before the first boundary belongs to no phase, and is in `older` if it is held.
+            # Whatever the profiler saw before the first boundary belongs to no phase, and is in
+            # `older` if it is held.
             yield alive, alive
             continue
         peak = alive
@@ -205,7 +214,8 @@ class Meter(Protocol):
         source: What gives the figures, such as `CUDA caching allocator`.
         device: The device that is read.
         device_name: Its name.
-        reads_every_step: Whether a step costs so little that every one is read; else only sampled ones are.
+        reads_every_step: Whether a step costs so little that every one is read; else only sampled
+            ones are.
     """
 
     source: str
@@ -217,14 +227,12 @@ class Meter(Protocol):
         """A step begins."""
 
     def read(self, held: Holdings | None) -> None:
-        """A boundary: note the figures of this moment and the peaks since the previous boundary.
-
-        Args:
-            held: What the training holds at this moment, on steps where that was counted.
-        """
+        """A boundary: note the figures of this moment and the peaks since the previous boundary."""
 
     def mark(self) -> None:
-        """A moment between two boundaries: note what is allocated and its peak since the reading before, at the least cost."""
+        """A moment between two boundaries: note what is allocated and its peak since the reading
+        before, at the least cost.
+        """
 
     def end(self) -> tuple[MemoryStats, ...]:
         """The step is over: one entry for each `read` and `mark` since `begin`."""
@@ -237,17 +245,8 @@ class MeterUnavailableError(RuntimeError):
 class AllocatorMeter:
     """PyTorch's caching allocator on CUDA, or any other accelerator that torch.accelerator can ask.
 
-    A boundary is one read of the allocator's counters, which are bookkeeping of the host: no kernel is waited for.
-
-    Args:
-        device: An accelerator's device.
-        reset_peaks: Reset the allocator's peaks at each boundary, so that each phase has a peak of its own. The reset is
-            global to the process: `torch.cuda.max_memory_allocated()` then starts anew at each phase (the recorder
-            publishes the peak over its whole life instead). With False nothing is reset, and a phase's peak is known
-            only when it is the largest so far.
-
-    Raises:
-        MeterUnavailableError: If this build of PyTorch cannot read such a device.
+    A boundary is one read of the allocator's counters, which are bookkeeping of the host: no kernel
+    is waited for.
     """
 
     reads_every_step = True
@@ -261,7 +260,9 @@ class AllocatorMeter:
             self.source = "CUDA caching allocator"
             self.device_name = torch.cuda.get_device_name(device)
             # memory_stats() would flatten and sort about 123 keys on top of the same read.
-            self._read: Callable[[torch.device | int], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict
+            self._read: Callable[[torch.device | int], Mapping[str, Any]] = (
+                torch.cuda.memory_stats_as_nested_dict
+            )
             self._reset: Callable[[torch.device | int], None] = torch.cuda.reset_peak_memory_stats
             self._figure = _nested_figure
             # PyTorch takes longer to look at a torch.device than to reset the peaks.
@@ -312,7 +313,10 @@ class AllocatorMeter:
 
     def end(self) -> tuple[MemoryStats, ...]:
         """The step is over."""
-        stats = tuple(reading if isinstance(reading, MemoryStats) else _memory_stats(*reading, self._figure) for reading in self._readings)
+        stats = tuple(
+            reading if isinstance(reading, MemoryStats) else _memory_stats(*reading, self._figure)
+            for reading in self._readings
+        )
         return stats if self._reset_peaks else _only_new_peaks(stats)
 
 
@@ -325,7 +329,9 @@ def _flat_figure(raw: Mapping[str, Any], name: str, which: str) -> int | None:
 
 
 def _memory_stats(
-    raw: Mapping[str, Any], held: Holdings | None, figure: Callable[[Mapping[str, Any], str, str], int | None]
+    raw: Mapping[str, Any],
+    held: Holdings | None,
+    figure: Callable[[Mapping[str, Any], str, str], int | None],
 ) -> MemoryStats:
     return MemoryStats(
         allocated_bytes=figure(raw, "allocated_bytes", "current"),
@@ -349,8 +355,12 @@ def _only_new_peaks(stats: tuple[MemoryStats, ...]) -> tuple[MemoryStats, ...]:
         risen.append(
             replace(
                 later,
-                peak_allocated_bytes=later.peak_allocated_bytes if later.peak_allocated_bytes != earlier.peak_allocated_bytes else None,
-                peak_reserved_bytes=later.peak_reserved_bytes if later.peak_reserved_bytes != earlier.peak_reserved_bytes else None,
+                peak_allocated_bytes=later.peak_allocated_bytes
+                if later.peak_allocated_bytes != earlier.peak_allocated_bytes
+                else None,
+                peak_reserved_bytes=later.peak_reserved_bytes
+                if later.peak_reserved_bytes != earlier.peak_reserved_bytes
+                else None,
             )
         )
     return tuple(risen)

@@ -1,6 +1,7 @@
 """Thin NVML helpers.
 
-NVML answers a question in tens of microseconds to milliseconds and needs a driver; nothing here raises for want of one.
+NVML answers a question in tens of microseconds to milliseconds and needs a driver; nothing here
+raises for want of one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,7 @@ from typing import Any
 
 @lru_cache(maxsize=1)
 def initialised() -> Any:
-    """The module pynvml, ready to be asked.
-
-    Raises:
-        Exception: If the module or a driver is missing.
-    """
+    """The module pynvml, ready to be asked."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -31,16 +28,12 @@ def handle_of(nvml: Any, uuid: str) -> Any:
 
 
 def used_bytes(nvml: Any, handle: Any) -> int:
-    """What is used of a device's memory, without what the driver keeps for itself.
-
-    Args:
-        nvml: The module.
-        handle: The device.
-    """
+    """What is used of a device's memory, without what the driver keeps for itself."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except nvml.NVMLError_FunctionNotFound:
-        # Drivers before 510 have the first version only, whose figure includes what the driver keeps for itself.
+        # Drivers before 510 have the first version only, whose figure includes what the driver
+        # keeps for itself.
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
@@ -60,16 +53,13 @@ class ChipState:
 
 
 def chip_state(nvml: Any, handle: Any) -> ChipState:
-    """Ask for a device's chip; of a MIG slice little is told.
-
-    Args:
-        nvml: The module.
-        handle: The device.
-    """
+    """Ask for a device's chip; of a MIG slice little is told."""
     milliwatts = asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
     return ChipState(
         utilisation_pct=asked(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        temperature_celsius=asked(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        temperature_celsius=asked(
+            lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        ),
         power_watts=None if milliwatts is None else milliwatts / 1000,
     )
 

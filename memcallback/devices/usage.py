@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.units import MiB, format_bytes
-from memcallback.devices.nvml import asked, chip_state, handle_of, initialised, reason_of, used_bytes
+from memcallback.devices.nvml import (
+    asked,
+    chip_state,
+    handle_of,
+    initialised,
+    reason_of,
+    used_bytes,
+)
 
-#: What a driver keeps of a device that nobody uses is below this; more without a process is that of processes that are not shown.
+#: What a driver keeps of a device that nobody uses is below this; more without a process is that of
+#: processes that are not shown.
 _IDLE_BYTES = 1024 * MiB
 _UNKNOWN = "n/a"
 _LONGEST_COMMAND = 60
-_DEVICE_COLUMNS = ("device", "name", "used", "capacity", "share", "utilisation", "temperature", "power")
+_DEVICE_COLUMNS = (
+    "device",
+    "name",
+    "used",
+    "capacity",
+    "share",
+    "utilisation",
+    "temperature",
+    "power",
+)
 _PROCESS_COLUMNS = ("device", "process", "user", "used", "command")
 
 
@@ -39,7 +57,8 @@ class DeviceState:
     """A device, or a slice of one, at this moment. What the driver does not tell is None.
 
     Attributes:
-        index: Its number in the driver's order, which `CUDA_VISIBLE_DEVICES` does not change; of a MIG slice that of the device and its own, as 0.1.
+        index: Its number in the driver's order, which `CUDA_VISIBLE_DEVICES` does not change; of a
+            MIG slice that of the device and its own, as 0.1.
         name: The name.
         uuid: Its UUID.
         capacity_bytes: Its memory.
@@ -64,7 +83,7 @@ class DeviceState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceStates(Shown):
+class DeviceStates(Printable):
     """All devices that are seen.
 
     Attributes:
@@ -80,14 +99,30 @@ class DeviceStates(Shown):
         if not self.devices:
             return f"No device is seen. {self.unavailable or 'The driver has none.'}\n"
         rows = tuple(_device_row(device) for device in self.devices)
-        text = Table(title="Devices of this machine", columns=_DEVICE_COLUMNS, rows=rows, left_columns=frozenset({"name"})).to_text()
-        processes = tuple(_process_row(device, process) for device in self.devices for process in device.processes or ())
+        text = Table(
+            title="Devices of this machine",
+            columns=_DEVICE_COLUMNS,
+            rows=rows,
+            left_columns=frozenset({"name"}),
+        ).to_text()
+        processes = tuple(
+            _process_row(device, process)
+            for device in self.devices
+            for process in device.processes or ()
+        )
         if processes:
             text += Table(
-                title="Processes", columns=_PROCESS_COLUMNS, rows=processes, left_columns=frozenset({"user", "command"})
+                title="Processes",
+                columns=_PROCESS_COLUMNS,
+                rows=processes,
+                left_columns=frozenset({"user", "command"}),
             ).to_text()
-        notes = [f"Device {device.index}: {note}" for device in self.devices for note in device.notes]
-        return text + "".join(f"{line}\n" for line in [*notes, *([self.unavailable] if self.unavailable else [])])
+        notes = [
+            f"Device {device.index}: {note}" for device in self.devices for note in device.notes
+        ]
+        return text + "".join(
+            f"{line}\n" for line in [*notes, *([self.unavailable] if self.unavailable else [])]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, the unit in every key."""
@@ -101,7 +136,9 @@ def device_states() -> DeviceStates:
         numbers = range(nvml.nvmlDeviceGetCount())
     except Exception as error:  # whatever is wrong with a driver
         return _seen_by_torch(f"NVML is not available: {reason_of(error).rstrip('.')}.")
-    return DeviceStates(devices=tuple(state for index in numbers for state in _states_at(nvml, index)))
+    return DeviceStates(
+        devices=tuple(state for index in numbers for state in _states_at(nvml, index))
+    )
 
 
 def _states_at(nvml: Any, index: int) -> list[DeviceState]:
@@ -110,14 +147,21 @@ def _states_at(nvml: Any, index: int) -> list[DeviceState]:
         return _states(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
     except Exception as error:  # one that has fallen off the bus, among others that work
         note = f"does not answer: {reason_of(error)}."
-        return [DeviceState(index=str(index), name=_UNKNOWN, uuid=None, capacity_bytes=None, used_bytes=None, notes=(note,))]
+        return [
+            DeviceState(
+                index=str(index),
+                name=_UNKNOWN,
+                uuid=None,
+                capacity_bytes=None,
+                used_bytes=None,
+                notes=(note,),
+            )
+        ]
 
 
 def processes_on(uuid: str) -> tuple[DeviceProcess, ...]:
-    """The processes that NVML shows on one device; none where it does not answer. No other device is asked for anything.
-
-    Args:
-        uuid: The device's UUID.
+    """The processes that NVML shows on one device; none where it does not answer. No other device
+    is asked for anything.
     """
     try:
         nvml = initialised()
@@ -132,8 +176,15 @@ def _states(nvml: Any, handle: Any, index: int) -> list[DeviceState]:
     if mig is None or not mig[0]:
         return [_state(nvml, handle, str(index))]
     numbers = range(asked(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)
-    found = [(number, asked(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))) for number in numbers]  # noqa: B023
-    slices = [_state(nvml, one, f"{index}.{number}", (f"a MIG slice of device {index}.",)) for number, one in found if one is not None]
+    found = [
+        (number, asked(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)))
+        for number in numbers
+    ]
+    slices = [
+        _state(nvml, one, f"{index}.{number}", (f"a MIG slice of device {index}.",))
+        for number, one in found
+        if one is not None
+    ]
     note = f"divided into {len(slices)} MIG slice{'' if len(slices) == 1 else 's'}, which have the processes."
     return [_state(nvml, handle, str(index), (note,)), *slices]
 
@@ -144,7 +195,9 @@ def _state(nvml: Any, handle: Any, index: str, notes: tuple[str, ...] = ()) -> D
     if processes is None:
         notes += ("its processes cannot be listed.",)
     elif not processes and not notes and used is not None and used > _IDLE_BYTES:
-        notes += (f"{format_bytes(used)} are used and no process is listed: those of other containers are hidden from this one.",)
+        notes += (
+            f"{format_bytes(used)} are used and no process is listed: those of other containers are hidden from this one.",
+        )
     return DeviceState(
         index=index,
         name=asked(lambda: _text(nvml.nvmlDeviceGetName(handle))) or _UNKNOWN,
@@ -168,7 +221,11 @@ def _processes(nvml: Any, handle: Any) -> tuple[DeviceProcess, ...]:
             user, command = process.username(), " ".join(process.cmdline()) or process.name()
         except psutil.Error:
             pass  # of another container or user, or just gone
-        found.append(DeviceProcess(pid=listed.pid, user=user, command=command, used_bytes=listed.usedGpuMemory))
+        found.append(
+            DeviceProcess(
+                pid=listed.pid, user=user, command=command, used_bytes=listed.usedGpuMemory
+            )
+        )
     return tuple(sorted(found, key=lambda one: -(one.used_bytes or 0)))
 
 
@@ -186,8 +243,19 @@ def _seen_by_torch(why: str) -> DeviceStates:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         uuid = f"GPU-{properties.uuid}"
-        devices.append(DeviceState(index=str(index), name=properties.name, uuid=uuid, capacity_bytes=total, used_bytes=total - free))
-    return DeviceStates(devices=tuple(devices), unavailable=f"{why} These are the devices that PyTorch sees, without their processes.")
+        devices.append(
+            DeviceState(
+                index=str(index),
+                name=properties.name,
+                uuid=uuid,
+                capacity_bytes=total,
+                used_bytes=total - free,
+            )
+        )
+    return DeviceStates(
+        devices=tuple(devices),
+        unavailable=f"{why} These are the devices that PyTorch sees, without their processes.",
+    )
 
 
 def _device_row(device: DeviceState) -> tuple[str, ...]:
@@ -206,8 +274,16 @@ def _device_row(device: DeviceState) -> tuple[str, ...]:
 
 def _process_row(device: DeviceState, process: DeviceProcess) -> tuple[str, ...]:
     command = process.command or "not visible from here"
-    command = command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 3]}..."
-    return device.index, str(process.pid), process.user or _UNKNOWN, _bytes(process.used_bytes), command
+    command = (
+        command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 3]}..."
+    )
+    return (
+        device.index,
+        str(process.pid),
+        process.user or _UNKNOWN,
+        _bytes(process.used_bytes),
+        command,
+    )
 
 
 def _bytes(num_bytes: int | None) -> str:

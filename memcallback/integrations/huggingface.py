@@ -12,24 +12,24 @@ import torch
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import check_headroom
 from memcallback.core.code_lines import frames_of
-from memcallback.core.errors import never_stops_training
+from memcallback.core.errors import fail_safe
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import planned_device
+from memcallback.devices.local import target_device
 from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
-from memcallback.prediction.forecast import foretell
+from memcallback.prediction.predict_or_warn import predict_or_warn
 from memcallback.prediction.protocol import StepPrediction
 from memcallback.record.memory_log import rank_here, say_here
-from memcallback.record.monitor import Journal
+from memcallback.record.monitor import Monitor
 from memcallback.record.rank_exchange import RankExchange
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.watch import Watch
 from memcallback.report.report import Report
-from memcallback.report.writers import Sinks
+from memcallback.report.writers import Writers
 from memcallback.step.batch import INFERRED
 from memcallback.step.checks import warn_of_batch, warn_of_devices
 from memcallback.step.copies.optimizers import unwrapped
@@ -48,14 +48,6 @@ def step_of(
     """The step that a Trainer is about to run.
 
     A model that accelerate has prepared enters autocast itself; so does the copy that is traced.
-
-    Args:
-        model: The Trainer's model.
-        inputs: What it is called with.
-        optimizer: The Trainer's optimizer, None if it has none of PyTorch's.
-        args: Its `TrainingArguments`.
-        loss: The loss as a function of the model and the inputs, None for the one that the model returns.
-        batch_size: Samples in a batch, None to infer them.
     """
     if is_sharded(model):
         return TrainingStep(model, inputs, batch_size=batch_size)
@@ -67,7 +59,9 @@ def step_of(
         precision="16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "32-true",
         batch_size=batch_size,
         accumulate=args.gradient_accumulation_steps,
-        clip_grad_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
+        clip_grad_norm=args.max_grad_norm
+        if args.max_grad_norm and args.max_grad_norm > 0
+        else None,
     )
 
 
@@ -98,7 +92,9 @@ else:
     try:
         from transformers import TrainerCallback
     except ImportError as error:
-        raise ModuleNotFoundError("MemoryTrainerCallback needs transformers: pip install transformers accelerate.") from error
+        raise ModuleNotFoundError(
+            "MemoryTrainerCallback needs transformers: pip install transformers accelerate."
+        ) from error
 _SEVERAL_DEVICES = (
     "The Trainer uses several devices in one process (DataParallel): what is recorded is the first device, which holds the outputs of all, and what "
     "is predicted is a step of its samples on one device alone. Start one process for each device instead: torchrun --nproc-per-node=gpu train.py."
@@ -106,29 +102,37 @@ _SEVERAL_DEVICES = (
 
 
 class MemoryTrainerCallback(TrainerCallback):
-    """Records device memory in each phase of each training step of a Hugging Face Trainer, beside a prediction, and suggests the largest batch.
+    """Records device memory in each phase of each training step of a Hugging Face Trainer, beside a
+    prediction, and suggests the largest batch.
 
-    Nothing of the training changes. A Trainer tells its callbacks where steps end; where the phases inside them are, hooks on its model and its
-    optimizer tell (see `MemoryRecorder.watch`). Figures go every `logging_steps` to a TensorBoard run in the folder `memcallback` under the
-    Trainer's logging or output folder; a report is printed once the first steady step is known, and at the end.
+    Nothing of the training changes. A Trainer tells its callbacks where steps end; where the phases
+    inside them are, hooks on its model and its optimizer tell (see `MemoryRecorder.watch`). Figures
+    go every `logging_steps` to a TensorBoard run in the folder `memcallback` under the Trainer's
+    logging or output folder; a report is printed once the first steady step is known, and at the
+    end.
 
     Args:
-        batch_size: Samples in a batch of this process, if they are not to be inferred from the model's inputs.
-        device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
-            that trains.
-        headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
+        batch_size: Samples in a batch of this process, if they are not to be inferred from the
+            model's inputs.
+        device: The memory to plan for: that of a card by name, or a size, as for
+            `memcallback.predict`; by default that of the device that trains.
+        headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
+            and below 1.
         predict: Whether to predict the step before it first runs.
-        loss: For the prediction, the loss as a function of the model and its inputs, where the Trainer does not take the one that the model
-            returns.
+        loss: For the prediction, the loss as a function of the model and its inputs, where the
+            Trainer does not take the one that the model returns.
         per_module: Whether to record by module too (see `MemoryCallback`).
-        warnings: Whether to warn of what is wrong with the memory of the training (see `MemoryCallback`).
-        reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase has a peak of its own.
+        warnings: Whether to warn of what is wrong with the memory of the training (see
+            `MemoryCallback`).
+        reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
+            has a peak of its own.
 
     Attributes:
         recorder: The recorder of the current or last training; None before.
 
     Raises:
-        ValueError: If the device is none, or one without a known size; if the headroom or the batch size is out of range.
+        ValueError: If the device is none, or one without a known size; if the headroom or the batch
+            size is out of range.
         TypeError: If one of them is not of its kind.
 
     Examples:
@@ -148,8 +152,10 @@ class MemoryTrainerCallback(TrainerCallback):
         reset_peaks: bool = True,
     ) -> None:
         check_headroom(headroom)
-        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
-        self._planned = None if device is None else planned_device(device)
+        self._batch_size = (
+            None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        )
+        self._planned = None if device is None else target_device(device)
         self._headroom = headroom
         self._predicts = predict
         self._loss = loss
@@ -157,7 +163,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._warns = warnings
         self._reset_peaks = reset_peaks
         self.recorder: MemoryRecorder | None = None
-        self._journal: Journal | None = None
+        self._journal: Monitor | None = None
         self._watch: Watch | None = None
         self._state: Any = None
         self._folder: Path | None = None
@@ -184,8 +190,10 @@ class MemoryTrainerCallback(TrainerCallback):
         self._is_broken = False
         self._begin(args, state, **kwargs)
 
-    @never_stops_training
-    def _begin(self, args: Any, state: Any, *, model: torch.nn.Module, optimizer: Any = None, **_: object) -> None:
+    @fail_safe
+    def _begin(
+        self, args: Any, state: Any, *, model: torch.nn.Module, optimizer: Any = None, **_: object
+    ) -> None:
         self._release()
         self._state = state
         optimizer = unwrapped(optimizer)
@@ -195,24 +203,31 @@ class MemoryTrainerCallback(TrainerCallback):
             model,
             own,
             device=args.device,
-            # A CPU is read at the logging interval; elsewhere the split by category, which walks the model, needs no such frequency.
+            # A CPU is read at the logging interval; elsewhere the split by category, which walks
+            # the model, needs no such frequency.
             sample_every_n_steps=sys.maxsize if args.device.type == "cpu" else 50,
             reset_peaks=self._reset_peaks,
         )
-        self._folder = folder = Path(getattr(args, "logging_dir", None) or args.output_dir) / "memcallback"
-        self._journal = Journal(
+        self._folder = folder = (
+            Path(getattr(args, "logging_dir", None) or args.output_dir) / "memcallback"
+        )
+        self._journal = Monitor(
             recorder,
-            Sinks([], folder) if state.is_world_process_zero else None,
+            Writers([], folder) if state.is_world_process_zero else None,
             self._say,
             planned=self._planned,
             headroom=self._headroom,
             exchange=RankExchange.of_job(),
         )
         if self._warns or (self._warns is None and args.device.type != "cpu"):
-            self._journal.watch_health(recorder.models, recorder.optimizers, progress=self._progress)
+            self._journal.watch_health(
+                recorder.models, recorder.optimizers, progress=self._progress
+            )
         if args.n_gpu > 1:
             self._journal.notes = (*self._journal.notes, _SEVERAL_DEVICES)
-        self._step_of = lambda inputs: step_of(model, inputs, own, args, loss=self._loss, batch_size=self._batch_size)
+        self._step_of = lambda inputs: step_of(
+            model, inputs, own, args, loss=self._loss, batch_size=self._batch_size
+        )
         warn_of_devices(model, args.device)
         recorder.listen(self)
         self._watch = recorder.watch(
@@ -221,7 +236,7 @@ class MemoryTrainerCallback(TrainerCallback):
             on_first_call=lambda _, inputs: self._on_first_call(inputs),
         )
 
-    @never_stops_training
+    @fail_safe
     def _on_first_call(self, inputs: dict[str, Any]) -> None:
         assert self.recorder is not None
         assert self._step_of is not None
@@ -230,7 +245,7 @@ class MemoryTrainerCallback(TrainerCallback):
         prediction, step_of = None, self._step_of
         if self._predicts:
             meter = self.recorder.meter
-            prediction = foretell(
+            prediction = predict_or_warn(
                 lambda: step_of(inputs),
                 device=meter.device,
                 device_name=meter.device_name,
@@ -246,29 +261,29 @@ class MemoryTrainerCallback(TrainerCallback):
         """Which update comes."""
         self._state = state
 
-    @never_stops_training
+    @fail_safe
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step without an update is over."""
         if self._watch is not None:
             self._watch.end_step()
 
-    @never_stops_training
+    @fail_safe
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is over, also one whose update was skipped."""
         if self._watch is not None:
             self._watch.end_step()
 
-    @never_stops_training
+    @fail_safe
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last report."""
         self._finish(state)
 
-    @never_stops_training
+    @fail_safe
     def wants_step(self) -> bool:
         """As `StepListener`: steps of the logging interval."""
         return self._is_logging_step()
 
-    @never_stops_training
+    @fail_safe
     def on_step(self, record: StepMemory) -> None:
         """As `StepListener`."""
         assert self._journal is not None
@@ -280,9 +295,14 @@ class MemoryTrainerCallback(TrainerCallback):
             self._finish(self._state)
             return
         is_window_complete = Phase.OPTIMIZER_STEP in record.phases
-        self._journal.publish(record, self._state.global_step + 1, is_due=self._is_logging_step(), is_window_complete=is_window_complete)
+        self._journal.publish(
+            record,
+            self._state.global_step + 1,
+            is_due=self._is_logging_step(),
+            is_window_complete=is_window_complete,
+        )
 
-    @never_stops_training
+    @fail_safe
     def on_out_of_memory(self, error: BaseException) -> None:
         """As `StepListener`."""
         if self._journal is not None:
@@ -294,7 +314,10 @@ class MemoryTrainerCallback(TrainerCallback):
         """As `StepListener`."""
 
     def _progress(self) -> Progress:
-        return Progress(epoch=int(self._state.epoch or 0), steps_left=max(0, self._state.max_steps - self._state.global_step))
+        return Progress(
+            epoch=int(self._state.epoch or 0),
+            steps_left=max(0, self._state.max_steps - self._state.global_step),
+        )
 
     def _is_logging_step(self) -> bool:
         interval = int(self._state.logging_steps or 0)
@@ -320,6 +343,8 @@ class MemoryTrainerCallback(TrainerCallback):
 
 
 def _inputs_of(error: BaseException) -> Mapping[str, Any] | None:
-    """The inputs with which the Trainer's own functions were called; None if the error went through none of them."""
+    """The inputs with which the Trainer's own functions were called; None if the error went through
+    none of them.
+    """
     found = (variables(frame).get("inputs") for frame, _ in frames_of(error.__traceback__))
     return next((inputs for inputs in found if isinstance(inputs, Mapping)), None)

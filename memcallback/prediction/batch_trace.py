@@ -1,7 +1,7 @@
 """A trace as a function of the batch size.
 
-The size of every tensor in a step's trace is a straight line over the batch size, a + b * batch size, as long as the program takes the same
-path at every size.
+The size of every tensor in a step's trace is a straight line over the batch size, a + b * batch
+size, as long as the program takes the same path at every size.
 """
 
 from __future__ import annotations
@@ -11,16 +11,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memcallback.core.allocation_trace import AllocationTrace
-from memcallback.core.kernel import Kernel, KernelCall, Origin
+from memcallback.core.kernel import AllocationSource, Kernel, KernelCall
 from memcallback.core.validation import whole_number
-from memcallback.trace.traced_step import SAMPLES, TracedStep, event_text, is_same, item_of, item_text
+from memcallback.trace.traced_step import (
+    SAMPLES,
+    TracedStep,
+    event_text,
+    is_same,
+    item_of,
+    item_text,
+)
 
 #: A batch size so many times the largest that was traced is far from it.
 _FAR = 64
 
 
 class BatchDependentPath(ValueError):
-    """The program does something else at another batch size, so that two traces do not tell of a third."""
+    """The program does something else at another batch size, so that two traces do not tell of a
+    third.
+    """
 
 
 class UnknownBatchSize(ValueError):
@@ -33,11 +42,15 @@ class BatchTrace:
 
     Attributes:
         traced: The step as it was traced at the smaller of the batch sizes.
-        slopes: What each of its `numbers` grows with each sample; None if only the traced batch size is known.
+        slopes: What each of its `numbers` grows with each sample; None if only the traced batch
+            size is known.
         caveats: What was assumed, one sentence each.
-        base: In place of its `numbers`, those of the same step at another sequence length; None for its own.
-        largest_traced: The largest batch size that was traced and agrees; None for that of `traced`.
-        shape_slopes: What the dimensions of tensors grow with each sample, by the number of their allocations, where any grows.
+        base: In place of its `numbers`, those of the same step at another sequence length; None for
+            its own.
+        largest_traced: The largest batch size that was traced and agrees; None for that of
+            `traced`.
+        shape_slopes: What the dimensions of tensors grow with each sample, by the number of their
+            allocations, where any grows.
     """
 
     traced: TracedStep
@@ -55,28 +68,25 @@ class BatchTrace:
         return cls(traced, caveats=traced.caveats)
 
     @classmethod
-    def fit(cls, first: TracedStep, second: TracedStep, check: TracedStep | None = None) -> BatchTrace:
-        """Put a line through the sizes at two batch sizes.
-
-        Args:
-            first: The step at one batch size.
-            second: The same step at another one.
-            check: The same step at a third one, which must come out to the byte.
-
-        Raises:
-            BatchDependentPath: If the traces differ in more than their sizes, or the sizes are not on a line through whole bytes.
-            ValueError: If the batch sizes are the same.
-        """
+    def fit(
+        cls, first: TracedStep, second: TracedStep, check: TracedStep | None = None
+    ) -> BatchTrace:
+        """Put a line through the sizes at two batch sizes."""
         first, second = sorted((first, second), key=lambda step: step.batch_size)
         num_samples = second.batch_size - first.batch_size
         if num_samples == 0:
-            raise ValueError(f"both traces are at batch size {first.batch_size}; two batch sizes tell a line: trace another one")
+            raise ValueError(
+                f"both traces are at batch size {first.batch_size}; two batch sizes tell a line: trace another one"
+            )
         for number, (ours, theirs) in enumerate(zip(first.items, second.items, strict=False)):
             if not is_same(ours, theirs):
                 raise _path_depends(first, second, number)
         if len(first.items) != len(second.items):
             raise _path_depends(first, second, min(len(first.items), len(second.items)))
-        steps = [divmod(more - number, num_samples) for number, more in zip(first.numbers, second.numbers, strict=True)]
+        steps = [
+            divmod(more - number, num_samples)
+            for number, more in zip(first.numbers, second.numbers, strict=True)
+        ]
         uneven = next((position for position, (_, rest) in enumerate(steps) if rest), None)
         if uneven is not None:
             raise _path_depends(first, second, item_of(first, uneven))
@@ -91,23 +101,20 @@ class BatchTrace:
         return fitted if check is None else fitted.verified(check)
 
     def verified(self, check: TracedStep) -> BatchTrace:
-        """The same, known to tell of one more batch size.
-
-        Args:
-            check: The step traced there.
-
-        Raises:
-            BatchDependentPath: If it does not come out to the byte.
-        """
+        """The same, known to tell of one more batch size."""
         self._reproduce(check)
-        return replace(self, largest_traced=max(check.batch_size, self.largest_traced or self.batch_size))
+        return replace(
+            self, largest_traced=max(check.batch_size, self.largest_traced or self.batch_size)
+        )
 
     def is_among_traced(self, batch_size: int) -> bool:
         """Whether a batch size is none beyond those that were traced, to either side."""
         return self.batch_size <= batch_size <= (self.largest_traced or self.batch_size)
 
     def is_far(self, batch_size: int) -> bool:
-        """Whether a batch size is so far beyond the largest that was traced that the program may well take another path there."""
+        """Whether a batch size is so far beyond the largest that was traced that the program may
+        well take another path there.
+        """
         return batch_size > _FAR * (self.largest_traced or self.batch_size)
 
     @property
@@ -127,8 +134,14 @@ class BatchTrace:
 
     @cached_property
     def largest_known(self) -> int | None:
-        """The largest batch size at which no size is below nothing; None where none shrinks with the batch."""
-        shrinking = (number // -slope for number, slope in zip(self.numbers, self.slopes or (), strict=False) if slope < 0 <= number)
+        """The largest batch size at which no size is below nothing; None where none shrinks with
+        the batch.
+        """
+        shrinking = (
+            number // -slope
+            for number, slope in zip(self.numbers, self.slopes or (), strict=False)
+            if slope < 0 <= number
+        )
         least = min(shrinking, default=None)
         return None if least is None else self.batch_size + least
 
@@ -138,15 +151,7 @@ class BatchTrace:
         return self.slopes is not None and any(slope > 0 for slope in self.slopes)
 
     def at(self, batch_size: int) -> AllocationTrace:
-        """The trace at a batch size.
-
-        Args:
-            batch_size: At least 1.
-
-        Raises:
-            UnknownBatchSize: If only one batch size is known, and this is another.
-            ValueError: If `batch_size` is below 1, or a size comes out negative.
-        """
+        """The trace at a batch size."""
         batch_size = whole_number("batch_size", batch_size, SAMPLES)
         more = batch_size - self.batch_size
         if not more and self.base is None:
@@ -157,11 +162,19 @@ class BatchTrace:
                 "step at that size"
             )
         slopes = self.slopes or (0,) * len(self.numbers)
-        numbers = [number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)]
-        for position in [position for position, number in enumerate(self.traced.numbers) if number >= 0 > numbers[position]]:
+        numbers = [
+            number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)
+        ]
+        for position in [
+            position
+            for position, number in enumerate(self.traced.numbers)
+            if number >= 0 > numbers[position]
+        ]:
             index = item_of(self.traced, position)
             if self.base is not None and isinstance(self.traced.items[index], KernelCall):
-                numbers[position] = 0  # a padded shape at another sequence length, at which the operator's rule does not look
+                numbers[position] = (
+                    0  # a padded shape at another sequence length, at which the operator's rule does not look
+                )
                 continue
             place = item_text(self.traced, index)
             raise UnknownBatchSize(
@@ -170,18 +183,18 @@ class BatchTrace:
             )
         return self.traced.with_numbers(numbers, self._answers)
 
-    def origin(self, number: int, batch_size: int) -> Origin | None:
-        """Where an allocation comes from; None if no tensor stands for it.
-
-        Args:
-            number: The number of its `Alloc`.
-            batch_size: At which the shape is to be.
-        """
+    def origin(self, number: int, batch_size: int) -> AllocationSource | None:
+        """Where an allocation comes from; None if no tensor stands for it."""
         origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
         if origin is None or slopes is None:
             return origin
         more = batch_size - self.batch_size
-        return replace(origin, shape=tuple(round(size + more * slope) for size, slope in zip(origin.shape, slopes, strict=True)))
+        return replace(
+            origin,
+            shape=tuple(
+                round(size + more * slope) for size, slope in zip(origin.shape, slopes, strict=True)
+            ),
+        )
 
     def _reproduce(self, check: TracedStep) -> None:
         try:
@@ -190,20 +203,31 @@ class BatchTrace:
             raise BatchDependentPath(str(error)) from error
         for position, (one, other) in enumerate(zip(ours, theirs, strict=False)):
             if one != other:
-                raise _check_fails(check.batch_size, event_text(ours, position), event_text(theirs, position))
+                raise _check_fails(
+                    check.batch_size, event_text(ours, position), event_text(theirs, position)
+                )
         if len(ours) != len(theirs):
             end = min(len(ours), len(theirs))
             raise _check_fails(check.batch_size, event_text(ours, end), event_text(theirs, end))
 
 
 def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[float, ...]]:
-    """What dimensions grow with each sample; a tensor of another number of dimensions is taken to stay as it is."""
+    """What dimensions grow with each sample; a tensor of another number of dimensions is taken to
+    stay as it is.
+    """
     num_samples = second.batch_size - first.batch_size
     found = {}
     for number, origin in first.origins.items():
         other = second.origins.get(number)
-        if other is not None and origin.shape != other.shape and len(origin.shape) == len(other.shape):
-            found[number] = tuple((more - size) / num_samples for size, more in zip(origin.shape, other.shape, strict=True))
+        if (
+            other is not None
+            and origin.shape != other.shape
+            and len(origin.shape) == len(other.shape)
+        ):
+            found[number] = tuple(
+                (more - size) / num_samples
+                for size, more in zip(origin.shape, other.shape, strict=True)
+            )
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memcallback.core.step_memory import MemoryStats, StepMemory, error_pct
-from memcallback.core.types import HELD_CATEGORIES
+from memcallback.core.types import PERSISTENT_CATEGORIES
 from memcallback.core.units import MiB, format_bytes
 
 #: A replayed figure of allocated memory is taken to agree within this share and this much more.
 ALLOCATED_SHARE = 0.001
 ALLOCATED_SLACK_BYTES = MiB
-#: One of reserved memory within this share: where segments come to lie depends on more than one step.
+#: One of reserved memory within this share: where segments come to lie depends on more than one
+#: step.
 RESERVED_SHARE = 0.02
 #: What carries a difference of a peak that is at neither end of the phase.
 INSIDE = "temporary memory and workspaces"
@@ -25,7 +26,8 @@ class Difference:
         where: The figure, such as `allocated at the end of forward`.
         predicted_bytes: As predicted.
         measured_bytes: As measured.
-        carrier: What most of the difference is in, and how much more of it was measured, in bytes; None if that is not known.
+        carrier: What most of the difference is in, and how much more of it was measured, in bytes;
+            None if that is not known.
     """
 
     where: str
@@ -41,7 +43,11 @@ class Difference:
     def sentence(self) -> str:
         """The difference in one sentence."""
         error = error_pct(self.predicted_bytes, self.measured_bytes)
-        carrier = "" if self.carrier is None else f"; {format_bytes(self.carrier[1])} of the difference are {self.carrier[0]}"
+        carrier = (
+            ""
+            if self.carrier is None
+            else f"; {format_bytes(self.carrier[1])} of the difference are {self.carrier[0]}"
+        )
         share = "" if error is None else f" ({error:+.1f} %)"
         return (
             f"The prediction is off: {self.where}, predicted {format_bytes(self.predicted_bytes)}, measured "
@@ -55,16 +61,11 @@ def allocated_band(measured_bytes: int) -> float:
 
 
 def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference, ...]:
-    """Every boundary and peak of two steps at which allocated or reserved memory is further apart than the band.
+    """Every boundary and peak of two steps at which allocated or reserved memory is further apart
+    than the band.
 
-    A step predicted for a CPU is compared at the boundaries alone: its peaks leave out what operators take for themselves.
-
-    Args:
-        predicted: A replayed step.
-        measured: A measured one at the same batch size.
-
-    Returns:
-        The differences in the order of the step, the reserved peak last. Phases that were not measured apart are left out.
+    A step predicted for a CPU is compared at the boundaries alone: its peaks leave out what
+    operators take for themselves.
     """
     found: list[Difference | None] = []
     has_peaks = predicted.peak_reserved_bytes is not None
@@ -73,18 +74,39 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
         if theirs is None or theirs.covers != ours.covers:
             continue
         at_boundaries = [
-            _beyond(f"allocated at the {moment} of {phase.label}", one.allocated_bytes, other.allocated_bytes, _carrier(one, other))
-            for moment, one, other in (("start", ours.start, theirs.start), ("end", ours.end, theirs.end))
+            _beyond(
+                f"allocated at the {moment} of {phase.label}",
+                one.allocated_bytes,
+                other.allocated_bytes,
+                _carrier(one, other),
+            )
+            for moment, one, other in (
+                ("start", ours.start, theirs.start),
+                ("end", ours.end, theirs.end),
+            )
         ]
         found += at_boundaries
         if has_peaks:
             # What does not stand at either boundary has come and gone within the phase.
-            whole = max((one for one in at_boundaries if one), key=lambda one: one.size_bytes, default=None)
+            whole = max(
+                (one for one in at_boundaries if one), key=lambda one: one.size_bytes, default=None
+            )
             more = (theirs.peak_allocated_bytes or 0) - (ours.peak_allocated_bytes or 0)
             carrier = whole.carrier if whole else (INSIDE, more)
-            found.append(_beyond(f"peak allocated in {phase.label}", ours.peak_allocated_bytes, theirs.peak_allocated_bytes, carrier))
+            found.append(
+                _beyond(
+                    f"peak allocated in {phase.label}",
+                    ours.peak_allocated_bytes,
+                    theirs.peak_allocated_bytes,
+                    carrier,
+                )
+            )
     reserved, measured_reserved = predicted.peak_reserved_bytes, measured.peak_reserved_bytes
-    if reserved is not None and measured_reserved is not None and abs(reserved - measured_reserved) > RESERVED_SHARE * measured_reserved:
+    if (
+        reserved is not None
+        and measured_reserved is not None
+        and abs(reserved - measured_reserved) > RESERVED_SHARE * measured_reserved
+    ):
         found.append(
             Difference(
                 where="peak reserved",
@@ -99,21 +121,38 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
 def _reserved_carrier(predicted: StepMemory, measured: StepMemory) -> tuple[str, int]:
     """Whether more is allocated at the peak, or more is reserved for what is allocated."""
     allocated = (measured.peak_allocated_bytes or 0) - (predicted.peak_allocated_bytes or 0)
-    unallocated = (measured.peak_reserved_bytes or 0) - (predicted.peak_reserved_bytes or 0) - allocated
-    return max(("allocated memory", allocated), ("reserved but unallocated memory", unallocated), key=lambda part: abs(part[1]))
+    unallocated = (
+        (measured.peak_reserved_bytes or 0) - (predicted.peak_reserved_bytes or 0) - allocated
+    )
+    return max(
+        ("allocated memory", allocated),
+        ("reserved but unallocated memory", unallocated),
+        key=lambda part: abs(part[1]),
+    )
 
 
-def _beyond(where: str, predicted: int | None, measured: int | None, carrier: tuple[str, int] | None) -> Difference | None:
-    if predicted is None or measured is None or abs(predicted - measured) <= allocated_band(measured):
+def _beyond(
+    where: str, predicted: int | None, measured: int | None, carrier: tuple[str, int] | None
+) -> Difference | None:
+    if (
+        predicted is None
+        or measured is None
+        or abs(predicted - measured) <= allocated_band(measured)
+    ):
         return None
-    return Difference(where=where, predicted_bytes=predicted, measured_bytes=measured, carrier=carrier)
+    return Difference(
+        where=where, predicted_bytes=predicted, measured_bytes=measured, carrier=carrier
+    )
 
 
 def _carrier(predicted: MemoryStats, measured: MemoryStats) -> tuple[str, int] | None:
     """The category that differs most."""
     if predicted.by_category is None or measured.by_category is None:
         return None
-    parts = {c.label: (measured.by_category.get(c, 0) - predicted.by_category.get(c, 0)) for c in HELD_CATEGORIES}
+    parts = {
+        c.label: (measured.by_category.get(c, 0) - predicted.by_category.get(c, 0))
+        for c in PERSISTENT_CATEGORIES
+    }
     if predicted.rest_bytes is not None and measured.rest_bytes is not None:
         parts["activations and other"] = measured.rest_bytes - predicted.rest_bytes
     label = max(parts, key=lambda name: abs(parts[name]))

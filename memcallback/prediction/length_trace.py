@@ -1,8 +1,9 @@
 """A trace as a function of the sequence length.
 
-Shapes are polynomials of the sequence length: a row of tokens is linear in it, a matrix of attention quadratic. So every size, what it
-grows with each sample, and every number of an operator's own rule is a parabola through its values at three lengths, in whole numbers, as
-long as the program takes the same path at every length. A fourth length shows whether it does.
+Shapes are polynomials of the sequence length: a row of tokens is linear in it, a matrix of
+attention quadratic. So every size, what it grows with each sample, and every number of an
+operator's own rule is a parabola through its values at three lengths, in whole numbers, as long as
+the program takes the same path at every length. A fourth length shows whether it does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _ALIGNMENT = 8
 
 
 class LengthDependentPath(ValueError):
-    """The program does something else at another sequence length, so that traces at some do not tell of others."""
+    """The program does something else at another sequence length, so that traces at some do not
+    tell of others.
+    """
 
 
 class UnknownSequenceLength(ValueError):
@@ -32,29 +35,32 @@ class UnknownSequenceLength(ValueError):
 
 
 def lengths_to_trace(sequence_length: int) -> tuple[int, int, int, int]:
-    """The lengths to trace for a step of some length: three for `LengthTrace.fit` and one for its check.
+    """The lengths to trace for a step of some length: three for `SequenceLengthTrace.fit` and one
+    for its check.
 
-    None is longer than the step's own, since models have a longest length. From 32 on they are alike modulo 8, and powers of two from 64 on
-    get eighths: 8/8, 6/8, 4/8, 3/8. That far apart they tell a size that is rounded up to a power of two from a polynomial, but for steps
-    as long as the sequence, up to which it looks constant.
-
-    Args:
-        sequence_length: The step's own, at least `MIN_SEQUENCE_LENGTH`.
+    None is longer than the step's own, since models have a longest length. From 32 on they are
+    alike modulo 8, and powers of two from 64 on get eighths: 8/8, 6/8, 4/8, 3/8. That far apart
+    they tell a size that is rounded up to a power of two from a polynomial, but for steps as long
+    as the sequence, up to which it looks constant.
     """
     if sequence_length >= 8 * _ALIGNMENT:
         parts = sequence_length // _ALIGNMENT
         less, step = (parts // 4, parts // 2, 5 * parts // 8), _ALIGNMENT
     else:
-        less, step = (1, 2, 3), _ALIGNMENT if sequence_length >= 4 * _ALIGNMENT else sequence_length // 4
+        less, step = (
+            (1, 2, 3),
+            _ALIGNMENT if sequence_length >= 4 * _ALIGNMENT else sequence_length // 4,
+        )
     return (sequence_length, *(sequence_length - step * parts for parts in less))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
-class LengthTrace:
+class SequenceLengthTrace:
     """A step's allocations as a function of the sequence length and the batch size.
 
     Attributes:
-        traces: Sequence length -> the step's trace there: one if only that length is known, else three that agree in all but numbers.
+        traces: Sequence length -> the step's trace there: one if only that length is known, else
+            three that agree in all but numbers.
         step: What known lengths differ by; 0 if one is known.
     """
 
@@ -63,27 +69,24 @@ class LengthTrace:
     _known: dict[int, BatchTrace] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def single(cls, trace: BatchTrace, sequence_length: int) -> LengthTrace:
+    def single(cls, trace: BatchTrace, sequence_length: int) -> SequenceLengthTrace:
         """A trace at one sequence length, which knows only that."""
         return cls({sequence_length: trace})
 
     @classmethod
-    def fit(cls, traces: Mapping[int, BatchTrace], check: tuple[int, TracedStep] | None = None) -> LengthTrace:
-        """Put a parabola through the numbers at three sequence lengths.
-
-        Args:
-            traces: Sequence length -> the step there, at the same batch size.
-            check: A fourth length and the same step there, which must come out to the byte; its batch size may be another.
-
-        Raises:
-            LengthDependentPath: If the traces differ in more than numbers, or the numbers are on no parabola through whole bytes.
-            ValueError: If there are not three lengths, or the batch sizes differ.
-        """
+    def fit(
+        cls, traces: Mapping[int, BatchTrace], check: tuple[int, TracedStep] | None = None
+    ) -> SequenceLengthTrace:
+        """Put a parabola through the numbers at three sequence lengths."""
         if len(traces) != 3:
-            raise ValueError(f"a parabola is told by traces at three sequence lengths, got {len(traces)}: {sorted(traces)}")
+            raise ValueError(
+                f"a parabola is told by traces at three sequence lengths, got {len(traces)}: {sorted(traces)}"
+            )
         if len({(trace.batch_size, trace.slopes is None) for trace in traces.values()}) > 1:
             sizes = {length: trace.batch_size for length, trace in traces.items()}
-            raise ValueError(f"traces at several sequence lengths must know the same batch sizes, got {sizes}")
+            raise ValueError(
+                f"traces at several sequence lengths must know the same batch sizes, got {sizes}"
+            )
         longest = max(traces)
         lengths = (*traces, *((check[0],) if check else ()))
         fitted = cls(dict(traces), gcd(*(longest - length for length in lengths)))
@@ -99,17 +102,10 @@ class LengthTrace:
         return max(self.traces)
 
     def at(self, sequence_length: int) -> BatchTrace:
-        """The step's allocations at a sequence length, for any batch size that the traces know.
-
-        Args:
-            sequence_length: The traced one and a multiple of `step` more or less, at least 1.
-
-        Raises:
-            ValueError: If it is below 1.
-            TypeError: If it is no whole number.
-            UnknownSequenceLength: If it is none of these, or a size there is no whole number of bytes.
-        """
-        sequence_length = whole_number("sequence_length", sequence_length, "Give how long the batch's sequences are.")
+        """The step's allocations at a sequence length, for any batch size that the traces know."""
+        sequence_length = whole_number(
+            "sequence_length", sequence_length, "Give how long the batch's sequences are."
+        )
         if sequence_length == self.sequence_length:
             return self._longest
         if sequence_length not in self._known:
@@ -136,13 +132,21 @@ class LengthTrace:
         traces, loose = tuple(self.traces.values()), longest.traced.loose
         try:
             numbers = parabola.through([trace.numbers for trace in traces], loose)
-            slopes = None if longest.slopes is None else tuple(parabola.through([trace.slopes or () for trace in traces], loose))
+            slopes = (
+                None
+                if longest.slopes is None
+                else tuple(parabola.through([trace.slopes or () for trace in traces], loose))
+            )
         except _NotWholeError as error:
             place = item_text(longest.traced, item_of(longest.traced, error.position))
             raise UnknownSequenceLength(
                 f"at sequence length {sequence_length} a size of {place} would be no whole number. Trace the step at that length."
             ) from None
-        below = [position for position, number in enumerate(longest.numbers) if number >= 0 > numbers[position]]
+        below = [
+            position
+            for position, number in enumerate(longest.numbers)
+            if number >= 0 > numbers[position]
+        ]
         for position in below:
             index = item_of(longest.traced, position)
             if isinstance(longest.traced.items[index], KernelCall):
@@ -152,7 +156,12 @@ class LengthTrace:
                 f"at sequence length {sequence_length} a size of {place} comes to {numbers[position]}: it shrinks with the length, and was "
                 "traced too far from this one. Trace the step at that length."
             )
-        return replace(longest, base=tuple(numbers), slopes=slopes, caveats=(*longest.caveats, *self._caveats(sequence_length)))
+        return replace(
+            longest,
+            base=tuple(numbers),
+            slopes=slopes,
+            caveats=(*longest.caveats, *self._caveats(sequence_length)),
+        )
 
     def _caveats(self, sequence_length: int) -> Iterator[str]:
         if sequence_length > self.sequence_length:
@@ -172,13 +181,17 @@ class LengthTrace:
         try:
             ours = self._between(length).at(check.batch_size).events
         except UnknownSequenceLength as error:
-            raise LengthDependentPath(f"sizes are no parabola over the sequence length: {error}") from None
+            raise LengthDependentPath(
+                f"sizes are no parabola over the sequence length: {error}"
+            ) from None
         theirs = check.trace.events
         for position, (one, other) in enumerate(zip_longest(ours, theirs)):
             if one != other:
                 expected = f"(where a parabola over the sequence length gives {event_text(ours, position)})"
                 raise self._path_depends(
-                    length, event_text(self._longest.traced.trace.events, position), f"{event_text(theirs, position)} {expected}"
+                    length,
+                    event_text(self._longest.traced.trace.events, position),
+                    f"{event_text(theirs, position)} {expected}",
                 )
 
     def _path_depends(self, length: int, ours: str, theirs: str) -> LengthDependentPath:
@@ -201,23 +214,20 @@ class _NotWholeError(ArithmeticError):
 
 
 class _Parabola:
-    """Where the parabola through the values at three places is at a fourth, by Lagrange's formula in whole numbers."""
+    """Where the parabola through the values at three places is at a fourth, by Lagrange's formula
+    in whole numbers.
+    """
 
     def __init__(self, places: Sequence[int], wanted: int) -> None:
-        weights = [prod(Fraction(wanted - other, place - other) for other in places if other != place) for place in places]
+        weights = [
+            prod(Fraction(wanted - other, place - other) for other in places if other != place)
+            for place in places
+        ]
         self._denominator = lcm(*(weight.denominator for weight in weights))
         self._numerators = [int(weight * self._denominator) for weight in weights]
 
     def through(self, values: Sequence[Sequence[int]], loose: frozenset[int]) -> list[int]:
-        """The values there, for the values at each of the three places.
-
-        Args:
-            values: One sequence for each place.
-            loose: Positions of values that need not be whole, and are rounded down.
-
-        Raises:
-            _NotWholeError: If another one is not whole.
-        """
+        """The values there, for the values at each of the three places."""
         first, second, third = self._numerators
         totals = [first * a + second * b + third * c for a, b, c in zip(*values, strict=True)]
         if self._denominator == 1:

@@ -1,7 +1,8 @@
 """Export a prediction for PyTorch's memory_viz.
 
-The form is that of the docstring of `_snapshot` in torch/cuda/memory.py. Where a recorded snapshot has the Python stack of an allocation,
-this one has its operator and category, the modules that were running from the inside out, the phase and the number of the step.
+The form is that of the docstring of `_snapshot` in torch/cuda/memory.py. Where a recorded snapshot
+has the Python stack of an allocation, this one has its operator and category, the modules that were
+running from the inside out, the phase and the number of the step.
 """
 
 from __future__ import annotations
@@ -23,17 +24,8 @@ _POOL_ID = (0, 0)
 
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:
-    """The history of a predicted training and the segments at its end, as `torch.cuda.memory._snapshot` has them.
-
-    Args:
-        prediction: What is replayed, with the capacity of its card: where memory runs out, the history ends with that. It has the updates
-            of the trace and not those that follow until the allocator has settled.
-
-    Returns:
-        `segments` with their blocks, and `device_traces` with one entry for each thing that the allocator did, on device 0.
-
-    Raises:
-        ValueError: If the prediction is for a CPU.
+    """The history of a predicted training and the segments at its end, as
+    `torch.cuda.memory._snapshot` has them.
     """
     recorder = _Recorder(prediction)
     recorder.run()
@@ -45,14 +37,6 @@ def dump_snapshot(prediction: Prediction, path: str | Path) -> None:
     """Write `snapshot` as a pickle, as `torch.cuda.memory._dump_snapshot` does.
 
     Open it at https://pytorch.org/memory_viz, or with `python -m torch.cuda._memory_viz`.
-
-    Args:
-        prediction: What is replayed.
-        path: The file.
-
-    Raises:
-        OSError: If it cannot be written.
-        ValueError: If the prediction is for a CPU.
     """
     made = snapshot(prediction)
     with Path(path).open("wb") as file:
@@ -64,9 +48,13 @@ class _Recorder:
 
     def __init__(self, prediction: Prediction) -> None:
         if isinstance(prediction.device, HostSpec):
-            raise ValueError("a CPU has no caching allocator, and a snapshot is the history of one; predict for a card.")
+            raise ValueError(
+                "a CPU has no caching allocator, and a snapshot is the history of one; predict for a card."
+            )
         self.prediction = prediction
-        self.allocator = CachingAllocator(prediction.settings, capacity_bytes=prediction.device.allocator_capacity_bytes)
+        self.allocator = CachingAllocator(
+            prediction.settings, capacity_bytes=prediction.device.allocator_capacity_bytes
+        )
         self.is_expandable = prediction.settings.expandable_segments
         self.entries: list[dict[str, Any]] = []
         self.frames: dict[int, list[dict[str, Any]]] = {}
@@ -95,7 +83,11 @@ class _Recorder:
 
     def allocate(self, event: Alloc) -> Block | None:
         """None where memory runs out."""
-        frames, reserved_bytes, retries = self.frames_of(event), self.allocator.reserved_bytes, self.allocator.num_alloc_retries
+        frames, reserved_bytes, retries = (
+            self.frames_of(event),
+            self.allocator.reserved_bytes,
+            self.allocator.num_alloc_retries,
+        )
         try:
             block = self.allocator.allocate(event.size_bytes, event.stream)
         except OutOfMemoryError as error:
@@ -103,7 +95,10 @@ class _Recorder:
             free_bytes = error.capacity_bytes - self.allocator.reserved_bytes
             self.entry("oom", 0, event.size_bytes, event.stream, frames, device_free=free_bytes)
             return None
-        if (self.allocator.reserved_bytes, self.allocator.num_alloc_retries) != (reserved_bytes, retries):
+        if (self.allocator.reserved_bytes, self.allocator.num_alloc_retries) != (
+            reserved_bytes,
+            retries,
+        ):
             self.follow_segments(event.stream, frames)
         self.entry("alloc", block.address, event.size_bytes, event.stream, frames)
         self.frames[block.address] = frames
@@ -119,27 +114,56 @@ class _Recorder:
         """Write down what was taken from the device and given back since the last time."""
         before, after = self.mapped, {}
         for blocks in self.allocator.snapshot():
-            after[blocks[0].address] = (blocks[0].address + sum(block.size_bytes for block in blocks), blocks[0].stream)
-        names = ("segment_unmap", "segment_map") if self.is_expandable else ("segment_free", "segment_alloc")
+            after[blocks[0].address] = (
+                blocks[0].address + sum(block.size_bytes for block in blocks),
+                blocks[0].stream,
+            )
+        names = (
+            ("segment_unmap", "segment_map")
+            if self.is_expandable
+            else ("segment_free", "segment_alloc")
+        )
         for action, ranges, others in ((names[0], before, after), (names[1], after, before)):
             for start, (end, of_stream) in ranges.items():
                 for address, size_bytes in _without(start, end, others):
                     self.entry(action, address, size_bytes, of_stream, frames)
         self.mapped = after
 
-    def entry(self, action: str, address: int, size_bytes: int, stream: int, frames: list[dict[str, Any]], **more: int) -> None:
-        entry = {"action": action, "addr": address, "size": size_bytes, "stream": stream, "pool_id": _POOL_ID, "frames": frames}
+    def entry(
+        self,
+        action: str,
+        address: int,
+        size_bytes: int,
+        stream: int,
+        frames: list[dict[str, Any]],
+        **more: int,
+    ) -> None:
+        entry = {
+            "action": action,
+            "addr": address,
+            "size": size_bytes,
+            "stream": stream,
+            "pool_id": _POOL_ID,
+            "frames": frames,
+        }
         self.entries.append(entry | more)
 
     def frames_of(self, event: Alloc) -> list[dict[str, Any]]:
         """From the inside out, as the stack of a recorded history."""
         names = event.module.split(".") if event.module else []
         modules = [".".join(names[:length]) for length in range(len(names), 0, -1)]
-        frames = [_frame(event.category.value if event.category else "unknown", event.operator or "an allocation")]
+        frames = [
+            _frame(
+                event.category.value if event.category else "unknown",
+                event.operator or "an allocation",
+            )
+        ]
         frames += [_frame("module", name) for name in modules]
         if self.phase:
             frames.append(_frame("phase", self.phase.value))
-        frames.append(_frame("step", f"step {self.num_steps}" if self.num_steps else "before the first step"))
+        frames.append(
+            _frame("step", f"step {self.num_steps}" if self.num_steps else "before the first step")
+        )
         return frames
 
     def segment(self, blocks: list[Block]) -> dict[str, Any]:

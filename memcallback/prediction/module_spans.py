@@ -6,10 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, ModuleMark, PhaseEnd, PhaseStart, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Free,
+    ModuleMark,
+    PhaseEnd,
+    PhaseStart,
+    StepStart,
+)
 from memcallback.core.module_table import Span, phase_of_span
 from memcallback.core.types import Category, Phase
-from memcallback.prediction.replay import Standing
+from memcallback.prediction.replay import LiveAllocation
 
 
 @dataclass
@@ -18,11 +26,12 @@ class StepSpans:
 
     Attributes:
         windows: The spans of each window, in order.
-        saved: The activations that stand where the forward pass ends; of several forward passes those of each.
+        saved: The activations that stand where the forward pass ends; of several forward passes
+            those of each.
     """
 
     windows: list[list[Span]] = field(default_factory=list)
-    saved: list[Standing] = field(default_factory=list)
+    saved: list[LiveAllocation] = field(default_factory=list)
 
     @property
     def saved_bytes(self) -> Mapping[str, int]:
@@ -34,13 +43,10 @@ class StepSpans:
 
 
 def last_step(trace: AllocationTrace, block_bytes: Mapping[int, int]) -> StepSpans:
-    """Cut the last step of a trace.
-
-    Args:
-        trace: The trace, with its marks.
-        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it in the last repetition.
-    """
-    start = max(position for position, event in enumerate(trace.events) if isinstance(event, StepStart))
+    """Cut the last step of a trace."""
+    start = max(
+        position for position, event in enumerate(trace.events) if isinstance(event, StepStart)
+    )
     cutter = _Cutter(block_bytes)
     marks = iter(trace.marks)
     mark = next(marks, None)
@@ -61,7 +67,9 @@ def last_step(trace: AllocationTrace, block_bytes: Mapping[int, int]) -> StepSpa
 
 
 class _Cutter:
-    """Follows what is allocated, and cuts a window where it is told to; outside of the windows marks say nothing."""
+    """Follows what is allocated, and cuts a window where it is told to; outside of the windows
+    marks say nothing.
+    """
 
     def __init__(self, block_bytes: Mapping[int, int]) -> None:
         self.result = StepSpans()
@@ -117,7 +125,12 @@ class _Cutter:
             self._spans.append(Span(phase, self._path, self._start, self._allocated, self._peak))
 
     def _forward_ends(self) -> None:
-        """What the forward pass made is what stands now; what a backward pass makes of this kind (checkpointing) is none of it."""
+        """What the forward pass made is what stands now; what a backward pass makes of this kind
+        (checkpointing) is none of it.
+        """
         if phase_of_span(self._covers, is_backward=False) is Phase.FORWARD:
-            self.result.saved += [Standing(alloc, self._block_bytes[number]) for number, alloc in self._made.items()]
+            self.result.saved += [
+                LiveAllocation(alloc, self._block_bytes[number])
+                for number, alloc in self._made.items()
+            ]
         self._made = {}

@@ -17,7 +17,11 @@ from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSp
 from memcallback.devices.local import any_device
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
-from memcallback.prediction.length_trace import LengthDependentPath, LengthTrace, lengths_to_trace
+from memcallback.prediction.length_trace import (
+    LengthDependentPath,
+    SequenceLengthTrace,
+    lengths_to_trace,
+)
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.copies.resizing import has_samples
 from memcallback.step.training_step import TrainingStep
@@ -44,19 +48,22 @@ def predict(
     settings: AllocatorSettings | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Prediction:
-    """Predict what training shows in a CUDA device's allocator, or alive on a CPU, to the byte, without a device.
+    """Predict what training shows in a CUDA device's allocator, or alive on a CPU, to the byte,
+    without a device.
 
-    The step is traced on a copy of fake tensors, three times for a prediction that knows every batch size, eight times for one that knows
-    other sequence lengths too. Nothing runs and nothing
+    The step is traced on a copy of fake tensors, three times for a prediction that knows every
+    batch size, eight times for one that knows other sequence lengths too. Nothing runs and nothing
     of the user's changes.
 
     Args:
         step: The step.
-        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of bytes; `cpu`; or a device of this
-            machine, such as `cuda:1` or a `torch.device`. By default the CUDA device of this machine.
+        device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of
+            bytes; `cpu`; or a device of this machine, such as `cuda:1` or a `torch.device`. By
+            default the CUDA device of this machine.
         batch_size: Samples in the batch; by default as many as it has.
         sequence_length: How long the batch's sequences are; by default as long as the step says.
-        settings: Those of a card's allocator; by default those of this process's environment (PYTORCH_CUDA_ALLOC_CONF).
+        settings: Those of a card's allocator; by default those of this process's environment
+            (PYTORCH_CUDA_ALLOC_CONF).
         progress: Called after each trace but the last, with the number of traces done and of all.
 
     Returns:
@@ -64,60 +71,63 @@ def predict(
 
     Raises:
         PredictionError: If the step cannot be traced, or its batch size is unknown.
-        ValueError: If `device` is none of these, or is to be of this machine and is not there; or if `batch_size` is
-            below 1, or `sequence_length` one that the step says nothing of.
+        ValueError: If `device` is none of these, or is to be of this machine and is not there; or
+            if `batch_size` is below 1, or `sequence_length` one that the step says nothing of.
         TypeError: If `step` is no `TrainingStep`, or a number is not whole.
     """
     if not isinstance(step, TrainingStep):
-        raise TypeError(f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...).")
+        raise TypeError(
+            f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...)."
+        )
     spec = _with_communication(any_device(device), step)
     given = step.check_predictable()
-    wanted = given if batch_size is None else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
+    wanted = (
+        given
+        if batch_size is None
+        else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
+    )
     length = step.sequence_length
     if sequence_length is not None:
         own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
         length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
     if length is None:
         traces = Traces(step, spec, _NUM_TRACES, progress)
-        return Prediction.of(_batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings)
+        return Prediction.of(
+            _batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings
+        )
     if step.sequence_length is None:
         raise ValueError(
             f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
             "TrainingStep."
         )
     traces = Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
-    return Prediction.of(_length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings)
+    return Prediction.of(
+        _length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings
+    )
 
 
 def _with_communication(device: Device, step: TrainingStep) -> Device:
-    """The device, with what the communication library takes of it where the step has other ranks: the most that was seen."""
+    """The device, with what the communication library takes of it where the step has other ranks:
+    the most that was seen.
+    """
     if isinstance(device, HostSpec) or step.ranks is None or step.ranks.world_size == 1:
         return device
     return replace(device, communication_bytes=NCCL_BYTES[1])
 
 
-def predict_once(step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings) -> Prediction:
-    """Predict a step at one batch size alone, which takes one trace.
-
-    Args:
-        step: The step.
-        device: The device.
-        batch_size: Samples in the batch.
-        settings: Those of a card's allocator.
-
-    Raises:
-        PredictionError: If the step cannot be traced.
-    """
+def predict_once(
+    step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings
+) -> Prediction:
+    """Predict a step at one batch size alone, which takes one trace."""
     traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)
-    return Prediction.of(BatchTrace.single(traced), device, batch_size=batch_size, settings=settings)
+    return Prediction.of(
+        BatchTrace.single(traced), device, batch_size=batch_size, settings=settings
+    )
 
 
 def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
-    """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more than 2 s have passed.
-
-    Args:
-        say: Says it.
-        of: What is done one by one.
+    """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more
+    than 2 s have passed.
     """
     start = last = perf_counter()
 
@@ -134,7 +144,13 @@ def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, in
 class Traces:
     """Traces a step at several batch sizes and sequence lengths, and tells how far it is."""
 
-    def __init__(self, step: TrainingStep, spec: Device, num_traces: int, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self,
+        step: TrainingStep,
+        spec: Device,
+        num_traces: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._step = step
         self._card = spec if isinstance(spec, DeviceSpec) else None
         self._num_traces = num_traces
@@ -151,7 +167,13 @@ class Traces:
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The step there."""
         with _quietly():
-            traced = trace(self._step, self._card, batch_size=batch_size, sequence_length=sequence_length, bounds=self._bounds)
+            traced = trace(
+                self._step,
+                self._card,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                bounds=self._bounds,
+            )
         self._num_done += 1
         if self._progress is not None and self._num_done < self._num_traces:
             self._progress(self._num_done, self._num_traces)
@@ -159,13 +181,17 @@ class Traces:
 
 
 def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
-    """The step's trace at any batch size; at the one asked for alone, if it does something else at others."""
+    """The step's trace at any batch size; at the one asked for alone, if it does something else at
+    others.
+    """
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
         caveat = f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
         return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
     try:
-        second, check = (traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size)))
+        second, check = (
+            traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size))
+        )
         return BatchTrace.fit(first, second, check)
     except (BatchDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
@@ -178,28 +204,38 @@ def _far(batch_size: int) -> int:
     return 2 * batch_size + 3
 
 
-def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> LengthTrace:
-    """The step's trace at any sequence length; at the one asked for alone, if it does something else at others."""
+def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> SequenceLengthTrace:
+    """The step's trace at any sequence length; at the one asked for alone, if it does something
+    else at others.
+    """
     own = _batch_trace(traces, batch_size, sequence_length)
     is_any = own.is_any_batch_size_known
 
     def traced(length: int) -> BatchTrace:
         first = traces.at(batch_size, length)
-        return BatchTrace.fit(first, traces.at(batch_size + 1, length)) if is_any else BatchTrace.single(first)
+        return (
+            BatchTrace.fit(first, traces.at(batch_size + 1, length))
+            if is_any
+            else BatchTrace.single(first)
+        )
 
     _, second, third, last = lengths_to_trace(sequence_length)
     try:
         known = {sequence_length: own, second: traced(second), third: traced(third)}
-        return LengthTrace.fit(known, (last, traces.at(_far(batch_size) if is_any else batch_size, last)))
+        return SequenceLengthTrace.fit(
+            known, (last, traces.at(_far(batch_size) if is_any else batch_size, last))
+        )
     except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
     caveat = f"Only sequence length {sequence_length} is predicted, each other one needs traces of its own: {reason}."
-    return LengthTrace.single(replace(own, caveats=(*own.caveats, caveat)), sequence_length)
+    return SequenceLengthTrace.single(replace(own, caveats=(*own.caveats, caveat)), sequence_length)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Nothing of a trace is heard: warnings (`self.log` without a Trainer), operators that fail on fakes, events in a user's profile."""
+    """Nothing of a trace is heard: warnings (`self.log` without a Trainer), operators that fail on
+    fakes, events in a user's profile.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     torch._C._autograd._enable_record_function(False)

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from memcallback.core.allocation_trace import Alloc, Event, StepEnd
-from memcallback.core.kernel import Origin
+from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory, largest
-from memcallback.core.tables import Shown
+from memcallback.core.tables import Printable
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
@@ -25,9 +25,9 @@ from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.host import HostAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.length_trace import LengthTrace, UnknownSequenceLength
+from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import StepSpans, last_step
-from memcallback.prediction.replay import Replay, ReplayedStep, Standing, replay, standing_at
+from memcallback.prediction.replay import LiveAllocation, Replay, ReplayedStep, live_at, replay
 from memcallback.trace.traced_step import SAMPLES
 
 SOURCE = "traced step"
@@ -41,11 +41,12 @@ def _settings_here() -> AllocatorSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Shown):
+class Prediction(Printable):
     """What training will ask of a device, and what its allocator will make of it.
 
-    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the memory runs out, the figures are those
-    of the same device with memory without end, and `fits` says so.
+    Every figure is that of a replay of the trace; what was assumed in that is in `caveats`. If the
+    memory runs out, the figures are those of the same device with memory without end, and `fits`
+    says so.
 
     Attributes:
         trace: The allocations at any batch size.
@@ -53,7 +54,8 @@ class Prediction(Shown):
         batch_size: Samples in the batch.
         settings: Those of a card's allocator; by default those of this process's environment.
         source: How it was worked out.
-        lengths: The allocations at other sequence lengths; None if it is not known how long the sequences are.
+        lengths: The allocations at other sequence lengths; None if it is not known how long the
+            sequences are.
         sequence_length: How long they are; None if that is not known.
         traced_for: The device that the step was traced for, if it is another than `device`.
 
@@ -66,18 +68,27 @@ class Prediction(Shown):
     batch_size: int
     settings: AllocatorSettings = field(default_factory=_settings_here)
     source: str = SOURCE
-    lengths: LengthTrace | None = field(default=None, repr=False)
+    lengths: SequenceLengthTrace | None = field(default=None, repr=False)
     sequence_length: int | None = None
     traced_for: Device | None = None
 
     def __post_init__(self) -> None:
-        if not any(isinstance(event, StepEnd) for event in reversed(self.trace.traced.trace.events)):
-            raise ValueError("the trace has no step, so there is none to predict: put StepStart() and StepEnd() around each")
+        if not any(
+            isinstance(event, StepEnd) for event in reversed(self.trace.traced.trace.events)
+        ):
+            raise ValueError(
+                "the trace has no step, so there is none to predict: put StepStart() and StepEnd() around each"
+            )
         _ = self._events  # of a batch size that the trace cannot tell of nothing is predicted
 
     @classmethod
     def of(
-        cls, trace: BatchTrace | LengthTrace, device: Device, *, batch_size: int | None = None, settings: AllocatorSettings | None = None
+        cls,
+        trace: BatchTrace | SequenceLengthTrace,
+        device: Device,
+        *,
+        batch_size: int | None = None,
+        settings: AllocatorSettings | None = None,
     ) -> Prediction:
         """Predict from a trace.
 
@@ -88,21 +99,26 @@ class Prediction(Shown):
             settings: Those of a card's allocator; by default those of this process's environment.
 
         Raises:
-            ValueError: As `Prediction`; also if the environment has settings that PyTorch would refuse.
+            ValueError: As `Prediction`; also if the environment has settings that PyTorch would
+                refuse.
         """
-        lengths = trace if isinstance(trace, LengthTrace) else None
+        lengths = trace if isinstance(trace, SequenceLengthTrace) else None
         sequence_length = lengths.sequence_length if lengths else None
-        trace = trace.at(trace.sequence_length) if isinstance(trace, LengthTrace) else trace
+        trace = trace.at(trace.sequence_length) if isinstance(trace, SequenceLengthTrace) else trace
         return cls(
             trace=trace,
             device=device,
-            batch_size=trace.batch_size if batch_size is None else whole_number("batch_size", batch_size, SAMPLES),
+            batch_size=trace.batch_size
+            if batch_size is None
+            else whole_number("batch_size", batch_size, SAMPLES),
             settings=_settings_here() if settings is None else settings,
             lengths=lengths,
             sequence_length=sequence_length,
         )
 
-    def at(self, batch_size: int | None = None, *, sequence_length: int | None = None) -> Prediction:
+    def at(
+        self, batch_size: int | None = None, *, sequence_length: int | None = None
+    ) -> Prediction:
         """The same step at another batch size or sequence length, to the byte.
 
         Args:
@@ -115,9 +131,15 @@ class Prediction(Shown):
             ValueError: If a number is below 1.
             TypeError: If a number is not whole.
         """
-        wanted = self.batch_size if batch_size is None else whole_number("batch_size", batch_size, SAMPLES)
+        wanted = (
+            self.batch_size
+            if batch_size is None
+            else whole_number("batch_size", batch_size, SAMPLES)
+        )
         if sequence_length is not None:
-            sequence_length = whole_number("sequence_length", sequence_length, "Give how long the batch's sequences are.")
+            sequence_length = whole_number(
+                "sequence_length", sequence_length, "Give how long the batch's sequences are."
+            )
         if sequence_length is None or sequence_length == self.sequence_length:
             return self if wanted == self.batch_size else replace(self, batch_size=wanted)
         if self.lengths is None:
@@ -125,16 +147,24 @@ class Prediction(Shown):
                 f"sequence length {sequence_length} is not known: the step does not say how long its sequences are. Give it: "
                 "sequence_length=... to TrainingStep."
             )
-        return replace(self, trace=self.lengths.at(sequence_length), batch_size=wanted, sequence_length=sequence_length)
+        return replace(
+            self,
+            trace=self.lengths.at(sequence_length),
+            batch_size=wanted,
+            sequence_length=sequence_length,
+        )
 
     def on(self, device: str | int | Device) -> Prediction:
-        """The same trace on a device of another size. What a card's architecture changes in the trace is not traced anew.
+        """The same trace on a device of another size. What a card's architecture changes in the
+        trace is not traced anew.
 
         Args:
-            device: A card by name or by size, such as `24GiB`; of the size alone it has the architecture of the device here.
+            device: A card by name or by size, such as `24GiB`; of the size alone it has the
+                architecture of the device here.
 
         Raises:
-            ValueError: If it is neither, or a CPU where the step was traced for a card or the other way round.
+            ValueError: If it is neither, or a CPU where the step was traced for a card or the other
+                way round.
             TypeError: As `find_device`.
         """
         traced_for = self.traced_for or self.device
@@ -150,11 +180,15 @@ class Prediction(Shown):
         return f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of {len(self._events):,} events>"
 
     def to_text(self) -> str:
-        """For a console: what each phase needs, what stands at the peak, whether it fits and up to which batch size, and what was assumed."""
+        """For a console: what each phase needs, what stands at the peak, whether it fits and up to
+        which batch size, and what was assumed.
+        """
         return prediction_text.to_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+        """Data that json writes; every size is named `_bytes`, every number of samples
+        `batch_size`.
+        """
         return prediction_text.to_dict(self)
 
     @property
@@ -170,15 +204,25 @@ class Prediction(Shown):
     @property
     def caveats(self) -> tuple[str, ...]:
         """What was assumed: by the trace, of the updates after it, of the device, of the allocator."""
-        said = (*self.trace.caveats, *self._shown.caveats, *self.device.caveats, *self._of_another_architecture())
+        said = (
+            *self.trace.caveats,
+            *self._shown.caveats,
+            *self.device.caveats,
+            *self._of_another_architecture(),
+        )
         if isinstance(self.device, HostSpec):
             return tuple(dict.fromkeys((*said, *self._far())))
         context = (
             f"{format_bytes(self.device.context_bytes)} of the card are taken to be outside the allocator (CUDA context, driver); what other "
             "processes use is not counted."
         )
-        settings = tuple(f"The allocator's setting {name} is not simulated." for name in self.settings.not_simulated)
-        return tuple(dict.fromkeys((*said, context, *self._of_communication(), *settings, *self._far())))
+        settings = tuple(
+            f"The allocator's setting {name} is not simulated."
+            for name in self.settings.not_simulated
+        )
+        return tuple(
+            dict.fromkeys((*said, context, *self._of_communication(), *settings, *self._far()))
+        )
 
     def _of_communication(self) -> Iterator[str]:
         if isinstance(self.device, DeviceSpec) and self.device.communication_bytes:
@@ -209,7 +253,9 @@ class Prediction(Shown):
 
     @cached_property
     def steps(self) -> tuple[StepMemory, ...]:
-        """The steps of the trace, in order; those of the last update are steady, of as many updates as that takes."""
+        """The steps of the trace, in order; those of the last update are steady, of as many updates
+        as that takes.
+        """
         return tuple(self._step_memory(step) for step in self._shown.steps)
 
     @property
@@ -238,15 +284,19 @@ class Prediction(Shown):
         return self.step.peak_reserved_bytes
 
     @cached_property
-    def at_peak(self) -> tuple[Standing, ...]:
-        """What stands where allocated memory is first largest in the steady step, the largest first; adds up to the peak."""
+    def at_peak(self) -> tuple[LiveAllocation, ...]:
+        """What stands where allocated memory is first largest in the steady step, the largest
+        first; adds up to the peak.
+        """
         shown = self._shown
-        return standing_at(shown.steps[-1].peak_position, self._events, shown.block_bytes)
+        return live_at(shown.steps[-1].peak_position, self._events, shown.block_bytes)
 
-    def origin_of(self, alloc: Alloc) -> Origin | None:
-        """The tensor that an allocation is for, and by which line of the program; None if no tensor stands for it.
+    def origin_of(self, alloc: Alloc) -> AllocationSource | None:
+        """The tensor that an allocation is for, and by which line of the program; None if no tensor
+        stands for it.
 
-        Of a step at another sequence length than the traced one the shape is that of the traced one.
+        Of a step at another sequence length than the traced one the shape is that of the traced
+        one.
 
         Args:
             alloc: One of the trace's, such as those of `at_peak`.
@@ -266,17 +316,23 @@ class Prediction(Shown):
 
     @cached_property
     def by_module(self) -> Mapping[str, int]:
-        """Allocated bytes at the peak by the module that was running, largest first; the root is ""."""
+        """Allocated bytes at the peak by the module that was running, largest first; the root is
+        "".
+        """
         return self._by(lambda alloc: alloc.module)
 
     @cached_property
     def by_operator(self) -> Mapping[str, int]:
-        """Allocated bytes at the peak by the operator that asked for them, largest first; "" where that is unknown."""
+        """Allocated bytes at the peak by the operator that asked for them, largest first; "" where
+        that is unknown.
+        """
         return self._by(lambda alloc: alloc.operator)
 
     @cached_property
     def modules(self) -> ModuleTable:
-        """The steady step by module: what each one keeps after its forward pass, and the peaks while it runs."""
+        """The steady step by module: what each one keeps after its forward pass, and the peaks
+        while it runs.
+        """
         spans = self._by_spans
         return ModuleTable(
             step_kind=Kind.PREDICTED,
@@ -287,7 +343,7 @@ class Prediction(Shown):
         )
 
     @cached_property
-    def saved(self) -> tuple[Standing, ...]:
+    def saved(self) -> tuple[LiveAllocation, ...]:
         """The activations that stand where the steady step's forward pass ends, the largest first."""
         return tuple(sorted(self._by_spans.saved, key=lambda one: one.block_bytes, reverse=True))
 
@@ -297,12 +353,16 @@ class Prediction(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether nothing from the warm-up to the steady step runs out of memory, of which a CPU of unknown capacity has no end."""
+        """Whether nothing from the warm-up to the steady step runs out of memory, of which a CPU of
+        unknown capacity has no end.
+        """
         return self._on_device.out_of_memory is None
 
     @property
     def fits_without_retry(self) -> bool:
-        """Whether the allocator never has to give back its cache and try again, which waits for the device each time."""
+        """Whether the allocator never has to give back its cache and try again, which waits for the
+        device each time.
+        """
         return self.fits and self._on_device.num_alloc_retries == 0
 
     @property
@@ -312,7 +372,9 @@ class Prediction(Shown):
 
     @cached_property
     def limit(self) -> int | None:
-        """The largest batch size that fits at all; 0 if none does; None if the trace knows only its own, or there is no end."""
+        """The largest batch size that fits at all; 0 if none does; None if the trace knows only its
+        own, or there is no end.
+        """
         if self.capacity_bytes is None:
             return None
         return self.largest_batch_size(lambda prediction: prediction.fits, with_cache=False)
@@ -324,20 +386,24 @@ class Prediction(Shown):
             return None
         return self.largest_batch_size(lambda prediction: prediction.fits_without_retry)
 
-    def largest_batch_size(self, is_good: Callable[[Prediction], bool], *, with_cache: bool = True) -> int | None:
+    def largest_batch_size(
+        self, is_good: Callable[[Prediction], bool], *, with_cache: bool = True
+    ) -> int | None:
         """The largest batch size of which something holds, found by replays.
 
-        The size found is good and the next one is not; sizes far from both are not tried. Of reserved memory a few samples less can need
-        more, and a few more less, where blocks fit into each other or do not.
-        Of a step that has less of something in a larger batch (a queue of fixed length), sizes beyond its end are not known.
+        The size found is good and the next one is not; sizes far from both are not tried. Of
+        reserved memory a few samples less can need more, and a few more less, where blocks fit into
+        each other or do not. Of a step that has less of something in a larger batch (a queue of
+        fixed length), sizes beyond its end are not known.
 
         Args:
             is_good: What is to hold.
-            with_cache: Whether that is near where the peak of reserved memory reaches the capacity; else near where that of allocated
-                memory does, beyond which nothing fits.
+            with_cache: Whether that is near where the peak of reserved memory reaches the capacity;
+                else near where that of allocated memory does, beyond which nothing fits.
 
         Returns:
-            The size; 0 if it does not hold for one sample; None if the trace knows only its own batch size, or there is no end.
+            The size; 0 if it does not hold for one sample; None if the trace knows only its own
+            batch size, or there is no end.
         """
         if not self.trace.grows:
             return None
@@ -349,7 +415,9 @@ class Prediction(Shown):
         return search.largest(holds, near=self._near_limit(with_cache), end=_MANY_SAMPLES)
 
     def _near_limit(self, with_cache: bool) -> int:
-        """About the batch size at which the peak, were there no end of memory, would reach the capacity; at least 1."""
+        """About the batch size at which the peak, were there no end of memory, would reach the
+        capacity; at least 1.
+        """
         capacity_bytes = self.device.allocator_capacity_bytes
         end = self.trace.largest_known or _MANY_SAMPLES
         if capacity_bytes is None or end < 2 * self.batch_size:
@@ -363,10 +431,16 @@ class Prediction(Shown):
         )
 
     def _endless_peak_bytes(self, with_cache: bool) -> int:
-        """The largest figure of all steps without an end of memory; on a CPU, which reserves nothing, of allocated memory."""
+        """The largest figure of all steps without an end of memory; on a CPU, which reserves
+        nothing, of allocated memory.
+        """
         windows = [window for step in self._endless.steps for window in step.windows]
         reserved = largest(window.peak_reserved_bytes for window in windows) if with_cache else None
-        return largest(window.peak_allocated_bytes for window in windows) or 0 if reserved is None else reserved
+        return (
+            largest(window.peak_allocated_bytes for window in windows) or 0
+            if reserved is None
+            else reserved
+        )
 
     def _by(self, key: Callable[[Alloc], _Key]) -> dict[_Key, int]:
         found: Counter[_Key] = Counter()
@@ -391,10 +465,16 @@ class Prediction(Shown):
         return self._replay(None)
 
     def _replay(self, capacity_bytes: int | None) -> Replay:
-        is_endless = capacity_bytes is None
+        unlimited = capacity_bytes is None
         if isinstance(self.device, HostSpec):
-            return replay(self._events, HostAllocator(capacity_bytes=capacity_bytes), is_endless=is_endless)
-        return replay(self._events, CachingAllocator(self.settings, capacity_bytes=capacity_bytes), is_endless=is_endless)
+            return replay(
+                self._events, HostAllocator(capacity_bytes=capacity_bytes), unlimited=unlimited
+            )
+        return replay(
+            self._events,
+            CachingAllocator(self.settings, capacity_bytes=capacity_bytes),
+            unlimited=unlimited,
+        )
 
     def _step_memory(self, step: ReplayedStep) -> StepMemory:
         return StepMemory(
@@ -404,16 +484,15 @@ class Prediction(Shown):
             windows=step.windows,
             batch_size=self.batch_size,
             is_warm_up=step.is_warm_up,
-            num_optimizer_updates=sum(window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows),
+            num_optimizer_updates=sum(
+                window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows
+            ),
         )
 
 
 def predicted_modules(prediction: object, batch_size: int | None) -> ModuleTable | None:
-    """What a prediction says of the modules at a batch size; None if it is none that can, or does not know the modules.
-
-    Args:
-        prediction: Any prediction, or None.
-        batch_size: Samples in the batch; None for as many as it is for.
+    """What a prediction says of the modules at a batch size; None if it is none that can, or does
+    not know the modules.
     """
     if not isinstance(prediction, Prediction):
         return None

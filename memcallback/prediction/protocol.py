@@ -57,26 +57,20 @@ class StepPrediction(Protocol):
         """Whether the device has enough memory; None if that is unknown."""
 
     def at(self, batch_size: int) -> StepPrediction:
-        """The same step at another batch size.
-
-        Raises:
-            ValueError: If `batch_size` is below 1, or one of which the prediction cannot tell.
-        """
+        """The same step at another batch size."""
 
 
 class PredictedSteps:
-    """A prediction at the batch sizes that a training comes by; each is worked out once.
-
-    Args:
-        prediction: The prediction; None if there is none.
-    """
+    """A prediction at the batch sizes that a training comes by; each is worked out once."""
 
     def __init__(self, prediction: StepPrediction | None) -> None:
         self._prediction = prediction
         self._steps: dict[int, StepMemory | None] = {}
 
     def at(self, batch_size: int | None) -> StepMemory | None:
-        """The predicted step at a batch size, by default the prediction's own; None if the prediction cannot tell."""
+        """The predicted step at a batch size, by default the prediction's own; None if the
+        prediction cannot tell.
+        """
         if self._prediction is None:
             return None
         size = self._prediction.batch_size if batch_size is None else batch_size

@@ -9,11 +9,27 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    Event,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, largest
-from memcallback.core.types import HELD_CATEGORIES, Category, Phase
+from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
 from memcallback.prediction.allocator.caching import OutOfMemoryError
-from memcallback.prediction.steady_state import MAX_WINDOWS, Peaks, Window, growth, last_window, pairs_of, unsettled
+from memcallback.prediction.steady_state import (
+    MAX_WINDOWS,
+    Peaks,
+    Window,
+    growth,
+    last_window,
+    pairs_of,
+    unsettled,
+)
 
 
 class Block(Protocol):
@@ -47,12 +63,13 @@ class Allocator(Protocol[_Block]):
 
 
 @dataclass(frozen=True)
-class Standing:
+class LiveAllocation:
     """A storage that is there at some moment.
 
     Attributes:
         alloc: Where it comes from; its `size_bytes` is what was asked for.
-        block_bytes: What the allocator has handed out for it: the rounding, and a tail that it does not split off, included.
+        block_bytes: What the allocator has handed out for it: the rounding, and a tail that it does
+            not split off, included.
     """
 
     alloc: Alloc
@@ -66,7 +83,8 @@ class ReplayedStep:
     Attributes:
         windows: The phases in the order in which they ran.
         is_warm_up: No optimizer phase came before it.
-        peak_position: The position of the event at which allocated memory is first largest inside the step's phases; -1 without any.
+        peak_position: The position of the event at which allocated memory is first largest inside
+            the step's phases; -1 without any.
     """
 
     windows: tuple[PhaseMemory, ...]
@@ -79,12 +97,14 @@ class Replay:
     """What an allocator made of a trace.
 
     Attributes:
-        steps: The steps that were replayed to their end. Those of the trace's last window are of its last repetition.
+        steps: The steps that were replayed to their end. Those of the trace's last window are of
+            its last repetition.
         num_alloc_retries: Retries in all.
-        out_of_memory: What failed and where, where the allocator gave up; the replay ends there. None if it did not.
+        out_of_memory: What failed and where, where the allocator gave up; the replay ends there.
+            None if it did not.
         caveats: Why the last steps may not be those of a steady training, one sentence each.
-        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it, in the last repetition if it was
-            repeated.
+        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it,
+            in the last repetition if it was repeated.
     """
 
     steps: list[ReplayedStep] = field(default_factory=list)
@@ -94,55 +114,48 @@ class Replay:
     block_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def replay(events: Sequence[Event], allocator: Allocator[_Block], *, is_endless: bool = False) -> Replay:
-    """Put a trace to an allocator, and its last window again until that has settled.
-
-    Args:
-        events: The trace's events; nothing is asked for where a size is 0.
-        allocator: The allocator, which has nothing yet.
-        is_endless: It has no end of memory, so that nothing can be said of retries.
-
-    Returns:
-        The steps as far as they fit.
-    """
-    replayer = _Replayer(events, allocator, is_endless=is_endless)
+def replay(
+    events: Sequence[Event], allocator: Allocator[_Block], *, unlimited: bool = False
+) -> Replay:
+    """Put a trace to an allocator, and its last window again until that has settled."""
+    replayer = _Replayer(events, allocator, unlimited=unlimited)
     with suppress(OutOfMemoryError):
         replayer.run()
     replayer.result.num_alloc_retries = allocator.num_alloc_retries
     return replayer.result
 
 
-def standing_at(position: int, events: Sequence[Event], block_bytes: Mapping[int, int]) -> tuple[Standing, ...]:
-    """What is there after an event, the largest first.
-
-    Args:
-        position: The event's position.
-        events: The trace's events.
-        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it.
-    """
+def live_at(
+    position: int, events: Sequence[Event], block_bytes: Mapping[int, int]
+) -> tuple[LiveAllocation, ...]:
+    """What is there after an event, the largest first."""
     alive: dict[int, Alloc] = {}
     for event in events[: position + 1]:
         if isinstance(event, Alloc):
             alive[event.id] = event
         elif isinstance(event, Free):
             del alive[event.id]
-    standing = [Standing(alloc, block_bytes[alloc.id]) for alloc in alive.values() if alloc.size_bytes]
+    standing = [
+        LiveAllocation(alloc, block_bytes[alloc.id]) for alloc in alive.values() if alloc.size_bytes
+    ]
     return tuple(sorted(standing, key=lambda one: one.block_bytes, reverse=True))
 
 
 class _Replayer(Generic[_Block]):
     """The state of a replay."""
 
-    def __init__(self, events: Sequence[Event], allocator: Allocator[_Block], *, is_endless: bool) -> None:
+    def __init__(
+        self, events: Sequence[Event], allocator: Allocator[_Block], *, unlimited: bool
+    ) -> None:
         self.events = events
         self.allocator = allocator
-        self.is_endless = is_endless
+        self.unlimited = unlimited
         self.result = Replay()
         #: What is there, by its number.
         self.alive: dict[int, _Block] = {}
         #: Of what is there, that which is held.
         self.holders: dict[int, Alloc] = {}
-        self.held: dict[Category, int] = dict.fromkeys(HELD_CATEGORIES, 0)
+        self.held: dict[Category, int] = dict.fromkeys(PERSISTENT_CATEGORIES, 0)
         self.windows: list[PhaseMemory] = []
         self.phase: Phase | None = None
         self.covers: tuple[Phase, ...] = ()
@@ -161,7 +174,10 @@ class _Replayer(Generic[_Block]):
         self.play(0, window.start)
         before, num_earlier = list(self.alive), len(self.result.steps)
         self.play(window.start, window.stop)
-        freed, left = self.latest(set(before) - self.alive.keys(), window), self.latest(self.alive.keys() - set(before), window)
+        freed, left = (
+            self.latest(set(before) - self.alive.keys(), window),
+            self.latest(self.alive.keys() - set(before), window),
+        )
         pairs = pairs_of(freed, left)
         if pairs is None:
             self.result.caveats += growth(window, freed, left)
@@ -170,7 +186,9 @@ class _Replayer(Generic[_Block]):
         self.play(window.stop, len(self.events))
 
     def repeat(self, window: Window, pairs: Sequence[tuple[int, int]], num_earlier: int) -> None:
-        """Replay the window until its figures are the same twice; its latest steps take the place of those after `num_earlier`."""
+        """Replay the window until its figures are the same twice; its latest steps take the place
+        of those after `num_earlier`.
+        """
         steps = self.result.steps
         peaks: list[Peaks] = []
         for _ in range(window.number, MAX_WINDOWS):
@@ -200,7 +218,13 @@ class _Replayer(Generic[_Block]):
     def play(self, start: int, stop: int) -> None:
         """Put a part of the events to the allocator."""
         allocator = self.allocator
-        allocate, free, alive, holders, held = allocator.allocate, allocator.free, self.alive, self.holders, self.held
+        allocate, free, alive, holders, held = (
+            allocator.allocate,
+            allocator.free,
+            self.alive,
+            self.holders,
+            self.held,
+        )
         block_bytes, peak_bytes = self.result.block_bytes, self.peak_bytes()
         for position, event in enumerate(islice(self.events, start, stop), start):
             if type(event) is Alloc:
@@ -242,9 +266,19 @@ class _Replayer(Generic[_Block]):
             self.windows, self.peak, self.is_warm_up = [], (-1, -1), not self.has_updated
         elif isinstance(event, StepEnd):
             self.num_steps += 1
-            self.result.steps.append(ReplayedStep(windows=tuple(self.windows), is_warm_up=self.is_warm_up, peak_position=self.peak[1]))
+            self.result.steps.append(
+                ReplayedStep(
+                    windows=tuple(self.windows),
+                    is_warm_up=self.is_warm_up,
+                    peak_position=self.peak[1],
+                )
+            )
         elif isinstance(event, PhaseStart):
-            self.phase, self.covers, self.start = event.phase, event.covers or (event.phase,), self.stats()
+            self.phase, self.covers, self.start = (
+                event.phase,
+                event.covers or (event.phase,),
+                self.stats(),
+            )
             self.allocator.reset_peaks()
             if self.allocator.allocated_bytes > self.peak[0]:
                 self.peak = (self.allocator.allocated_bytes, position)
@@ -255,7 +289,11 @@ class _Replayer(Generic[_Block]):
         start, end = self.start, self.stats()
         self.phase = None
         self.has_updated |= phase is Phase.OPTIMIZER_STEP
-        retries = None if end.num_alloc_retries is None else end.num_alloc_retries - (start.num_alloc_retries or 0)
+        retries = (
+            None
+            if end.num_alloc_retries is None
+            else end.num_alloc_retries - (start.num_alloc_retries or 0)
+        )
         window = PhaseMemory(
             phase=phase,
             covers=self.covers,
@@ -271,7 +309,7 @@ class _Replayer(Generic[_Block]):
     def stats(self) -> MemoryStats:
         """The figures now; without an end of memory nothing is said of retries."""
         stats = replace(self.allocator.stats(), by_category=dict(self.held))
-        return replace(stats, num_alloc_retries=None, num_ooms=None) if self.is_endless else stats
+        return replace(stats, num_alloc_retries=None, num_ooms=None) if self.unlimited else stats
 
     def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
         where = f"step {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
@@ -282,7 +320,10 @@ class _Replayer(Generic[_Block]):
 def _peaks(steps: Sequence[ReplayedStep]) -> Peaks:
     """Of allocated and of reserved memory."""
     windows = [window for step in steps for window in step.windows]
-    allocated, reserved = (window.peak_allocated_bytes for window in windows), (window.peak_reserved_bytes for window in windows)
+    allocated, reserved = (
+        (window.peak_allocated_bytes for window in windows),
+        (window.peak_reserved_bytes for window in windows),
+    )
     return largest(allocated) or 0, largest(reserved) or 0
 
 

@@ -13,15 +13,8 @@ _NUM_LINES = 3
 def largest(holds: Callable[[int], bool], *, near: int, end: int) -> int | None:
     """The largest number of which something holds.
 
-    It holds for the number found and not for the next one; of numbers far from both not all are tried, and none twice.
-
-    Args:
-        holds: What is to hold.
-        near: A number from which the largest is not far, at least 1.
-        end: No number far beyond this is tried.
-
-    Returns:
-        The number; 0 if it does not hold for 1; None if it holds for `end` too.
+    It holds for the number found and not for the next one; of numbers far from both not all are
+    tried, and none twice.
     """
     stride = max(1, near // _PARTS)
     if holds(near):
@@ -46,21 +39,17 @@ def largest(holds: Callable[[int], bool], *, near: int, end: int) -> int | None:
 
 
 def crossing(figure: Callable[[int], int], bound: int, *, first: int, second: int, end: int) -> int:
-    """About the number at which a growing figure reaches a bound, by straight lines through what is known of it.
-
-    Args:
-        figure: The figure of a number.
-        bound: The bound.
-        first: A number, at least 1.
-        second: Another one.
-        end: The number is at most this.
+    """About the number at which a growing figure reaches a bound, by straight lines through what is
+    known of it.
     """
     here, there = first, second
     here_is, there_is = figure(here), figure(there)
     for number in range(_NUM_LINES):
         if there_is == here_is:
             break
-        next_one = min(max(1, there + (bound - there_is) * (there - here) // (there_is - here_is)), end)
+        next_one = min(
+            max(1, there + (bound - there_is) * (there - here) // (there_is - here_is)), end
+        )
         if next_one in (here, there):
             return next_one
         here, here_is, there = there, there_is, next_one

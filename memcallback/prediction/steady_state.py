@@ -1,8 +1,9 @@
 """Repeat the last optimizer window until the allocator settles.
 
-A window is the steps up to and including one optimizer update; a trace without any update has one for each step. Training repeats its
-requests from the second window on. What an allocator makes of them may shift for some windows more: it serves them from other free
-blocks, and a block can be larger than what was asked for.
+A window is the steps up to and including one optimizer update; a trace without any update has one
+for each step. Training repeats its requests from the second window on. What an allocator makes of
+them may shift for some windows more: it serves them from other free blocks, and a block can be
+larger than what was asked for.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, Phas
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 
-#: Up to which window a training is followed, those of the trace included. Of 135 configurations that were trained for six updates, 44 had
-#: the same figures to the byte from the second update on, 80 from the third, 8 from the fourth or fifth, and in 3 two or three
-#: arrangements alternate for good (benchmarks/results/README.md tells of them).
+#: Up to which window a training is followed, those of the trace included. Of 135 configurations
+#: that were trained for six updates, 44 had the same figures to the byte from the second update on,
+#: 80 from the third, 8 from the fourth or fifth, and in 3 two or three arrangements alternate for
+#: good (benchmarks/results/README.md tells of them).
 MAX_WINDOWS = 6
 #: The largest figures of allocated and of reserved memory, in bytes.
 Peaks = tuple[int, int]
@@ -27,7 +29,8 @@ class Window(NamedTuple):
     """The last window of a trace.
 
     Attributes:
-        start: The position of its first event: the first one after the step that ends the window before it.
+        start: The position of its first event: the first one after the step that ends the window
+            before it.
         stop: The position after its last event.
         number: How many windows there are with it.
     """
@@ -38,16 +41,15 @@ class Window(NamedTuple):
 
 
 def last_window(events: Sequence[Event]) -> Window | None:
-    """The last window of a trace, for repetition.
-
-    Args:
-        events: The trace's events.
-
-    Returns:
-        The window; None if there is one at most, or the last step belongs to none.
-    """
-    marks = [(position, event) for position, event in enumerate(events) if type(event) is not Alloc and type(event) is not Free]
-    has_updates = any(isinstance(event, PhaseStart) and event.phase is Phase.OPTIMIZER_STEP for _, event in marks)
+    """The last window of a trace, for repetition."""
+    marks = [
+        (position, event)
+        for position, event in enumerate(events)
+        if type(event) is not Alloc and type(event) is not Free
+    ]
+    has_updates = any(
+        isinstance(event, PhaseStart) and event.phase is Phase.OPTIMIZER_STEP for _, event in marks
+    )
     ends: list[int] = []
     is_whole, last_step = False, 0
     for position, event in marks:
@@ -58,21 +60,19 @@ def last_window(events: Sequence[Event]) -> Window | None:
             if is_whole or not has_updates:
                 ends.append(last_step)
             is_whole = False
-    return Window(ends[-2], ends[-1], len(ends)) if len(ends) > 1 and ends[-1] == last_step else None
+    return (
+        Window(ends[-2], ends[-1], len(ends)) if len(ends) > 1 and ends[-1] == last_step else None
+    )
 
 
 def pairs_of(freed: Sequence[Alloc], left: Sequence[Alloc]) -> list[tuple[int, int]] | None:
-    """What stands for what when a window is repeated.
-
-    Args:
-        freed: What the window frees of before, in the order of allocation.
-        left: What it allocates and leaves, in that order.
-
-    Returns:
-        The numbers of each pair: of the same size, category, operator and module, the first to the first. None if they do not pair.
-    """
+    """What stands for what when a window is repeated."""
     ours, theirs = _by_kind(freed), _by_kind(left)
-    return [(number, theirs[kind]) for kind, number in ours.items()] if ours.keys() == theirs.keys() else None
+    return (
+        [(number, theirs[kind]) for kind, number in ours.items()]
+        if ours.keys() == theirs.keys()
+        else None
+    )
 
 
 def _by_kind(storages: Sequence[Alloc]) -> dict[Hashable, int]:
@@ -87,8 +87,12 @@ def _by_kind(storages: Sequence[Alloc]) -> dict[Hashable, int]:
 
 
 def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tuple[str, ...]:
-    """What is to be said of a window that cannot be repeated: nothing if it leaves as many bytes as it found."""
-    freed_bytes, left_bytes = (sum(alloc.size_bytes for alloc in storages) for storages in (freed, left))
+    """What is to be said of a window that cannot be repeated: nothing if it leaves as many bytes as
+    it found.
+    """
+    freed_bytes, left_bytes = (
+        sum(alloc.size_bytes for alloc in storages) for storages in (freed, left)
+    )
     if freed_bytes == left_bytes:
         return ()
     return (
@@ -98,7 +102,9 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
 
 
 def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
-    """What is to be said of a window whose figures go on changing, with the peaks of its repetitions; nothing without any."""
+    """What is to be said of a window whose figures go on changing, with the peaks of its
+    repetitions; nothing without any.
+    """
     if not peaks:
         return ()
     allocated, reserved = (_span(figures) for figures in zip(*peaks, strict=True))

@@ -22,7 +22,9 @@ _ONE_BATCH_SIZE = "The largest batch size is not known: only this batch size was
 
 
 class _Prediction(StepPrediction, Protocol):
-    """What is told of a `Prediction` beyond what every prediction can be asked; what is what stands there."""
+    """What is told of a `Prediction` beyond what every prediction can be asked; what is what stands
+    there.
+    """
 
     @property
     def trace(self) -> BatchTrace: ...
@@ -49,11 +51,15 @@ class _Prediction(StepPrediction, Protocol):
 
 
 def to_text(prediction: _Prediction) -> str:
-    """What each phase needs, what stands at the peak, whether it fits and up to which batch size, and what was assumed."""
+    """What each phase needs, what stands at the peak, whether it fits and up to which batch size,
+    and what was assumed.
+    """
     tables = (_phases(prediction), _at_peak(prediction))
     lines = (*verdict(prediction), *prediction.caveats)
     text = "".join(table.to_text() for table in tables)
-    return text + "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines)
+    return text + "".join(
+        textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines
+    )
 
 
 def verdict(prediction: _Prediction) -> tuple[str, ...]:
@@ -65,7 +71,9 @@ def verdict(prediction: _Prediction) -> tuple[str, ...]:
     if not prediction.fits:
         lines = [f"Does not fit in the {available}: out of memory in {prediction.out_of_memory}"]
     elif not prediction.fits_without_retry:
-        lines = [f"Fits in the {available}, but only after the allocator has given back its cache, which is slow."]
+        lines = [
+            f"Fits in the {available}, but only after the allocator has given back its cache, which is slow."
+        ]
     else:
         lines = [f"Fits in the {available}, without a retry."]
     limit, without_retry = prediction.limit, prediction.limit_without_retry
@@ -83,10 +91,14 @@ def _host_verdict(prediction: _Prediction) -> tuple[str, ...]:
         return ("How much memory there is on the CPU was not given: nothing is said of what fits.",)
     available = format_bytes(prediction.capacity_bytes)
     lines = [
-        f"Fits in the {available}." if prediction.fits else f"Does not fit in the {available}: out of memory in {prediction.out_of_memory}"
+        f"Fits in the {available}."
+        if prediction.fits
+        else f"Does not fit in the {available}: out of memory in {prediction.out_of_memory}"
     ]
     if prediction.limit is not None:
-        lines.append(f"Largest batch size: {prediction.limit}, with nothing kept free ({_assumed(prediction, prediction.limit)}).")
+        lines.append(
+            f"Largest batch size: {prediction.limit}, with nothing kept free ({_assumed(prediction, prediction.limit)})."
+        )
     elif not prediction.trace.is_any_batch_size_known:
         lines.append(_ONE_BATCH_SIZE)
     return tuple(lines)
@@ -107,7 +119,10 @@ def _phases(prediction: _Prediction) -> Table:
     for step, name in ((prediction.steps[0], "warm-up"), (prediction.step, "")):
         if step is prediction.steps[0] and len(prediction.steps) == 1:
             continue
-        rows += [window.row(f"{name}: {window.label}" if name else window.label) for window in step.windows]
+        rows += [
+            window.row(f"{name}: {window.label}" if name else window.label)
+            for window in step.windows
+        ]
     num_warm_up = len(rows) - len(prediction.step.windows)
     columns = PHASE_COLUMNS if prediction.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
     return Table(
@@ -119,7 +134,11 @@ def _phases(prediction: _Prediction) -> Table:
 
 
 def _size(prediction: _Prediction) -> str:
-    length = "" if prediction.sequence_length is None else f", sequence length {prediction.sequence_length}"
+    length = (
+        ""
+        if prediction.sequence_length is None
+        else f", sequence length {prediction.sequence_length}"
+    )
     return f"batch size {prediction.batch_size}{length}"
 
 
@@ -129,10 +148,16 @@ def _at_peak(prediction: _Prediction) -> Table:
     modules = dict(list(prediction.by_module.items())[:_NUM_MODULES])
     rows = [_share_row(label, size, peak_bytes) for label, size in categories.items()]
     num_categories = len(rows)
-    rows += [_share_row(name or "(root module)", size, peak_bytes) for name, size in modules.items()]
+    rows += [
+        _share_row(name or "(root module)", size, peak_bytes) for name, size in modules.items()
+    ]
     if rest := len(prediction.by_module) - len(modules):
         rest_bytes = peak_bytes - sum(modules.values())
-        rows.append(_share_row(f"{rest} more modules" if rest > 1 else "1 more module", rest_bytes, peak_bytes))
+        rows.append(
+            _share_row(
+                f"{rest} more modules" if rest > 1 else "1 more module", rest_bytes, peak_bytes
+            )
+        )
     rows.append(("all", format_bytes(peak_bytes), "100.0 %"))
     return Table(
         title=f"What stands at the peak, in {prediction.peak_phase.label}: by category and by module",
@@ -144,11 +169,17 @@ def _at_peak(prediction: _Prediction) -> Table:
 
 
 def _share_row(label: str, num_bytes: int, peak_bytes: int) -> tuple[str, ...]:
-    return (label, format_bytes(num_bytes), f"{100 * num_bytes / peak_bytes:.1f} %" if peak_bytes else "")
+    return (
+        label,
+        format_bytes(num_bytes),
+        f"{100 * num_bytes / peak_bytes:.1f} %" if peak_bytes else "",
+    )
 
 
 def to_dict(prediction: _Prediction) -> dict[str, Any]:
-    """The prediction as data that json writes; every size is named `_bytes`, every number of samples `batch_size`."""
+    """The prediction as data that json writes; every size is named `_bytes`, every number of
+    samples `batch_size`.
+    """
     return {
         "source": prediction.source,
         "batch_size": prediction.batch_size,
@@ -166,7 +197,9 @@ def to_dict(prediction: _Prediction) -> dict[str, Any]:
         "limit_without_retry_batch_size": prediction.limit_without_retry,
         "steps": [_step_dict(step) for step in prediction.steps],
         "peak_phase": prediction.peak_phase.value,
-        "at_peak_by_category_bytes": {category.value: size for category, size in prediction.by_category.items()},
+        "at_peak_by_category_bytes": {
+            category.value: size for category, size in prediction.by_category.items()
+        },
         "at_peak_by_module_bytes": dict(prediction.by_module),
         "at_peak_by_operator_bytes": dict(prediction.by_operator),
         "caveats": list(prediction.caveats),
@@ -194,6 +227,17 @@ def _step_dict(step: StepMemory) -> dict[str, Any]:
 
 
 def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
-    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes")
+    names = (
+        "allocated_bytes",
+        "reserved_bytes",
+        "active_bytes",
+        "requested_bytes",
+        "inactive_split_bytes",
+    )
     figures: Mapping[str, Any] = {name: getattr(stats, name) for name in names}
-    return {**figures, "held_by_category_bytes": {category.value: size for category, size in (stats.by_category or {}).items()}}
+    return {
+        **figures,
+        "held_by_category_bytes": {
+            category.value: size for category, size in (stats.by_category or {}).items()
+        },
+    }

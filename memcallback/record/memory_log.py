@@ -11,31 +11,33 @@ from torch.utils._pytree import tree_map_only
 
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import check_headroom
-from memcallback.core.errors import never_stops_training
+from memcallback.core.errors import fail_safe
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.tables import for_console
 from memcallback.core.types import Phase
 from memcallback.core.validation import described, whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import planned_device
+from memcallback.devices.local import target_device
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.prediction.forecast import foretell
+from memcallback.prediction.predict_or_warn import predict_or_warn
 from memcallback.prediction.protocol import StepPrediction
-from memcallback.record.monitor import Journal
+from memcallback.record.monitor import Monitor
 from memcallback.record.rank_exchange import RankExchange
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.report import Report
-from memcallback.report.writers import Sinks
+from memcallback.report.writers import Writers
 from memcallback.step.checks import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
 
 class MemoryLog:
-    """Predicts the step of a loop, logs what a recorder records beside it to TensorBoard, and prints reports.
+    """Predicts the step of a loop, logs what a recorder records beside it to TensorBoard, and
+    prints reports.
 
-    Curves and pictures go to a run of their own (`memcallback.tensorboard` lists the tags), counted in optimizer updates. The report
-    is printed once the first steady step is known, and when the log is closed. In a job of several processes only rank zero writes and prints,
-    the range over the ranks included; make the log once the process group is there.
+    Curves and pictures go to a run of their own (`memcallback.tensorboard` lists the tags), counted
+    in optimizer updates. The report is printed once the first steady step is known, and when the
+    log is closed. In a job of several processes only rank zero writes and prints, the range over
+    the ranks included; make the log once the process group is there.
 
     As a context manager it closes itself. It is closed with its recorder too.
 
@@ -44,13 +46,16 @@ class MemoryLog:
         step: What a step is; it is predicted at once. None to predict nothing.
         log_dir: The folder under which the run is made; None for none.
         log_every_n_steps: Optimizer updates from one point to the next, at least 1.
-        device: The memory to plan for: that of a card by name, or a size, as for `memcallback.predict`; by default that of the device
-            that trains.
-        headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0 and below 1.
-        warnings: Whether to warn of what is wrong with the memory of the training (see `MemoryCallback`).
+        device: The memory to plan for: that of a card by name, or a size, as for
+            `memcallback.predict`; by default that of the device that trains.
+        headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
+            and below 1.
+        warnings: Whether to warn of what is wrong with the memory of the training (see
+            `MemoryCallback`).
 
     Raises:
-        ValueError: If the device is none, or one without a known size; or if a number is out of range.
+        ValueError: If the device is none, or one without a known size; or if a number is out of
+            range.
         TypeError: If one of them is not of its kind.
 
     Examples:
@@ -77,36 +82,51 @@ class MemoryLog:
         warnings: bool | None = None,
     ) -> None:
         if not isinstance(recorder, MemoryRecorder):
-            raise TypeError(f"recorder must be a MemoryRecorder, got {described(recorder)}. Give MemoryRecorder(model, optimizer).")
+            raise TypeError(
+                f"recorder must be a MemoryRecorder, got {described(recorder)}. Give MemoryRecorder(model, optimizer)."
+            )
         if step is not None and not isinstance(step, TrainingStep):
             raise TypeError(
                 f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...)."
             )
         check_headroom(headroom)
-        self._interval = whole_number("log_every_n_steps", log_every_n_steps, "Leave it out for every 50th update.")
-        planned = None if device is None else planned_device(device)
+        self._interval = whole_number(
+            "log_every_n_steps", log_every_n_steps, "Leave it out for every 50th update."
+        )
+        planned = None if device is None else target_device(device)
         self._recorder = recorder
         self._last = recorder.num_updates
         self._is_broken = False
         self._is_closed = False
         is_main = is_rank_zero()
-        # With its batch on the host: on the device it would be one more for as long as the training lasts.
-        self._step = None if step is None else step.varied(batch=tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), step.batch))
+        # With its batch on the host: on the device it would be one more for as long as the training
+        # lasts.
+        self._step = (
+            None
+            if step is None
+            else step.varied(
+                batch=tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), step.batch)
+            )
+        )
         self._folder = None if log_dir is None else Path(log_dir)
-        sinks = Sinks([], self._folder) if is_main else None
+        sinks = Writers([], self._folder) if is_main else None
         say = say_here if is_main else _say_nothing
-        self._journal = Journal(recorder, sinks, say, planned=planned, headroom=headroom, exchange=RankExchange.of_job())
+        self._journal = Monitor(
+            recorder, sinks, say, planned=planned, headroom=headroom, exchange=RankExchange.of_job()
+        )
         self._warns = warnings or (warnings is None and recorder.meter.device.type != "cpu")
         recorder.listen(self)
         self._begin(step, planned, say)
 
-    @never_stops_training
-    def _begin(self, step: TrainingStep | None, planned: Device | None, say: Callable[[str], None]) -> None:
+    @fail_safe
+    def _begin(
+        self, step: TrainingStep | None, planned: Device | None, say: Callable[[str], None]
+    ) -> None:
         prediction = None
         if step is not None:
             device = self._recorder.meter.device
             warn_of_devices(step.model, device)
-            prediction = foretell(
+            prediction = predict_or_warn(
                 lambda: step,
                 device=device,
                 device_name=self._recorder.meter.device_name,
@@ -119,13 +139,21 @@ class MemoryLog:
     def __enter__(self) -> MemoryLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if kind is not None:
             self._tell(error)
-            self._journal.notes = (*self._journal.notes, f"The training ended with {kind.__name__}.")
+            self._journal.notes = (
+                *self._journal.notes,
+                f"The training ended with {kind.__name__}.",
+            )
         self.close()
 
-    @never_stops_training
+    @fail_safe
     def _tell(self, error: BaseException | None) -> None:
         self._recorder.failed(error)
 
@@ -139,12 +167,12 @@ class MemoryLog:
         """The last report; None before the first."""
         return self._journal.report
 
-    @never_stops_training
+    @fail_safe
     def wants_step(self) -> bool:
         """As `StepListener`: the step after which a point is due."""
         return (self._recorder.num_updates + 1) % self._interval == 0
 
-    @never_stops_training
+    @fail_safe
     def on_step(self, record: StepMemory) -> None:
         """As `StepListener`."""
         if record.is_interrupted:
@@ -161,7 +189,7 @@ class MemoryLog:
             self._last = number
         self._journal.publish(record, number, is_due=is_due, is_window_complete=is_window_complete)
 
-    @never_stops_training
+    @fail_safe
     def on_out_of_memory(self, error: BaseException) -> None:
         """As `StepListener`."""
         step = self._step
@@ -178,7 +206,7 @@ class MemoryLog:
         self._finish()
         self._release()
 
-    @never_stops_training
+    @fail_safe
     def _finish(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -199,7 +227,11 @@ def is_rank_zero() -> bool:
 def rank_here() -> int | None:
     """Of a job of several processes the number of this one; None for a job of one."""
     distributed = torch.distributed
-    is_several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    is_several = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
     return distributed.get_rank() if is_several else None
 
 

@@ -1,4 +1,4 @@
-"""Monitor (was Journal): points, reports and warnings of one training."""
+"""Monitor (was Monitor): points, reports and warnings of one training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
 from memcallback.devices.catalogue import CATALOGUE, Device
-from memcallback.devices.memory import device_memory, plannable_bytes
+from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress
-from memcallback.diagnose.health.watch import HealthWatch
+from memcallback.diagnose.health.monitor import HealthMonitor
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.prediction import predicted_modules
 from memcallback.prediction.protocol import PredictedSteps, StepPrediction
@@ -23,7 +23,7 @@ from memcallback.record.oom_response import AllocatorHistory, tell
 from memcallback.record.rank_exchange import RankExchange, place_of
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
-from memcallback.report.ranks import RankFigures, point_of
+from memcallback.report.rank_values import RankValues, point_of
 from memcallback.report.report import Report
 from memcallback.report.tensorboard import (
     CURVE_IMAGE_TAG,
@@ -34,21 +34,12 @@ from memcallback.report.tensorboard import (
     rank_scalars,
     scalars,
 )
-from memcallback.report.writers import Sinks
+from memcallback.report.writers import Writers
 from memcallback.step.training_step import TrainingStep
 
 
-class Journal:
+class Monitor:
     """Sets recorded steps beside a prediction, writes both to the sinks and prints reports.
-
-    Args:
-        recorder: The recorder.
-        sinks: Where points, text and pictures go; None where nothing is to be written or printed (not on rank zero).
-        say: Prints a text.
-        planned: The device to plan for, None for the one that trains.
-        headroom: The fraction of its memory that a suggested batch size leaves free.
-        completed: Adds to a report what is known of one loop alone.
-        exchange: Of a job of several ranks; None for a job of one. It is ended and closed with the journal.
 
     Attributes:
         prediction: The prediction; None if there is none.
@@ -60,7 +51,7 @@ class Journal:
     def __init__(
         self,
         recorder: MemoryRecorder,
-        sinks: Sinks | None,
+        sinks: Writers | None,
         say: Callable[[str], None],
         *,
         planned: Device | None,
@@ -81,24 +72,26 @@ class Journal:
         self._headroom = headroom
         self._completed = completed
         self._exchange = exchange
-        self._ranks: RankFigures | None = None
+        self._ranks: RankValues | None = None
         self._steady_since: int | None = None
         self._predicted_steps = PredictedSteps(None)
         self._unlogged: StepMemory | None = None
-        self._health: HealthWatch | None = None
+        self._health: HealthMonitor | None = None
 
     def begin(self, prediction: StepPrediction | None) -> None:
-        """The first step is about to begin.
-
-        Args:
-            prediction: What is predicted of it.
-        """
+        """The first step is about to begin."""
         self.prediction = prediction
         self._predicted_steps = PredictedSteps(prediction)
         if self._sinks is not None:
-            bands = ("allocated",) if self._recorder.meter.device.type == "cpu" else ("allocated", "reserved")
+            bands = (
+                ("allocated",)
+                if self._recorder.meter.device.type == "cpu"
+                else ("allocated", "reserved")
+            )
             rank_bands = () if self._exchange is None else bands
-            self._sinks.write_layout(has_band=isinstance(prediction, TextbookPrediction), rank_bands=rank_bands)
+            self._sinks.write_layout(
+                has_band=isinstance(prediction, TextbookPrediction), rank_bands=rank_bands
+            )
 
     def watch_health(
         self,
@@ -106,32 +99,30 @@ class Journal:
         optimizers: Iterable[torch.optim.Optimizer],
         progress: Callable[[], Progress] = Progress,
     ) -> None:
-        """Warn from here on of what is wrong with the memory of the training; the report says it too.
-
-        Args:
-            modules: The models.
-            optimizers: The optimizers.
-            progress: How far the training is.
+        """Warn from here on of what is wrong with the memory of the training; the report says it
+        too.
         """
-        self._health = HealthWatch(
+        self._health = HealthMonitor(
             modules,
             optimizers,
             self._recorder.meter.device,
             headroom=self._headroom,
             progress=progress,
-            suggestion=lambda: self.report.advice.batch_size if self.report and self.report.advice else None,
+            suggestion=lambda: (
+                self.report.advice.batch_size if self.report and self.report.advice else None
+            ),
         )
 
-    def publish(self, record: StepMemory, number: int, *, is_due: bool, is_window_complete: bool, batch: object = None) -> None:
-        """A step was recorded: log it if that is due, and report the first steady one.
-
-        Args:
-            record: The step.
-            number: Of the points.
-            is_due: Whether this is a logging step.
-            is_window_complete: Whether an update ends with this step: of an accumulation window the largest step is logged.
-            batch: The step's batch, if it is still held: it is no growth.
-        """
+    def publish(
+        self,
+        record: StepMemory,
+        number: int,
+        *,
+        is_due: bool,
+        is_window_complete: bool,
+        batch: object = None,
+    ) -> None:
+        """A step was recorded: log it if that is due, and report the first steady one."""
         if self._health is not None:
             self._health.on_step(record, batch)
         if self._exchange is not None:
@@ -162,18 +153,8 @@ class Journal:
         make_step: Callable[[], TrainingStep] | None = None,
         history: AllocatorHistory | None = None,
     ) -> OutOfMemoryReport | None:
-        """Memory ran out: say where and of what, and work out what would have helped (see `rescue.tell`).
-
-        Args:
-            error: The error.
-            folder: Where the report is written if there is no run of TensorBoard; None for nowhere.
-            where: What was going on outside of steps.
-            rank: Of a job of several the rank that failed.
-            make_step: Gives the training step, to try savings on.
-            history: Of the allocator.
-
-        Returns:
-            The report; None if the error is another one, or nothing can be said.
+        """Memory ran out: say where and of what, and work out what would have helped (see
+        `rescue.tell`).
         """
         report = self._recorder.explain(error, self.prediction, where=where, rank=rank)
         if report is None:
@@ -183,8 +164,12 @@ class Journal:
         self.out_of_memory = tell(
             report,
             # What is said otherwise is rank zero's; this is the matter of the rank that failed.
-            say=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr)) if rank else self._say,
-            folder=self._sinks.log_dir if folder and self._sinks and self._sinks.log_dir else folder,
+            say=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr))
+            if rank
+            else self._say,
+            folder=self._sinks.log_dir
+            if folder and self._sinks and self._sinks.log_dir
+            else folder,
             sinks=self._sinks,
             prediction=self.prediction if is_first_in_step else None,
             make_step=make_step,
@@ -193,13 +178,7 @@ class Journal:
         return self.out_of_memory
 
     def finish(self, number: int, *, num_updates: int, is_short_on_purpose: bool = False) -> None:
-        """Training is over: the last point and the last report.
-
-        Args:
-            number: Of the points.
-            num_updates: The optimizer updates that were made.
-            is_short_on_purpose: Whether nobody is to be told that there were too few.
-        """
+        """Training is over: the last point and the last report."""
         if self._recorder.largest is None and self._recorder.warm_up:
             text = (
                 f"Only {num_updates} optimizer update was made: gradients and optimizer state were not there before it, so no steady "
@@ -215,7 +194,9 @@ class Journal:
             self.notes = (*self.notes, *self._notes_on_ranks(self._exchange))
         self._write_report(device, number)
         if self._sinks is not None and self._sinks.log_dir is not None:
-            self._say(f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars")
+            self._say(
+                f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars"
+            )
 
     def close(self) -> None:
         """Write out what is buffered, and let go of the loop. Nothing is written afterwards."""
@@ -233,15 +214,21 @@ class Journal:
         if step is None:
             return
         if self._sinks is not None:
-            self._sinks.log_scalars(scalars(step, self._predicted_steps.at(step.batch_size), device), number)
+            self._sinks.log_scalars(
+                scalars(step, self._predicted_steps.at(step.batch_size), device), number
+            )
         if self._exchange is not None:
             self._tell_ranks(self._exchange, step, device, number)
 
-    def _tell_ranks(self, exchange: RankExchange, step: StepMemory, device: DeviceMemory, number: int) -> None:
+    def _tell_ranks(
+        self, exchange: RankExchange, step: StepMemory, device: DeviceMemory, number: int
+    ) -> None:
         meter = self._recorder.meter
         capacity_bytes = self._capacity_bytes
         if capacity_bytes is None:
-            capacity_bytes = plannable_bytes(meter.device, device.capacity_bytes, device.non_pytorch_bytes or 0)
+            capacity_bytes = usable_bytes(
+                meter.device, device.capacity_bytes, device.non_pytorch_bytes or 0
+            )
         exchange.send(
             point_of(
                 step,
@@ -253,7 +240,7 @@ class Journal:
             )
         )
 
-    def _log_ranks(self, found: Iterable[RankFigures]) -> None:
+    def _log_ranks(self, found: Iterable[RankValues]) -> None:
         for ranks in found:
             if self._sinks is not None:
                 self._sinks.log_scalars(rank_scalars(ranks), ranks.number)
@@ -264,13 +251,21 @@ class Journal:
         problem = exchange.problem
         if problem is None and self._ranks is None and self._steady_since is not None:
             problem = "no figures of theirs came"
-        return [f"What the other ranks took is not told: {problem}."] if problem and exchange.rank == 0 else []
+        return (
+            [f"What the other ranks took is not told: {problem}."]
+            if problem and exchange.rank == 0
+            else []
+        )
 
     def _write_report(self, device: DeviceMemory, number: int) -> None:
         """Print the report, and write it and its pictures where there is a TensorBoard run."""
         notes = (*self.notes, *map(str, self._health.findings if self._health else ()))
         report = self._recorder.report(
-            self.prediction, device=device, capacity_bytes=self._capacity_bytes, headroom=self._headroom, notes=notes
+            self.prediction,
+            device=device,
+            capacity_bytes=self._capacity_bytes,
+            headroom=self._headroom,
+            notes=notes,
         )
         report = replace(report, ranks=self._ranks)
         self.report = report = self._completed(report) if self._completed else report
@@ -279,7 +274,11 @@ class Journal:
         self._say(report.to_text())
         self._sinks.log_text(REPORT_TAG, report.to_markdown(), number)
         step, prediction, advice = report.measured, report.prediction, report.advice
-        if step is not None and step.held_bytes is not None and step.windows[0].start.allocated_bytes is not None:
+        if (
+            step is not None
+            and step.held_bytes is not None
+            and step.windows[0].start.allocated_bytes is not None
+        ):
             self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
         if advice is not None:
             self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)

@@ -1,4 +1,6 @@
-"""What a training does about it: print, write and log the OOM report; try which savings would have helped."""
+"""What a training does about it: print, write and log the OOM report; try which savings would have
+helped.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,18 @@ from memcallback.prediction.predict import how_far
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.protocol import StepPrediction
 from memcallback.report.tensorboard import OUT_OF_MEMORY_TAG
-from memcallback.report.writers import Sinks
+from memcallback.report.writers import Writers
 from memcallback.savings.plan import PlanRow
-from memcallback.savings.planner import rescues
+from memcallback.savings.what_if import rescues
 from memcallback.step.training_step import TrainingStep
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place and move it there once it is on the disk; its folder is made if need be.
+    """Write a file beside its place and move it there once it is on the disk; its folder is made if
+    need be.
 
-    A process that is killed meanwhile leaves the place as it was. Of several that write at once the last one stays, whole.
-
-    Args:
-        path: Where to.
-        content: Text, written as UTF-8, or bytes.
-
-    Raises:
-        OSError: If it cannot be written; nothing is left behind then.
+    A process that is killed meanwhile leaves the place as it was. Of several that write at once the
+    last one stays, whole.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
@@ -60,26 +57,16 @@ def tell(
     *,
     say: Callable[[str], None],
     folder: Path | None,
-    sinks: Sinks | None = None,
+    sinks: Writers | None = None,
     prediction: StepPrediction | None = None,
     make_step: Callable[[], TrainingStep] | None = None,
     history: AllocatorHistory | None = None,
 ) -> OutOfMemoryReport:
-    """Print a report once, log it as text, write it as Markdown and JSON, and work out which savings would have helped.
+    """Print a report once, log it as text, write it as Markdown and JSON, and work out which
+    savings would have helped.
 
-    The savings come last, since each is a trace of the step; an interrupt (Ctrl-C) ends that, and what is known by then stays.
-
-    Args:
-        report: The report.
-        say: Prints a text.
-        folder: Where the files go, `out_of_memory.md` and `.json` with the numbers of step and rank in the name; None for none.
-        sinks: Where the text is logged; None for nowhere.
-        prediction: What was predicted of the step; without a traced one no saving is tried.
-        make_step: Gives the step to try savings on.
-        history: Is written beside the report; None for none.
-
-    Returns:
-        The report, with what would help.
+    The savings come last, since each is a trace of the step; an interrupt (Ctrl-C) ends that, and
+    what is known by then stays.
     """
     of_step = "" if report.place.step is None else f"_step{report.place.step}"
     name = "out_of_memory" + of_step + ("" if report.rank is None else f"_rank{report.rank}")
@@ -87,9 +74,13 @@ def tell(
     written = _write(report, folder, name)
     if history is not None and written is not None:
         try:
-            say(f"The allocator's history, for https://pytorch.org/memory_viz: {history.write(written.parent, name)}")
+            say(
+                f"The allocator's history, for https://pytorch.org/memory_viz: {history.write(written.parent, name)}"
+            )
         except OSError as error:
-            warn_and_go_on(f"The allocator's history could not be written: {error}. Give a folder with more room.")
+            warn_and_go_on(
+                f"The allocator's history could not be written: {error}. Give a folder with more room."
+            )
     if isinstance(prediction, Prediction) and make_step is not None:
         report = report.with_savings(_savings(report, prediction, make_step, say))
         if report.savings:
@@ -103,24 +94,36 @@ def tell(
 
 
 def _savings(
-    report: OutOfMemoryReport, prediction: Prediction, make_step: Callable[[], TrainingStep], say: Callable[[str], None]
+    report: OutOfMemoryReport,
+    prediction: Prediction,
+    make_step: Callable[[], TrainingStep],
+    say: Callable[[str], None],
 ) -> list[PlanRow]:
     found: list[PlanRow] = []
     try:
         base = there_was(prediction, report.batch_size, report.shortage)
         assert isinstance(base, Prediction)
-        progress = how_far(lambda part: say(f"Trying what would have helped: {part} (Ctrl-C to leave it)."), of="savings")
+        progress = how_far(
+            lambda part: say(f"Trying what would have helped: {part} (Ctrl-C to leave it)."),
+            of="savings",
+        )
         # Those that are known before an interrupt stay in the list.
         found.extend(rescues(make_step(), base, progress=progress))
     except KeyboardInterrupt:
         pass
-    except Exception as error:  # whatever a user's model does on fake tensors, the real error goes on
-        warn_and_go_on(f"What would have helped is not told: {type(error).__name__}: {str(error).rstrip('.')}.")
+    except (
+        Exception
+    ) as error:  # whatever a user's model does on fake tensors, the real error goes on
+        warn_and_go_on(
+            f"What would have helped is not told: {type(error).__name__}: {str(error).rstrip('.')}."
+        )
     return found
 
 
 def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | None:
-    """Write both files; a folder that cannot be written is told of once, and nothing is lost that was not printed."""
+    """Write both files; a folder that cannot be written is told of once, and nothing is lost that
+    was not printed.
+    """
     if folder is None:
         return None
     try:
@@ -135,12 +138,11 @@ def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | 
 
 
 class AllocatorHistory:
-    """The allocator's own history of the last allocations with the lines that made them, for PyTorch's memory_viz. It costs time at each of them.
+    """The allocator's own history of the last allocations with the lines that made them, for
+    PyTorch's memory_viz. It costs time at each of them.
 
-    Where somebody else records a history already, that one is left as it is, and is the one that is written.
-
-    Args:
-        device: The CUDA device.
+    Where somebody else records a history already, that one is left as it is, and is the one that is
+    written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,15 +152,7 @@ class AllocatorHistory:
             torch.cuda.memory._record_memory_history(max_entries=NUM_EVENTS, stacks="python")
 
     def write(self, folder: Path, name: str) -> Path:
-        """Write the allocator's snapshot with the history.
-
-        Args:
-            folder: Where to.
-            name: The file's name, without an ending.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Write the allocator's snapshot with the history."""
         with torch.cuda.device(self._device):
             snapshot = torch.cuda.memory._snapshot()
         path = folder / f"{name}.pickle"

@@ -9,21 +9,11 @@ from memcallback.core.phase_spans import PhaseWindow, PhaseWindows, phase_of
 from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, measured_window
 from memcallback.core.types import Kind, Phase
 from memcallback.devices.meters import Meter
-from memcallback.record.module_watch import ModuleWatch
+from memcallback.record.module_timeline import ModuleTimeline
 
 
 class OpenStep:
     """A step that has begun: its windows are pairs of boundaries, each a reading of the meter.
-
-    Args:
-        batch: Its batch.
-        batch_size: Samples in the batch; None if unknown.
-        counts_holdings: Whether what is held is counted at its boundaries.
-        num_updates_before: Optimizer updates since the recording began.
-        phases: Its windows. At a boundary they lead to `read`, without a reference to the step: of a cycle the batch would live on until garbage
-            is collected.
-        meter: What is read.
-        watch: Reads it between the boundaries too; None if it is not recorded by module.
 
     Attributes:
         batch: As given.
@@ -42,7 +32,7 @@ class OpenStep:
         num_updates_before: int,
         phases: PhaseWindows,
         meter: Meter,
-        watch: ModuleWatch | None,
+        watch: ModuleTimeline | None,
     ) -> None:
         self.batch = batch
         self.batch_size = batch_size
@@ -62,7 +52,9 @@ class OpenStep:
 
     @property
     def current_phase(self) -> Phase | None:
-        """The phase that is open and did begin; None between phases, and in one that is provisional."""
+        """The phase that is open and did begin; None between phases, and in one that is
+        provisional.
+        """
         return self._phases.current_phase
 
     @property
@@ -86,21 +78,13 @@ class OpenStep:
             self._phases.end_step()
 
     def read(self, held: Holdings | None) -> None:
-        """A boundary.
-
-        Args:
-            held: What model, optimizers and batch hold at this moment; None if it is not counted.
-        """
+        """A boundary."""
         self._meter.read(held)
         if self._watch is not None:
             self._watch.boundary()
 
     def end_reading(self) -> tuple[MemoryStats, ...]:
-        """No boundary is read any more.
-
-        Returns:
-            The readings, those between the boundaries included.
-        """
+        """No boundary is read any more."""
         if self._stats is None:
             if self._watch is not None:
                 self._watch.end()
@@ -110,27 +94,31 @@ class OpenStep:
     def to_memory(
         self, *, index: int, num_updates: int | None, is_interrupted: bool
     ) -> tuple[StepMemory, tuple[MemoryStats, ...], Callable[[], ModuleTable] | None]:
-        """What the step took; its reading is over with that.
-
-        Args:
-            index: How many steps came before it.
-            num_updates: Optimizer updates in it; None if they are not counted.
-            is_interrupted: An exception ended it.
-
-        Returns:
-            The record, the readings, and what makes its table of modules; None if it was not recorded by module.
-        """
+        """What the step took; its reading is over with that."""
         stats = self.end_reading()
-        windows: list[PhaseWindow] = self._phases.windows if self._watch is None else self._watch.windows(self._phases.windows)
+        windows: list[PhaseWindow] = (
+            self._phases.windows
+            if self._watch is None
+            else self._watch.windows(self._phases.windows)
+        )
         record = StepMemory(
             kind=Kind.MEASURED,
             source=self._meter.source,
             device_name=self._meter.device_name,
-            windows=tuple(measured_window(phase_of(covers), covers, stats[start : end + 1]) for covers, start, end in windows),
+            windows=tuple(
+                measured_window(phase_of(covers), covers, stats[start : end + 1])
+                for covers, start, end in windows
+            ),
             index=index,
             batch_size=self.batch_size,
             is_warm_up=self.num_updates_before == 0,
             num_optimizer_updates=num_updates,
             is_interrupted=is_interrupted,
         )
-        return record, stats, None if self._watch is None else self._watch.recording(windows, stats, batch_size=self.batch_size)
+        return (
+            record,
+            stats,
+            None
+            if self._watch is None
+            else self._watch.recording(windows, stats, batch_size=self.batch_size),
+        )

@@ -1,9 +1,12 @@
 """Send other ranks' peaks to rank zero.
 
-Not by a collective: one that is called on one rank only, or in another order than the program's own, is a deadlock, and ranks do log at different
-steps, end in errors, or train without the callback; even to make a process group for it is a collective. The ranks have a key-value store in
-common besides, through which they met (a TCPStore). To set a value there is to send it, with no answer to wait for; rank zero reads what has come so far. What could take time is done by a thread, over a connection of its own: where the process that
-keeps the store is dead a call fails at once, but where it is stopped a read hangs, and on the program's own connection it would hold up the
+Not by a collective: one that is called on one rank only, or in another order than the program's
+own, is a deadlock, and ranks do log at different steps, end in errors, or train without the
+callback; even to make a process group for it is a collective. The ranks have a key-value store in
+common besides, through which they met (a TCPStore). To set a value there is to send it, with no
+answer to wait for; rank zero reads what has come so far. What could take time is done by a thread,
+over a connection of its own: where the process that keeps the store is dead a call fails at once,
+but where it is stopped a read hangs, and on the program's own connection it would hold up the
 program's calls.
 """
 
@@ -24,24 +27,23 @@ from typing import Any
 import torch
 
 from memcallback.record.rank_points import NUM_POINTS_IN_MESSAGE, RankMessage, RankPoints
-from memcallback.report.ranks import RankFigures, RankPoint
+from memcallback.report.rank_values import RankPoint, RankValues
 
-#: How long rank zero waits before it looks again for points that did not come: at first, doubled each time, and at most.
+#: How long rank zero waits before it looks again for points that did not come: at first, doubled
+#: each time, and at most.
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 #: How long the end of a training waits for the last points at most.
 _LONGEST_END_S = 1.0
 _CONNECT_S = 10
-#: Trainings of one process, one after the other, have keys of their own; ranks begin them in the same order.
+#: Trainings of one process, one after the other, have keys of their own; ranks begin them in the
+#: same order.
 _numbers = itertools.count()
 
 
 class RankExchange:
-    """The points of a job's ranks, on their way to rank zero. No method waits for another rank but `end`, for a second at most.
-
-    Args:
-        rank: The rank of this process.
-        num_ranks: How many ranks the job has.
+    """The points of a job's ranks, on their way to rank zero. No method waits for another rank but
+    `end`, for a second at most.
 
     Attributes:
         problem: Why nothing comes, or no more, in words; None if nothing is wrong.
@@ -64,7 +66,10 @@ class RankExchange:
             self.problem = "the ranks have no TCPStore in common; start them with torchrun, or with an init_method of env:// or tcp://"
             return
         self._thread = threading.Thread(
-            target=self._run, args=(*address, f"memcallback/{attempt}/{number}"), name="memcallback ranks", daemon=True
+            target=self._run,
+            args=(*address, f"memcallback/{attempt}/{number}"),
+            name="memcallback ranks",
+            daemon=True,
         )
         self._thread.start()
         # Python may not end under the thread's feet.
@@ -74,7 +79,11 @@ class RankExchange:
     def of_job(cls) -> RankExchange | None:
         """That of the job that this process belongs to; None for a job of one process."""
         distributed = torch.distributed
-        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
+        if (
+            not distributed.is_available()
+            or not distributed.is_initialized()
+            or distributed.get_world_size() < 2
+        ):
             return None
         return cls(distributed.get_rank(), distributed.get_world_size())
 
@@ -89,18 +98,18 @@ class RankExchange:
                 self._message = RankMessage(rank=self.rank, points=tuple(self._last)).to_json()
             self._changed.notify_all()
 
-    def ready(self) -> list[RankFigures]:
-        """On rank zero the steps whose figures have come since the last call (see `RankPoints.ready`)."""
+    def ready(self) -> list[RankValues]:
+        """On rank zero the steps whose figures have come since the last call (see
+        `RankPoints.ready`).
+        """
         if not self._points.is_waiting:
             return []
         with self._changed:
             return self._points.ready(time.monotonic())
 
-    def end(self) -> list[RankFigures]:
-        """This rank's training is over. On rank zero the last points of the others are waited for, for a second at most, unless an error goes on.
-
-        Returns:
-            As `ready`; of a training that ended well also what is not complete.
+    def end(self) -> list[RankValues]:
+        """This rank's training is over. On rank zero the last points of the others are waited for,
+        for a second at most, unless an error goes on.
         """
         is_failing = sys.exc_info()[1] is not None
         with self._changed:
@@ -108,7 +117,9 @@ class RankExchange:
             if self.rank == 0:
                 self._pause_s = 0.0
             else:
-                self._message = RankMessage(rank=self.rank, points=tuple(self._last), has_ended=True).to_json()
+                self._message = RankMessage(
+                    rank=self.rank, points=tuple(self._last), has_ended=True
+                ).to_json()
             self._changed.notify_all()
             if not is_failing:
                 self._changed.wait_for(self._has_all, _LONGEST_END_S)
@@ -133,7 +144,9 @@ class RankExchange:
     def _run(self, host: str, port: int, prefix: str) -> None:
         try:
             self._exchange(_connected(host, port, prefix))
-        except Exception as error:  # the process that kept the store is gone: the job is over, or will be
+        except (
+            Exception
+        ) as error:  # the process that kept the store is gone: the job is over, or will be
             text = str(error).splitlines()
             with self._changed:
                 self.problem = f"the store of the ranks cannot be reached any more: {type(error).__name__}: {text[0] if text else ''}"
@@ -144,7 +157,9 @@ class RankExchange:
         slot = str(store.add("num", 1)) if self.rank else None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._message or self._pause_s == 0 or self._is_closed, self._pause_s)
+                self._changed.wait_for(
+                    lambda: self._message or self._pause_s == 0 or self._is_closed, self._pause_s
+                )
                 message, is_last = self._message, self._is_closed
             if slot is None:
                 self._read(store)
@@ -174,7 +189,9 @@ class RankExchange:
 
 
 def _address() -> tuple[str, int] | None:
-    """Of the store through which the ranks met; None if it is none that can be reached over the network."""
+    """Of the store through which the ranks met; None if it is none that can be reached over the
+    network.
+    """
     distributed: Any = torch.distributed
     store: Any = None
     with suppress(Exception):  # a private function, and stores of others
@@ -187,7 +204,9 @@ def _address() -> tuple[str, int] | None:
 
 def _connected(host: str, port: int, prefix: str) -> Any:
     distributed: Any = torch.distributed
-    store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+    store = distributed.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+    )
     return distributed.PrefixStore(prefix, store)
 
 

@@ -1,7 +1,7 @@
 """Match other ranks' points to rank zero's steps.
 
-Nobody waits for what a rank tells. So it comes late, one by one, or never, and ranks may log at different steps: `RankPoints` puts together what
-belongs to one step of rank zero.
+Nobody waits for what a rank tells. So it comes late, one by one, or never, and ranks may log at
+different steps: `RankPoints` puts together what belongs to one step of rank zero.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcallback.core.types import Phase
-from memcallback.report.ranks import RankFigures, RankPoint
+from memcallback.report.rank_values import RankPoint, RankValues
 
-#: A message has as many points as there is room for, so that one that was not read in time is in the next.
+#: A message has as many points as there is room for, so that one that was not read in time is in
+#: the next.
 MAX_MESSAGE_BYTES = 1024
 NUM_POINTS_IN_MESSAGE = 4
 #: How long a step waits for the figures of others; then it is shown without those that are missing.
@@ -39,7 +40,9 @@ class RankMessage:
     has_ended: bool = False
 
     def to_json(self) -> str:
-        """At most `MAX_MESSAGE_BYTES` of ASCII, with as many of the last points as there is room for."""
+        """At most `MAX_MESSAGE_BYTES` of ASCII, with as many of the last points as there is room
+        for.
+        """
         place = self.points[-1].place[:100] if self.points else ""
         for first in range(max(0, len(self.points) - NUM_POINTS_IN_MESSAGE), len(self.points)):
             text = self._text(place, self.points[first:])
@@ -48,18 +51,30 @@ class RankMessage:
         return self._text("", ())
 
     def _text(self, place: str, points: Sequence[RankPoint]) -> str:
-        return json.dumps([self.rank, place, self.has_ended, [_to_row(point) for point in points]], separators=(",", ":"))
+        return json.dumps(
+            [self.rank, place, self.has_ended, [_to_row(point) for point in points]],
+            separators=(",", ":"),
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankMessage:
         """From `to_json`."""
         rank, place, has_ended, rows = json.loads(text)
-        return cls(rank=rank, points=tuple(_from_row(rank, place, row) for row in rows), has_ended=has_ended)
+        return cls(
+            rank=rank,
+            points=tuple(_from_row(rank, place, row) for row in rows),
+            has_ended=has_ended,
+        )
 
 
 def _to_row(point: RankPoint) -> list[Any]:
     phases = [[peaks.get(phase) for phase in Phase] for peaks in (point.phases, point.predicted)]
-    sizes = (point.peak_allocated_bytes, point.peak_reserved_bytes, point.predicted_reserved_bytes, point.capacity_bytes)
+    sizes = (
+        point.peak_allocated_bytes,
+        point.peak_reserved_bytes,
+        point.predicted_reserved_bytes,
+        point.capacity_bytes,
+    )
     return [point.number, *phases, *sizes]
 
 
@@ -84,10 +99,8 @@ def _of_phases(peaks: Sequence[int | None]) -> dict[Phase, int]:
 
 
 class RankPoints:
-    """Puts together the points of the ranks that belong to one step of rank zero, whenever they come.
-
-    Args:
-        num_ranks: How many ranks the job has.
+    """Puts together the points of the ranks that belong to one step of rank zero, whenever they
+    come.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -99,12 +112,7 @@ class RankPoints:
         self._waiting: dict[int, float] = {}
 
     def take_own(self, point: RankPoint, now_s: float) -> None:
-        """A point of rank zero: figures over all ranks are wanted for its step.
-
-        Args:
-            point: The point.
-            now_s: The time, by any clock that does not go backwards.
-        """
+        """A point of rank zero: figures over all ranks are wanted for its step."""
         self._keep(point)
         self._waiting.setdefault(point.number, now_s)
 
@@ -132,22 +140,18 @@ class RankPoints:
     @property
     def is_incomplete(self) -> bool:
         """Whether such a step waits for a point of another rank."""
-        return bool(self._waiting) and bool(self._silent(max(self._waiting)) - self._ended - self._absent)
+        return bool(self._waiting) and bool(
+            self._silent(max(self._waiting)) - self._ended - self._absent
+        )
 
     @property
     def running(self) -> frozenset[int]:
         """The ranks besides rank zero that were heard of and have not ended."""
         return frozenset(self._of_rank) - self._ended - {0}
 
-    def ready(self, now_s: float, *, is_over: bool = False) -> list[RankFigures]:
-        """The steps that are complete, each once, in order: each rank has ended, or has a point at or after them.
-
-        Args:
-            now_s: The time, as for `take_own`: a step that has waited for `PATIENCE_S` is shown without the ranks that are missing.
-            is_over: Nothing more comes: no step waits any longer.
-
-        Returns:
-            The steps for which at least two ranks have figures.
+    def ready(self, now_s: float, *, is_over: bool = False) -> list[RankValues]:
+        """The steps that are complete, each once, in order: each rank has ended, or has a point at
+        or after them.
         """
         found = []
         for number, since_s in sorted(self._waiting.items()):
@@ -158,8 +162,16 @@ class RankPoints:
                 self._absent |= silent - set(self._of_rank)
             del self._waiting[number]
             # What a rank told that is silent now is old.
-            points = [self._at(rank, number) for rank in range(self._num_ranks) if rank not in silent]
-            found.append(RankFigures(number=number, points=tuple(p for p in points if p is not None), num_ranks=self._num_ranks))
+            points = [
+                self._at(rank, number) for rank in range(self._num_ranks) if rank not in silent
+            ]
+            found.append(
+                RankValues(
+                    number=number,
+                    points=tuple(p for p in points if p is not None),
+                    num_ranks=self._num_ranks,
+                )
+            )
         return [figures for figures in found if len(figures.points) > 1]
 
     def _silent(self, number: int) -> set[int]:
@@ -168,4 +180,6 @@ class RankPoints:
         return {rank for rank in range(self._num_ranks) if lasts.get(rank, -1) < number}
 
     def _at(self, rank: int, number: int) -> RankPoint | None:
-        return next((point for point in reversed(self._of_rank[rank]) if point.number <= number), None)
+        return next(
+            (point for point in reversed(self._of_rank[rank]) if point.number <= number), None
+        )

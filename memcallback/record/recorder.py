@@ -23,7 +23,7 @@ from memcallback.diagnose.out_of_memory.observer import forget, shortage_in
 from memcallback.diagnose.out_of_memory.observer import listen as listen_for_moments
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.protocol import StepPrediction
-from memcallback.record.module_watch import ModuleWatch
+from memcallback.record.module_timeline import ModuleTimeline
 from memcallback.record.open_step import OpenStep
 from memcallback.record.recording import Recording
 from memcallback.record.watch import FirstCall, Watch
@@ -35,8 +35,13 @@ from memcallback.step.module_follower import module_infos
 #: An attribute of errors that were told.
 _TOLD = "_is_told_by_memcallback"
 #: In a sentence.
-_WORDS = {Phase.FORWARD: "forward pass", Phase.BACKWARD: "backward pass", Phase.OPTIMIZER_STEP: "optimizer step"}
-#: Steps are always sampled until so many updates were made: the warm-up, the first steady window, and one after it.
+_WORDS = {
+    Phase.FORWARD: "forward pass",
+    Phase.BACKWARD: "backward pass",
+    Phase.OPTIMIZER_STEP: "optimizer step",
+}
+#: Steps are always sampled until so many updates were made: the warm-up, the first steady window,
+#: and one after it.
 NUM_FIRST_SAMPLED = 3
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -61,28 +66,35 @@ class StepListener(Protocol):
 class MemoryRecorder(Recording):
     """Records the memory of training steps, in any loop.
 
-    On CUDA every step costs five reads of the allocator's counters and no synchronisation. What model, optimizers and
-    batch hold, by category, is counted on sampled steps only: those of the first three updates and of every
-    `sample_every_n_steps`-th after them (an accumulation window is sampled whole). On a CPU only sampled steps are recorded.
+    On CUDA every step costs five reads of the allocator's counters and no synchronisation. What
+    model, optimizers and batch hold, by category, is counted on sampled steps only: those of the
+    first three updates and of every `sample_every_n_steps`-th after them (an accumulation window is
+    sampled whole). On a CPU only sampled steps are recorded.
 
     Args:
-        model: The model or models, for the split by category; on a CPU, for any figure but the resident size.
-        optimizer: The optimizer or optimizers, for their state, and to know which steps made an update; without any, each
-            optimizer step is taken for one.
-        device: What to read; by default the model's device, else the current accelerator, else the CPU.
+        model: The model or models, for the split by category; on a CPU, for any figure but the
+            resident size.
+        optimizer: The optimizer or optimizers, for their state, and to know which steps made an
+            update; without any, each optimizer step is taken for one.
+        device: What to read; by default the model's device, else the current accelerator, else the
+            CPU.
         sample_every_n_steps: At least 1.
-        reset_peaks: Whether the allocator's peaks are reset at each boundary (see `AllocatorMeter`).
-        use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have one at a time; else only
-            the resident size is read.
-        per_module: Whether sampled steps are also read wherever another module begins to run, forward and backward (see `modules`).
-            That takes the host some 50 µs for each reading (benchmarks/per_module.py); other steps have no hooks.
+        reset_peaks: Whether the allocator's peaks are reset at each boundary (see
+            `AllocatorMeter`).
+        use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have
+            one at a time; else only the resident size is read.
+        per_module: Whether sampled steps are also read wherever another module begins to run,
+            forward and backward (see `modules`). That takes the host some 50 µs for each reading
+            (benchmarks/per_module.py); other steps have no hooks.
 
     Attributes:
         warm_up: The last step that no optimizer update came before; None if there was none.
-        steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add up to the most; None if there was none.
+        steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add
+            up to the most; None if there was none.
         largest: Of all steady steps, the one with the largest peak; None if there was none.
-        lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between steps and before the first
-            one included; what `torch.cuda.max_memory_allocated()` would say without the resets. None before the first step.
+        lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between
+            steps and before the first one included; what `torch.cuda.max_memory_allocated()` would
+            say without the resets. None before the first step.
         lifetime_peak_reserved_bytes: The same for reserved memory.
         lifetime_peak_resident_bytes: The same for the resident size of the process (CPU).
         out_of_memory: Of the last out-of-memory error in a step; None if there was none.
@@ -118,7 +130,9 @@ class MemoryRecorder(Recording):
         use_profiler: bool = True,
         per_module: bool = False,
     ) -> None:
-        self._sample_every_n_steps = whole_number("sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step.")
+        self._sample_every_n_steps = whole_number(
+            "sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step."
+        )
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
@@ -140,8 +154,16 @@ class MemoryRecorder(Recording):
         self._listeners: list[StepListener] = []
 
     def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
-        models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
-        optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        models = (
+            [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
+        )
+        optimizers = (
+            []
+            if optimizer is None
+            else [optimizer]
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else list(optimizer)
+        )
         self._modules += [one for one in models if all(one is not known for known in self._modules)]
         self._module_infos = None
         # The optimizer shall not keep the recorder, and with it the model, alive.
@@ -166,22 +188,29 @@ class MemoryRecorder(Recording):
         per_module: bool = True,
         on_first_call: FirstCall | None = None,
     ) -> Watch:
-        """Let steps and their phases mark themselves from here on, by hooks on models and optimizers: the loop stays as it is.
+        """Let steps and their phases mark themselves from here on, by hooks on models and
+        optimizers: the loop stays as it is.
 
-        A step begins when a model is called in training mode and with gradients, and ends when each optimizer has made its update; under
-        gradient accumulation, when the next batch comes. A forward pass without a backward pass belongs to the step of the next one. Where a
-        batch has several backward passes that are to be one step (a GAN), put its body into `with recorder.step(batch):`; phases mark themselves
-        inside it too. What is done by `torch.autograd.grad` counts to the phase in which it is called.
+        A step begins when a model is called in training mode and with gradients, and ends when each
+        optimizer has made its update; under gradient accumulation, when the next batch comes. A
+        forward pass without a backward pass belongs to the step of the next one. Where a batch has
+        several backward passes that are to be one step (a GAN), put its body into `with
+        recorder.step(batch):`; phases mark themselves inside it too. What is done by
+        `torch.autograd.grad` counts to the phase in which it is called.
 
         Args:
             model: The model or models that the loop calls, besides those of the recorder.
             optimizer: The optimizer or optimizers, besides those of the recorder.
-            batch_size: Samples in a batch, if they are not to be inferred from what the model is called with.
-            per_module: Whether sampled steps are recorded by module too (see `modules`), even if the recorder was not asked for that.
-            on_first_call: Is called before the first step begins, with the arguments by position and those by name with which a model is called.
+            batch_size: Samples in a batch, if they are not to be inferred from what the model is
+                called with.
+            per_module: Whether sampled steps are recorded by module too (see `modules`), even if
+                the recorder was not asked for that.
+            on_first_call: Is called before the first step begins, with the arguments by position
+                and those by name with which a model is called.
 
         Returns:
-            The watch. It ends when it is closed (it is a context manager), when the recorder is closed, or at the next call of this method.
+            The watch. It ends when it is closed (it is a context manager), when the recorder is
+            closed, or at the next call of this method.
 
         Raises:
             ValueError: If there is no model, or the batch size is below 1.
@@ -199,7 +228,9 @@ class MemoryRecorder(Recording):
         """
         if not self._modules:
             if model is None:
-                raise ValueError("There is no model to watch. Give it: recorder.watch(model, optimizer).")
+                raise ValueError(
+                    "There is no model to watch. Give it: recorder.watch(model, optimizer)."
+                )
             self._add(model, optimizer)
             self.meter = self._new_meter()
         else:
@@ -207,7 +238,13 @@ class MemoryRecorder(Recording):
         self._per_module = self._per_module or per_module
         if self._watch is not None:
             self._watch.close()
-        self._watch = Watch(self, self._modules, self._optimizers, batch_size=batch_size, on_first_call=on_first_call)
+        self._watch = Watch(
+            self,
+            self._modules,
+            self._optimizers,
+            batch_size=batch_size,
+            on_first_call=on_first_call,
+        )
         return self._watch
 
     def listen(self, listener: StepListener) -> None:
@@ -219,7 +256,9 @@ class MemoryRecorder(Recording):
         self._listeners = [one for one in self._listeners if one is not listener]
 
     def close(self) -> None:
-        """End the recording: take back the hooks, drop an open step, let go of the model. Reports go on."""
+        """End the recording: take back the hooks, drop an open step, let go of the model. Reports
+        go on.
+        """
         if self._watch is not None:
             self._watch.close()
         for hook in self._hooks:
@@ -239,7 +278,8 @@ class MemoryRecorder(Recording):
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
-        """One training step: one batch, with its phases inside. If memory runs out in it, a report is printed to stderr.
+        """One training step: one batch, with its phases inside. If memory runs out in it, a report
+        is printed to stderr.
 
         Args:
             batch: The batch, to count its storages as input and its samples.
@@ -265,9 +305,13 @@ class MemoryRecorder(Recording):
             TypeError: If `phase` is not a `Phase`.
         """
         if not isinstance(phase, Phase):
-            raise TypeError(f"phase must be a memcallback.Phase, got {phase!r}. Use Phase.FORWARD, Phase.BACKWARD or Phase.OPTIMIZER_STEP.")
+            raise TypeError(
+                f"phase must be a memcallback.Phase, got {phase!r}. Use Phase.FORWARD, Phase.BACKWARD or Phase.OPTIMIZER_STEP."
+            )
         if self._open is None and not self._is_skipping:
-            raise RuntimeError(f"The phase {phase.label!r} is outside a step. Put it inside `with recorder.step(batch_size=...):`.")
+            raise RuntimeError(
+                f"The phase {phase.label!r} is outside a step. Put it inside `with recorder.step(batch_size=...):`."
+            )
         self.open_phase(phase)
         try:
             yield
@@ -292,7 +336,9 @@ class MemoryRecorder(Recording):
 
     @property
     def current_phase(self) -> Phase | None:
-        """The phase that is open and did begin; None between phases, and in one that is provisional."""
+        """The phase that is open and did begin; None between phases, and in one that is
+        provisional.
+        """
         return self._open.current_phase if self._open else None
 
     @property
@@ -310,7 +356,9 @@ class MemoryRecorder(Recording):
         """The batch of the step that is open; None if none is."""
         return self._open.batch if self._open else None
 
-    def begin_step(self, batch: object = None, *, batch_size: int | None = None, sample: bool = False) -> None:
+    def begin_step(
+        self, batch: object = None, *, batch_size: int | None = None, sample: bool = False
+    ) -> None:
         """Begin a step.
 
         Args:
@@ -328,7 +376,9 @@ class MemoryRecorder(Recording):
         if self._open is not None and self._watch is not None:
             self._watch.give_up_step()
         if self._open is not None:
-            raise RuntimeError("A step is open already: end it first, and do not nest `with recorder.step():`.")
+            raise RuntimeError(
+                "A step is open already: end it first, and do not nest `with recorder.step():`."
+            )
         sample = sample or any(listener.wants_step() for listener in self._listeners)
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
@@ -352,15 +402,20 @@ class MemoryRecorder(Recording):
     def _read(self) -> None:
         step = self._open
         assert step is not None
-        step.read(holdings(self._modules, self._optimizers, step.batch, self.meter.device) if step.counts_holdings else None)
+        step.read(
+            holdings(self._modules, self._optimizers, step.batch, self.meter.device)
+            if step.counts_holdings
+            else None
+        )
 
-    def _new_module_watch(self) -> ModuleWatch:
+    def _new_module_watch(self) -> ModuleTimeline:
         if self._module_infos is None:
             self._module_infos = module_infos(self._modules)
-        return ModuleWatch(self._modules, self._module_infos, self.meter)
+        return ModuleTimeline(self._modules, self._module_infos, self.meter)
 
     def _is_due(self) -> bool:
-        # Updates, since an accumulation window has several steps; steps where updates are not counted.
+        # Updates, since an accumulation window has several steps; steps where updates are not
+        # counted.
         progress = self._num_updates if self._hooks else self._num_steps
         if progress - self._sampled_since >= self._sample_every_n_steps:
             self._sampled_since = progress
@@ -369,13 +424,13 @@ class MemoryRecorder(Recording):
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
         """Begin a phase, ending the one that is open at the same reading.
 
-        An optimizer step right after a backward pass begins with the reading that ended it: nothing happens between
-        them that a person would look for, and a step stays at five reads.
+        An optimizer step right after a backward pass begins with the reading that ended it: nothing
+        happens between them that a person would look for, and a step stays at five reads.
 
         Args:
             phase: The phase.
-            is_provisional: It begins at the last reading, and did not happen if the step ends or another provisional
-                phase or an optimizer step begins without a reading in between.
+            is_provisional: It begins at the last reading, and did not happen if the step ends or
+                another provisional phase or an optimizer step begins without a reading in between.
         """
         forget()
         if self._open is not None:
@@ -385,7 +440,8 @@ class MemoryRecorder(Recording):
         """End the open phase, if there is one.
 
         Args:
-            covers: All the phases that were in this window, where nothing marked the boundary between them.
+            covers: All the phases that were in this window, where nothing marked the boundary
+                between them.
         """
         if self._open is not None:
             self._open.close_phase(covers=covers)
@@ -418,16 +474,20 @@ class MemoryRecorder(Recording):
         if not self._hooks and not is_interrupted and step.has_update:
             self._num_updates += 1
         num_updates = self._num_updates - step.num_updates_before if self._hooks else None
-        record, stats, modules = step.to_memory(index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted)
+        record, stats, modules = step.to_memory(
+            index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted
+        )
         self._keep(record, stats, modules)
         for listener in tuple(self._listeners):
             listener.on_step(record)
         return record
 
     def failed(self, error: BaseException | None) -> None:
-        """An error has ended a step, or goes through the loop between steps: if memory ran out, that is said, once.
+        """An error has ended a step, or goes through the loop between steps: if memory ran out,
+        that is said, once.
 
-        Listeners say it, with what they know of the training; without any, the report is printed to stderr.
+        Listeners say it, with what they know of the training; without any, the report is printed to
+        stderr.
 
         Args:
             error: The error, with the frames that it went through; None for none.
@@ -449,17 +509,20 @@ class MemoryRecorder(Recording):
         batch: object = None,
         rank: int | None = None,
     ) -> OutOfMemoryReport | None:
-        """Say what stood when memory ran out, while the frames of the error still hold it; for who catches errors of a loop.
+        """Say what stood when memory ran out, while the frames of the error still hold it; for who
+        catches errors of a loop.
 
         Args:
             error: The error.
-            prediction: What was predicted of a training step, at any batch size; outside of one it says nothing.
+            prediction: What was predicted of a training step, at any batch size; outside of one it
+                says nothing.
             where: What was going on outside of steps, such as `validation`.
             batch: The batch there, if it is no step's.
             rank: Of a job of several ranks that of this process.
 
         Returns:
-            The report, which is also kept in `out_of_memory`; None if the error is another one, or, with a warning, if nothing can be said.
+            The report, which is also kept in `out_of_memory`; None if the error is another one, or,
+            with a warning, if nothing can be said.
         """
         shortage = shortage_in(error)
         if shortage is None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memcallback.core.errors import never_stops_training, warn_and_go_on
+from memcallback.core.errors import fail_safe, warn_and_go_on
 from memcallback.core.phase_spans import Phases, begin_backward, begin_update, end_update
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
@@ -35,13 +35,8 @@ _before: _Hook | None = None
 
 
 def listen_for_errors(listener: ErrorListener) -> Callable[[], None]:
-    """Tell somebody of an error that ends the program, through `sys.excepthook`, which does afterwards what it did before.
-
-    Args:
-        listener: Is held weakly.
-
-    Returns:
-        Ends that; the hook is put back if it is still ours.
+    """Tell somebody of an error that ends the program, through `sys.excepthook`, which does
+    afterwards what it did before.
     """
     global _before
     reference = weakref.ref(listener)
@@ -69,7 +64,8 @@ def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackT
     before(kind, error, traceback)
 
 
-#: Is told, before the first step begins, with which arguments a model is called: those by position and those by name.
+#: Is told, before the first step begins, with which arguments a model is called: those by position
+#: and those by name.
 FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
 #: Of a collection that a model is called with, so that it is looked through for tensors.
 _MOST_ITEMS = 1_000
@@ -96,18 +92,13 @@ class StepRecorder(Phases, Protocol):
 
 
 class Watch:
-    """Tells a recorder where steps and phases begin and end, until it is closed; `MemoryRecorder.watch` makes it.
+    """Tells a recorder where steps and phases begin and end, until it is closed;
+    `MemoryRecorder.watch` makes it.
 
     As a context manager it closes itself, and marks a step that an exception ends.
 
-    A step that the loop itself has begun (`with recorder.step(batch):`) is one step whatever happens in it; only its phases are marked.
-
-    Args:
-        recorder: Is told; it is held weakly.
-        modules: The models that the loop calls.
-        optimizers: Their optimizers.
-        batch_size: Samples in a batch, if they are not to be inferred from what a model is called with.
-        on_first_call: As `FirstCall`.
+    A step that the loop itself has begun (`with recorder.step(batch):`) is one step whatever
+    happens in it; only its phases are marked.
     """
 
     def __init__(
@@ -119,30 +110,48 @@ class Watch:
         batch_size: int | None = None,
         on_first_call: FirstCall | None = None,
     ) -> None:
-        self._batch_size = None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        self._batch_size = (
+            None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        )
         self._recorder = weakref.ref(recorder)
         self._on_first_call = on_first_call
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._is_broken = False
         self._has_seen_step = False
-        # Replicas of a model (DataParallel) have its hooks, and run in threads of their own at the same time.
+        # Replicas of a model (DataParallel) have its hooks, and run in threads of their own at the
+        # same time.
         self._lock = threading.RLock()
         self._forget_step()
         handles: list[Any] = []
         for module in modules:
-            handles.append(module.register_forward_pre_hook(_hook(self._forward_begins), with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(_hook(self._forward_ends), always_call=True))
+            handles.append(
+                module.register_forward_pre_hook(
+                    _hook(self._forward_begins), with_kwargs=True, prepend=True
+                )
+            )
+            handles.append(
+                module.register_forward_hook(_hook(self._forward_ends), always_call=True)
+            )
         for optimizer in optimizers:
             handles.append(optimizer.register_step_pre_hook(_hook(self._update_begins)))
             handles.append(optimizer.register_step_post_hook(_hook(self._update_ends)))
-        self._finalizer = weakref.finalize(self, _take_back, handles, listen(self), listen_for_errors(self))
+        self._finalizer = weakref.finalize(
+            self, _take_back, handles, listen(self), listen_for_errors(self)
+        )
 
     def __enter__(self) -> Watch:
         if self._recorder() is None:
-            raise RuntimeError("The recorder of this watch is gone. Keep it: recorder = MemoryRecorder(...); with recorder.watch(): ...")
+            raise RuntimeError(
+                "The recorder of this watch is gone. Keep it: recorder = MemoryRecorder(...); with recorder.watch(): ..."
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         recorder = self._recorder()
         if kind is not None and recorder is not None:
             recorder.failed(error)
@@ -150,14 +159,18 @@ class Watch:
         self.close()
 
     def failed(self, error: BaseException | None) -> None:
-        """An error ends the program: say what it says of memory, and end the step, with what reads it."""
+        """An error ends the program: say what it says of memory, and end the step, with what reads
+        it.
+        """
         recorder = self._recorder()
         if recorder is not None:
             recorder.failed(error)
         self.end_step(is_interrupted=True)
 
     def close(self) -> None:
-        """Take back the hooks, and end the step that is open; one that has had a forward pass alone is dropped."""
+        """Take back the hooks, and end the step that is open; one that has had a forward pass alone
+        is dropped.
+        """
         self._finalizer()
         self.give_up_step()
 
@@ -170,10 +183,8 @@ class Watch:
         self.end_step()
 
     def end_step(self, *, is_interrupted: bool = False) -> None:
-        """The step is over, for who knows it before the next one begins; a step that the loop itself has begun goes on.
-
-        Args:
-            is_interrupted: An exception ended it.
+        """The step is over, for who knows it before the next one begins; a step that the loop
+        itself has begun goes on.
         """
         recorder = self._recorder()
         if self._owns_step and recorder is not None:
@@ -202,11 +213,15 @@ class Watch:
         self._forget_step()
 
     def _is_elsewhere(self) -> bool:
-        """Whether this thread is not that of the step: one of autograd's, or one that trains something else."""
+        """Whether this thread is not that of the step: one of autograd's, or one that trains
+        something else.
+        """
         return self._thread not in (None, threading.get_ident())
 
-    @never_stops_training
-    def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @fail_safe
+    def _forward_begins(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         with self._alone(module):
             self._begin_forward(module, args, kwargs)
 
@@ -214,7 +229,9 @@ class Watch:
         """Replicas one at a time; nobody else is ever to wait."""
         return self._lock if _is_replica(module) else nullcontext()
 
-    def _begin_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         recorder = self._recorder()
         is_training = module.training and torch.is_grad_enabled()
         # Checkpointing calls modules inside the backward pass.
@@ -227,11 +244,19 @@ class Watch:
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])
             tensors = tensors_in((_small(args), _small(kwargs)))
-            self._inputs.update((next(self._numbers), tensor) for tensor in tensors if not tensor.requires_grad)
+            self._inputs.update(
+                (next(self._numbers), tensor) for tensor in tensors if not tensor.requires_grad
+            )
         if recorder.current_phase is not Phase.FORWARD:
             recorder.open_phase(Phase.FORWARD)
 
-    def _begin_step(self, recorder: StepRecorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_step(
+        self,
+        recorder: StepRecorder,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         small = [*_small(args), *_small(kwargs).values()]
         batch = small[0] if len(small) == 1 else small
         if not self._has_seen_step and self._on_first_call is not None:
@@ -242,15 +267,17 @@ class Watch:
         self._is_in_closure = is_in_closure
         # What comes after replicas is done by another thread.
         self._thread = None if _is_replica(module) else threading.get_ident()
-        recorder.begin_step(self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size)
+        recorder.begin_step(
+            self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size
+        )
 
-    @never_stops_training
+    @fail_safe
     def _forward_ends(self, module: torch.nn.Module, *_: object) -> None:
         with self._alone(module):
             if self._errors_before.pop(id(module), id(sys.exc_info()[1])) != id(sys.exc_info()[1]):
                 self.end_step(is_interrupted=True)
 
-    @never_stops_training
+    @fail_safe
     def backward_begins(self) -> bool:
         """As `BackwardListener`."""
         recorder = self._recorder()
@@ -261,7 +288,7 @@ class Watch:
             begin_backward(recorder)
         return True
 
-    @never_stops_training
+    @fail_safe
     def backward_ends(self, *, is_interrupted: bool) -> None:
         """As `BackwardListener`."""
         recorder = self._recorder()
@@ -276,15 +303,18 @@ class Watch:
         if self._is_in_closure:
             recorder.open_phase(Phase.OPTIMIZER_STEP)
 
-    @never_stops_training
-    def _update_begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @fail_safe
+    def _update_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         recorder = self._recorder()
         if recorder is None or self._backward_depth:
             return
         # The optimizer itself is the first of the arguments.
         is_in_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         if self._is_in_closure or (is_in_closure and id(optimizer) in self._updated):
-            # The update before has failed; or the step of it is over, and this one calls the model itself.
+            # The update before has failed; or the step of it is over, and this one calls the model
+            # itself.
             self.end_step()
         self._is_in_closure = is_in_closure
         if recorder.is_in_step:
@@ -297,7 +327,7 @@ class Watch:
                 "loop into `with recorder.step(batch):`."
             )
 
-    @never_stops_training
+    @fail_safe
     def _update_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         recorder = self._recorder()
         self._is_in_closure = False
@@ -326,7 +356,9 @@ def _hook(method: Callable[..., None]) -> Hook:
 
 
 def _small(arguments: Any) -> Any:
-    """The arguments of a call but those that are long collections, of numbers or names: to look through them would cost the loop time."""
+    """The arguments of a call but those that are long collections, of numbers or names: to look
+    through them would cost the loop time.
+    """
     if isinstance(arguments, dict):
         return {name: one for name, one in arguments.items() if not _is_long(one)}
     return [one for one in arguments if not _is_long(one)]

@@ -1,7 +1,8 @@
 """Plots (better name: plots.py).
 
-Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are; and in a thread of its own, since
-the parser of matplotlib's labels keeps exceptions, whose frames would keep the training's batch alive.
+Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are;
+and in a thread of its own, since the parser of matplotlib's labels keeps exceptions, whose frames
+would keep the training's batch alive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from memcallback.batch_size.advice import BatchSizeAdvice
 from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.module_table import ModuleMemory, ModuleTable
 from memcallback.core.step_memory import MemoryStats, StepMemory
-from memcallback.core.types import HELD_CATEGORIES, Category, Phase
+from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
 from memcallback.core.units import GiB, KiB, MiB, format_bytes
 from memcallback.prediction.protocol import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
@@ -43,8 +44,20 @@ _HELPS_COLOUR = "#59a14f"
 #: Of the savings in the picture.
 _NUM_BARS = 24
 #: Of the module classes in the picture, the most frequent in this order; others are grey.
-_CLASS_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#ff9da7", "#a0cbe8")
-#: Levels of modules in the picture, and the share of its width from which on a module has a name in it.
+_CLASS_COLOURS = (
+    "#4e79a7",
+    "#f28e2b",
+    "#59a14f",
+    "#e15759",
+    "#76b7b2",
+    "#edc948",
+    "#b07aa1",
+    "#9c755f",
+    "#ff9da7",
+    "#a0cbe8",
+)
+#: Levels of modules in the picture, and the share of its width from which on a module has a name in
+#: it.
 _NUM_LEVELS = 7
 _SHARE_WITH_NAME = 0.035
 
@@ -59,28 +72,37 @@ def _in_own_thread(draw: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @_in_own_thread
-def step_by_category(measured: StepMemory, prediction: StepPrediction | None) -> npt.NDArray[np.uint8]:
-    """What stands at each boundary of a measured step, stacked by category, with each phase's peak and its predicted band.
-
-    Args:
-        measured: A step on which categories were counted.
-        prediction: The prediction at its batch size.
-
-    Returns:
-        An image of shape (height, width, 3), 0 to 255.
-
-    Raises:
-        ValueError: If the step has no boundary with allocated bytes and categories.
+def step_by_category(
+    measured: StepMemory, prediction: StepPrediction | None
+) -> npt.NDArray[np.uint8]:
+    """What stands at each boundary of a measured step, stacked by category, with each phase's peak
+    and its predicted band.
     """
-    moments = [(name, stats) for name, stats in _boundaries(measured) if stats.by_category and stats.allocated_bytes is not None]
+    moments = [
+        (name, stats)
+        for name, stats in _boundaries(measured)
+        if stats.by_category and stats.allocated_bytes is not None
+    ]
     if not moments:
-        raise ValueError("The step has no count by category: take a sampled step of a recorder that knows its model.")
-    unit, unit_name = _unit(max(measured.peak_allocated_bytes or 0, *(stats.allocated_bytes or 0 for _, stats in moments)))
+        raise ValueError(
+            "The step has no count by category: take a sampled step of a recorder that knows its model."
+        )
+    unit, unit_name = _unit(
+        max(
+            measured.peak_allocated_bytes or 0,
+            *(stats.allocated_bytes or 0 for _, stats in moments),
+        )
+    )
     figure, axes = _canvas()
     positions = range(len(moments))
     bottoms = [0.0] * len(moments)
-    stacks = [(c.label, _COLOURS[c], [(s.by_category or {}).get(c, 0) for _, s in moments]) for c in HELD_CATEGORIES]
-    stacks.append(("activations and other", _REST_COLOUR, [stats.rest_bytes or 0 for _, stats in moments]))
+    stacks = [
+        (c.label, _COLOURS[c], [(s.by_category or {}).get(c, 0) for _, s in moments])
+        for c in PERSISTENT_CATEGORIES
+    ]
+    stacks.append(
+        ("activations and other", _REST_COLOUR, [stats.rest_bytes or 0 for _, stats in moments])
+    )
     for label, colour, sizes in stacks:
         heights = [size / unit for size in sizes]
         axes.bar(positions, heights, bottom=bottoms, label=label, color=colour, width=0.6)
@@ -88,7 +110,9 @@ def step_by_category(measured: StepMemory, prediction: StepPrediction | None) ->
     _draw_peaks(axes, measured, prediction, [name for name, _ in moments], unit)
     axes.set_xticks(list(positions), [name for name, _ in moments])
     axes.set_ylabel(f"allocated ({unit_name})")
-    axes.set_title(f"One training step by category, batch size {measured.batch_size or 'unknown'}, {measured.device_name}, measured")
+    axes.set_title(
+        f"One training step by category, batch size {measured.batch_size or 'unknown'}, {measured.device_name}, measured"
+    )
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return _pixels(figure)
 
@@ -97,11 +121,16 @@ def _boundaries(step: StepMemory) -> list[tuple[str, MemoryStats]]:
     moments = []
     for phase in Phase:
         if window := step.phases.get(phase):
-            moments += [(f"{window.label}\nstart", window.start), (f"{window.label}\nend", window.end)]
+            moments += [
+                (f"{window.label}\nstart", window.start),
+                (f"{window.label}\nend", window.end),
+            ]
     return moments
 
 
-def _draw_peaks(axes: Any, measured: StepMemory, prediction: StepPrediction | None, names: list[str], unit: int) -> None:
+def _draw_peaks(
+    axes: Any, measured: StepMemory, prediction: StepPrediction | None, names: list[str], unit: int
+) -> None:
     predicted = prediction.phases if prediction else {}
     for number, (phase, window) in enumerate(measured.phases.items()):
         if f"{window.label}\nstart" not in names:
@@ -110,30 +139,40 @@ def _draw_peaks(axes: Any, measured: StepMemory, prediction: StepPrediction | No
         right = left + 1
         label = "measured peak of the phase" if number == 0 else None
         if window.peak_allocated_bytes is not None:
-            axes.plot([left - 0.35, right + 0.35], [window.peak_allocated_bytes / unit] * 2, color="black", linewidth=2, label=label)
+            axes.plot(
+                [left - 0.35, right + 0.35],
+                [window.peak_allocated_bytes / unit] * 2,
+                color="black",
+                linewidth=2,
+                label=label,
+            )
         ours = predicted.get(phase)
         if ours and ours.peak_allocated_bytes is not None:
             high = ours.peak_allocated_bytes / unit
             if ours.low_bytes is not None:
                 band = "predicted band" if number == 0 else None
                 edges = ours.low_bytes / unit, high
-                axes.fill_between([left - 0.35, right + 0.35], *edges, color=_PREDICTED_COLOUR, alpha=0.15, label=band)
+                axes.fill_between(
+                    [left - 0.35, right + 0.35],
+                    *edges,
+                    color=_PREDICTED_COLOUR,
+                    alpha=0.15,
+                    label=band,
+                )
             axes.plot(
-                [left - 0.35, right + 0.35], [high] * 2, "--", color=_PREDICTED_COLOUR, label="predicted peak" if number == 0 else None
+                [left - 0.35, right + 0.35],
+                [high] * 2,
+                "--",
+                color=_PREDICTED_COLOUR,
+                label="predicted peak" if number == 0 else None,
             )
 
 
 @_in_own_thread
-def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None) -> npt.NDArray[np.uint8]:
-    """The peak over batch sizes, with the device's capacity and the suggestion.
-
-    Args:
-        advice: The suggestion.
-        prediction: The prediction, drawn beside it.
-
-    Returns:
-        An image of shape (height, width, 3), 0 to 255.
-    """
+def batch_size_curve(
+    advice: BatchSizeAdvice, prediction: StepPrediction | None
+) -> npt.NDArray[np.uint8]:
+    """The peak over batch sizes, with the device's capacity and the suggestion."""
     largest = max(2, 2 * max(advice.batch_size, advice.current_batch_size))
     # Each point of a traced step is a replay of its own.
     num_points = 12 if isinstance(advice.line, TracedPeak) else 60
@@ -143,7 +182,13 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None)
     if isinstance(advice.line, TracedPeak):
         peaks = [advice.line.at(size) / unit for size in sizes]
         kind = "allocated" if advice.line.prediction.peak_reserved_bytes is None else "reserved"
-        axes.plot(sizes, peaks, "--", color=_PREDICTED_COLOUR, label=f"predicted {kind} peak ({advice.line.prediction.source})")
+        axes.plot(
+            sizes,
+            peaks,
+            "--",
+            color=_PREDICTED_COLOUR,
+            label=f"predicted {kind} peak ({advice.line.prediction.source})",
+        )
     elif isinstance(prediction, TextbookPrediction):
         predicted = [prediction.at(size) for size in sizes]
         axes.plot(
@@ -154,14 +199,31 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None)
             label=f"predicted peak ({prediction.source})",
         )
     if advice.is_measured:
-        axes.plot(sizes, [advice.line.at(size) / unit for size in sizes], color="black", label="peak expected from the measured step")
+        axes.plot(
+            sizes,
+            [advice.line.at(size) / unit for size in sizes],
+            color="black",
+            label="peak expected from the measured step",
+        )
     axes.axhline(advice.capacity_bytes / unit, color="#555555", label="capacity")
-    axes.axhline(max(0, advice.budget_bytes) / unit, color="#555555", linestyle=":", label="capacity less headroom and others' use")
+    axes.axhline(
+        max(0, advice.budget_bytes) / unit,
+        color="#555555",
+        linestyle=":",
+        label="capacity less headroom and others' use",
+    )
     if (limit := advice.limit_without_retry) and limit <= largest:
         axes.axvline(limit, color="#555555", linestyle="-.", label=f"limit without a retry {limit}")
     if advice.batch_size:
-        axes.axvline(advice.batch_size, color="#59a14f", label=f"suggested batch size {advice.batch_size}")
-    axes.axvline(advice.current_batch_size, color="#4e79a7", linestyle="--", label=f"current batch size {advice.current_batch_size}")
+        axes.axvline(
+            advice.batch_size, color="#59a14f", label=f"suggested batch size {advice.batch_size}"
+        )
+    axes.axvline(
+        advice.current_batch_size,
+        color="#4e79a7",
+        linestyle="--",
+        label=f"current batch size {advice.current_batch_size}",
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("batch size")
@@ -173,17 +235,7 @@ def batch_size_curve(advice: BatchSizeAdvice, prediction: StepPrediction | None)
 
 @_in_own_thread
 def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
-    """The peak with each saving beside the present one, with the largest batch size that fits then.
-
-    Args:
-        plan: The plan.
-
-    Returns:
-        An image of shape (height, width, 3), 0 to 255.
-
-    Raises:
-        ValueError: If nothing in the plan was predicted.
-    """
+    """The peak with each saving beside the present one, with the largest batch size that fits then."""
     rows = [row for row in plan.rows if row.peak_bytes is not None][:_NUM_BARS]
     present_bytes = plan.current.peak_bytes
     if not rows or present_bytes is None:
@@ -195,10 +247,28 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
         colour = _HELPS_COLOUR if plan.helps(row) else _REST_COLOUR
         axes.barh(position, (row.peak_bytes or 0) / unit, color=colour, height=0.7)
         fits = "" if row.largest_batch_size is None else f"  fits up to {row.largest_batch_size:,}"
-        extra = f", {row.extra_compute_pct:+.0f} % compute" if row.extra_compute_pct and abs(row.extra_compute_pct) >= 1 else ""
-        axes.text((row.peak_bytes or 0) / unit, position, f"{fits}{extra}", va="center", fontsize=9, bbox={"color": "white", "pad": 0})
-    axes.axvline(present_bytes / unit, color="black", linestyle="--", label=f"as it is, batch size {plan.current.batch_size}")
-    axes.set_yticks(range(len(rows)), [textwrap.fill(plan.name_of(row), 56) for row in rows], fontsize=8)
+        extra = (
+            f", {row.extra_compute_pct:+.0f} % compute"
+            if row.extra_compute_pct and abs(row.extra_compute_pct) >= 1
+            else ""
+        )
+        axes.text(
+            (row.peak_bytes or 0) / unit,
+            position,
+            f"{fits}{extra}",
+            va="center",
+            fontsize=9,
+            bbox={"color": "white", "pad": 0},
+        )
+    axes.axvline(
+        present_bytes / unit,
+        color="black",
+        linestyle="--",
+        label=f"as it is, batch size {plan.current.batch_size}",
+    )
+    axes.set_yticks(
+        range(len(rows)), [textwrap.fill(plan.name_of(row), 56) for row in rows], fontsize=8
+    )
     axes.invert_yaxis()
     axes.margins(x=0.5, y=0.01)
     axes.set_xlim(left=0)
@@ -211,16 +281,11 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
 
 @_in_own_thread
 def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.NDArray[np.uint8]:
-    """What each module's forward pass left allocated, as wide as it is much; below each module those inside it.
+    """What each module's forward pass left allocated, as wide as it is much; below each module
+    those inside it.
 
-    Modules inside another that together leave more than it does, since it lets go of what they hand on, share its width.
-
-    Args:
-        table: A step, measured or predicted.
-        other: The same step, predicted where that one is measured; drawn below it.
-
-    Returns:
-        An image of shape (height, width, 3), 0 to 255.
+    Modules inside another that together leave more than it does, since it lets go of what they hand
+    on, share its width.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -230,17 +295,39 @@ def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.N
     colours = dict(zip((kind for kind, _ in counts.most_common()), _CLASS_COLOURS, strict=False))
     unit, unit_name = _unit(max((one[""].kept_bytes or 0 for one in tables), default=0))
     figure = Figure(figsize=(13, 3.8 * len(tables)), dpi=100, layout="constrained")
-    for axes, one in zip(figure.subplots(len(tables), squeeze=False, sharex=True)[:, 0], tables, strict=True):
+    for axes, one in zip(
+        figure.subplots(len(tables), squeeze=False, sharex=True)[:, 0], tables, strict=True
+    ):
         total_bytes = max(one[""].kept_bytes or 0, 1)
         num_levels = 0
         for module, level, left, width in _boxes(one):
             num_levels = max(num_levels, level + 1)
             colour = colours.get(module.kind, _REST_COLOUR)
-            axes.barh(level, width / unit, left=left / unit, height=1, color=colour, edgecolor="white", linewidth=0.6)
+            axes.barh(
+                level,
+                width / unit,
+                left=left / unit,
+                height=1,
+                color=colour,
+                edgecolor="white",
+                linewidth=0.6,
+            )
             if width >= _SHARE_WITH_NAME * total_bytes:
                 name = module.name.rpartition(".")[2] or "model"
-                text = f"{name}\n{format_bytes(module.kept_bytes or 0)}" if width >= 2.5 * _SHARE_WITH_NAME * total_bytes else name
-                axes.text((left + width / 2) / unit, level, text, ha="center", va="center", fontsize=7, clip_on=True)
+                text = (
+                    f"{name}\n{format_bytes(module.kept_bytes or 0)}"
+                    if width >= 2.5 * _SHARE_WITH_NAME * total_bytes
+                    else name
+                )
+                axes.text(
+                    (left + width / 2) / unit,
+                    level,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    clip_on=True,
+                )
         axes.set_ylim(num_levels - 0.5, -0.5)
         axes.set_yticks([])
         axes.set_xlim(0, max(box[3] for each in tables for box in _boxes(each)) / unit or 1)
@@ -249,14 +336,21 @@ def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.N
         )
     axes.set_xlabel(f"allocated ({unit_name})")
     figure.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="outside right upper", frameon=False, fontsize=8
+        handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8,
     )
     return _pixels(figure)
 
 
 def _boxes(table: ModuleTable) -> Iterator[tuple[ModuleMemory, int, float, float]]:
-    """Each module that keeps something, with its level, where it begins and how wide it is, in bytes."""
-    pending: list[tuple[ModuleMemory, int, float, float]] = [(table[""], 0, 0.0, float(max(table[""].kept_bytes or 0, 0)))]
+    """Each module that keeps something, with its level, where it begins and how wide it is, in
+    bytes.
+    """
+    pending: list[tuple[ModuleMemory, int, float, float]] = [
+        (table[""], 0, 0.0, float(max(table[""].kept_bytes or 0, 0)))
+    ]
     while pending:
         box = pending.pop()
         module, level, left, width = box
@@ -271,7 +365,13 @@ def _boxes(table: ModuleTable) -> Iterator[tuple[ModuleMemory, int, float, float
 
 
 def _unit(largest_bytes: int) -> tuple[int, str]:
-    return (GiB, "GiB") if largest_bytes > GiB else (MiB, "MiB") if largest_bytes > MiB else (KiB, "KiB")
+    return (
+        (GiB, "GiB")
+        if largest_bytes > GiB
+        else (MiB, "MiB")
+        if largest_bytes > MiB
+        else (KiB, "KiB")
+    )
 
 
 def _canvas() -> tuple[Any, Any]:

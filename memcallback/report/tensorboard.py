@@ -29,7 +29,8 @@ In a job of several ranks these are rank zero's. Over the ranks there are at mos
 | `memory/ranks/worst/predicted/<phase>/peak_allocated_gib` | predicted for that rank |
 | `memory/ranks/num_ranks` | of how many ranks the figures came |
 
-`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes have four digits.
+`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes
+have four digits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from memcallback.core.step_memory import DeviceMemory, StepMemory, error_pct
 from memcallback.core.types import Phase
 from memcallback.core.units import GiB
-from memcallback.report.ranks import RankFigures
+from memcallback.report.rank_values import RankValues
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +56,8 @@ MODULES_IMAGE_TAG = "memory/modules_icicle"
 WHAT_IF_TAG = "memory/what_if"
 WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
 OUT_OF_MEMORY_TAG = "memory/out_of_memory"
-#: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run, and a user's own stays.
+#: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run,
+#: and a user's own stays.
 LAYOUT_RUN = "memory_layout"
 _PEAK = "memory/{}/peak_allocated_gib"
 _PREDICTED = "memory/predicted/{}/peak_allocated_gib"
@@ -68,17 +70,10 @@ _WORST_RANK = "memory/ranks/worst/rank"
 _WORST_SHARE = "memory/ranks/worst/capacity_share_pct"
 
 
-def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory) -> dict[str, float]:
-    """One point for every tag whose figure is known: at most 15 of memory, and three of the device.
-
-    Args:
-        step: A measured step.
-        predicted: The predicted step at that step's batch size.
-        device: The whole device at about the same time.
-
-    Returns:
-        Tag -> value.
-    """
+def scalars(
+    step: StepMemory, predicted: StepMemory | None, device: DeviceMemory
+) -> dict[str, float]:
+    """One point for every tag whose figure is known: at most 15 of memory, and three of the device."""
     figures: dict[str, float | None] = {}
     for phase, memory in step.phases.items():
         figures[_PEAK.format(phase.value)] = _gib(memory.peak_allocated_bytes)
@@ -105,17 +100,13 @@ def scalars(step: StepMemory, predicted: StepMemory | None, device: DeviceMemory
     return {tag: value for tag, value in figures.items() if value is not None}
 
 
-def rank_scalars(ranks: RankFigures) -> dict[str, float]:
-    """One point for every tag over the ranks whose figure is known: at most 15.
-
-    Args:
-        ranks: The figures of the ranks at one step.
-
-    Returns:
-        Tag -> value.
-    """
+def rank_scalars(ranks: RankValues) -> dict[str, float]:
+    """One point for every tag over the ranks whose figure is known: at most 15."""
     worst = ranks.worst
-    figures: dict[str, float | None] = {_WORST_RANK: worst.rank, _WORST_SHARE: worst.capacity_share_pct}
+    figures: dict[str, float | None] = {
+        _WORST_RANK: worst.rank,
+        _WORST_SHARE: worst.capacity_share_pct,
+    }
     for kind, spread in (("allocated", ranks.peak_allocated), ("reserved", ranks.peak_reserved)):
         for which, size in zip(("min", "mean", "max"), spread or (), strict=False):
             figures[_OF_RANKS.format(kind, which)] = _gib(size)
@@ -127,18 +118,14 @@ def rank_scalars(ranks: RankFigures) -> dict[str, float]:
 
 
 def _gib(num_bytes: int | None) -> float | None:
-    # To four digits: TensorBoard fits the axis to what it draws, and a few bytes more or less would be all that a curve shows.
+    # To four digits: TensorBoard fits the axis to what it draws, and a few bytes more or less would
+    # be all that a curve shows.
     return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
 
 
 def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
-    """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without configuration.
-
-    Args:
-        log_dir: The run's folder.
-        has_band: Whether the prediction has a lower edge (textbook law): then each phase's measured peak is drawn inside the band, else
-            beside the predicted one.
-        rank_bands: Of a job of several ranks which peaks there are over them: `allocated`, `reserved`.
+    """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without
+    configuration.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -147,34 +134,58 @@ def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[st
     from torch.utils.tensorboard import FileWriter
 
     # TensorBoard shows the last of the charts with a band first.
-    of_phases = [_in_band(phase) for phase in reversed(Phase)] if has_band else [_pair(phase) for phase in Phase]
+    of_phases = (
+        [_in_band(phase) for phase in reversed(Phase)]
+        if has_band
+        else [_pair(phase) for phase in Phase]
+    )
     lines = [
         _multiline("Peak allocated by phase (GiB)", [_PEAK.format(phase.value) for phase in Phase]),
-        _multiline("Allocated, reserved, capacity (GiB)", [*(_PEAK.format(phase.value) for phase in Phase), *_DEVICE_LINES]),
+        _multiline(
+            "Allocated, reserved, capacity (GiB)",
+            [*(_PEAK.format(phase.value) for phase in Phase), *_DEVICE_LINES],
+        ),
         _multiline("Prediction error (%)", ["memory/prediction_error_pct"]),
         _multiline("Capacity used (%)", ["memory/capacity_used_pct"]),
     ]
     layout = layout_pb2.Layout(
         category=[
             layout_pb2.Category(
-                title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}", chart=of_phases
+                title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}",
+                chart=of_phases,
             ),
             layout_pb2.Category(title="Memory: over the training", chart=lines),
-            *([layout_pb2.Category(title="Memory: over the ranks", chart=_of_ranks(rank_bands))] if rank_bands else []),
+            *(
+                [layout_pb2.Category(title="Memory: over the ranks", chart=_of_ranks(rank_bands))]
+                if rank_bands
+                else []
+            ),
         ]
     )
-    # SummaryWriter.add_custom_scalars would do, were it not for the user's own: TensorBoard reads one layout a run.
+    # SummaryWriter.add_custom_scalars would do, were it not for the user's own: TensorBoard reads
+    # one layout a run.
     summary = Summary.Value(
         tag="custom_scalars__config__",
-        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars")),
-        tensor=TensorProto(dtype="DT_STRING", string_val=[layout.SerializeToString()], tensor_shape=TensorShapeProto()),
+        metadata=SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars")
+        ),
+        tensor=TensorProto(
+            dtype="DT_STRING",
+            string_val=[layout.SerializeToString()],
+            tensor_shape=TensorShapeProto(),
+        ),
     )
     writer = FileWriter(str(Path(log_dir) / LAYOUT_RUN))
     writer.add_summary(Summary(value=[summary]))
     writer.close()
 
 
-_DEVICE_LINES = ["memory/peak_reserved_gib", _PREDICTED_RESERVED, "memory/peak_resident_gib", "memory/capacity_gib"]
+_DEVICE_LINES = [
+    "memory/peak_reserved_gib",
+    _PREDICTED_RESERVED,
+    "memory/peak_resident_gib",
+    "memory/capacity_gib",
+]
 
 
 def _of_ranks(kinds: Sequence[str]) -> list[Any]:
@@ -192,7 +203,10 @@ def _of_ranks(kinds: Sequence[str]) -> list[Any]:
         )
         for phase in Phase
     ]
-    shares = [_multiline("Worst rank: peak of its capacity (%)", [_WORST_SHARE]), _multiline("Which rank is the worst", [_WORST_RANK])]
+    shares = [
+        _multiline("Worst rank: peak of its capacity (%)", [_WORST_SHARE]),
+        _multiline("Which rank is the worst", [_WORST_RANK]),
+    ]
     return [*bands, *phases, *shares]
 
 
@@ -209,18 +223,25 @@ def _margin(title: str, value: str, lower: str, upper: str) -> Any:
 
 
 def _pair(phase: Phase) -> Any:
-    return _multiline(f"{phase.label}: peak, measured and predicted (GiB)", [_PREDICTED.format(phase.value), _PEAK.format(phase.value)])
+    return _multiline(
+        f"{phase.label}: peak, measured and predicted (GiB)",
+        [_PREDICTED.format(phase.value), _PEAK.format(phase.value)],
+    )
 
 
 def _multiline(title: str, tags: list[str]) -> Any:
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     # The tags are regular expressions for the beginning of a name.
-    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[f"{tag}$" for tag in tags]))
+    return layout_pb2.Chart(
+        title=title, multiline=layout_pb2.MultilineChartContent(tag=[f"{tag}$" for tag in tags])
+    )
 
 
 def write_scalars(writer: SummaryWriter, points: Mapping[str, float], step: int) -> None:
-    """Write one point for each tag into a run, as one event, where add_scalar would make one for each."""
+    """Write one point for each tag into a run, as one event, where add_scalar would make one for
+    each.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Sinks:
-    """Every logger of a Trainer; runs of TensorBoard also get text, pictures and the layout of the dashboard.
+class Writers:
+    """Every logger of a Trainer; runs of TensorBoard also get text, pictures and the layout of the
+    dashboard.
 
-    A logger that fails is left out from then on, with a warning; a run of TensorBoard that fails is told of once. Make it on rank zero only.
-
-    Args:
-        loggers: Lightning loggers.
-        own_log_dir: The folder for a run of our own, used if there are no loggers; None for none.
+    A logger that fails is left out from then on, with a warning; a run of TensorBoard that fails is
+    told of once. Make it on rank zero only.
     """
 
     def __init__(self, loggers: list[Any], own_log_dir: Path | None) -> None:
@@ -35,36 +33,70 @@ class Sinks:
         #: What was told already: a disk that is full stays so for a while.
         self._told: set[str] = set()
         if not self._loggers and own_log_dir is not None:
-            what, way_out = f"write to {str(own_log_dir)!r}", "Set default_root_dir of the Trainer to a folder that can be written."
-            self._attempt(what, way_out, self._open_own, own_log_dir)
+            what, hint = (
+                f"write to {str(own_log_dir)!r}",
+                "Set default_root_dir of the Trainer to a folder that can be written.",
+            )
+            self._attempt(what, hint, self._open_own, own_log_dir)
         for logger in loggers:
-            self._attempt(f"open {_name(logger)}", "Check the logger's folder.", self._open_tensorboard, logger)
+            self._attempt(
+                f"open {_name(logger)}",
+                "Check the logger's folder.",
+                self._open_tensorboard,
+                logger,
+            )
 
     def write_layout(self, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
-        """Give every TensorBoard run the layout of the dashboard: for a prediction with a band or without, a job of several ranks or one."""
-        what, way_out = "write the layout of a TensorBoard run", "Check the run's folder."
+        """Give every TensorBoard run the layout of the dashboard: for a prediction with a band or
+        without, a job of several ranks or one.
+        """
+        what, hint = "write the layout of a TensorBoard run", "Check the run's folder."
         for log_dir in self._log_dirs:
-            self._attempt(what, way_out, write_layout, log_dir, has_band=has_band, rank_bands=rank_bands)
+            self._attempt(
+                what, hint, write_layout, log_dir, has_band=has_band, rank_bands=rank_bands
+            )
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Give every logger one point for each tag."""
         for writer in self._writers:
-            self._attempt("write to a TensorBoard run", "Check the run's folder.", write_scalars, writer, points, step)
+            self._attempt(
+                "write to a TensorBoard run",
+                "Check the run's folder.",
+                write_scalars,
+                writer,
+                points,
+                step,
+            )
         for logger in list(self._loggers):
             what = f"log {len(points)} float metrics to {_name(logger)}"
-            way_out = f"{_name(logger)} gets no more memory figures. Use a logger whose log_metrics takes a dict of floats."
-            if not self._attempt(what, way_out, logger.log_metrics, dict(points), step=step):
+            hint = f"{_name(logger)} gets no more memory figures. Use a logger whose log_metrics takes a dict of floats."
+            if not self._attempt(what, hint, logger.log_metrics, dict(points), step=step):
                 self._loggers.remove(logger)
 
     def log_text(self, tag: str, markdown: str, step: int) -> None:
         """Give every TensorBoard run a text."""
         for writer in self._writers:
-            self._attempt(f"write the text {tag!r}", "Check the run's folder.", writer.add_text, tag, markdown, step)
+            self._attempt(
+                f"write the text {tag!r}",
+                "Check the run's folder.",
+                writer.add_text,
+                tag,
+                markdown,
+                step,
+            )
 
     def log_image(self, tag: str, image: npt.NDArray[np.uint8], step: int) -> None:
         """Give every TensorBoard run a picture of shape (height, width, 3)."""
         for writer in self._writers:
-            self._attempt(f"write the image {tag!r}", "Check the run's folder.", writer.add_image, tag, image, step, dataformats="HWC")
+            self._attempt(
+                f"write the image {tag!r}",
+                "Check the run's folder.",
+                writer.add_image,
+                tag,
+                image,
+                step,
+                dataformats="HWC",
+            )
 
     def close(self) -> None:
         """Write out what is buffered."""
@@ -93,13 +125,17 @@ class Sinks:
         self.log_dir = self.log_dir or Path(log_dir)
         self._log_dirs.append(log_dir)
 
-    def _attempt(self, what: str, way_out: str, action: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    def _attempt(
+        self, what: str, hint: str, action: Callable[..., object], *args: object, **kwargs: object
+    ) -> bool:
         try:
             action(*args, **kwargs)
         except Exception as error:  # a logger can fail in any way, and training goes on
-            if way_out not in self._told:
-                self._told.add(way_out)
-                warn_and_go_on(f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {way_out}")
+            if hint not in self._told:
+                self._told.add(hint)
+                warn_and_go_on(
+                    f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {hint}"
+                )
             return False
         return True
 
@@ -111,7 +147,11 @@ def _name(logger: Any) -> str:
 def _next_version(log_dir: Path) -> Path:
     """A folder of one's own, made here: of several processes that ask at once each gets another."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    taken = [int(p.name.removeprefix("version_")) for p in log_dir.glob("version_*") if p.name.removeprefix("version_").isdigit()]
+    taken = [
+        int(p.name.removeprefix("version_"))
+        for p in log_dir.glob("version_*")
+        if p.name.removeprefix("version_").isdigit()
+    ]
     for number in count(max(taken, default=-1) + 1):
         with suppress(FileExistsError):
             (log_dir / f"version_{number}").mkdir()

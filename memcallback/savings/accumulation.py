@@ -23,12 +23,14 @@ def accumulate(
     *,
     amp: Amp | None = None,
 ) -> Accumulation:
-    """Gradient accumulation for a plain loop: the gradients of a large batch with the memory of a small one.
+    """Gradient accumulation for a plain loop: the gradients of a large batch with the memory of a
+    small one.
 
-    Several micro-batches make a window, and each window ends with one update. The gradients are those of one batch with all samples of
-    the window, to rounding, if the loss is a mean over samples and no layer mixes them (batch norm sees micro-batches): each micro-batch
-    counts by its samples, and the last window by those that are left for it. A learning-rate scheduler belongs after an update, of which
-    an epoch has one for each window.
+    Several micro-batches make a window, and each window ends with one update. The gradients are
+    those of one batch with all samples of the window, to rounding, if the loss is a mean over
+    samples and no layer mixes them (batch norm sees micro-batches): each micro-batch counts by its
+    samples, and the last window by those that are left for it. A learning-rate scheduler belongs
+    after an update, of which an epoch has one for each window.
 
         accumulation = mc.accumulate(4, model, optimizer)
         for batch in accumulation.over(loader):
@@ -37,8 +39,8 @@ def accumulate(
             if accumulation.step(clip_grad_norm=1.0):
                 scheduler.step()
 
-    Under DistributedDataParallel ranks exchange gradients once a window (`no_sync` before), and each micro-batch counts the same, as each
-    rank does there.
+    Under DistributedDataParallel ranks exchange gradients once a window (`no_sync` before), and
+    each micro-batch counts the same, as each rank does there.
 
     Args:
         num_batches: Micro-batches in a window, at least 1.
@@ -55,11 +57,7 @@ def accumulate(
 
 
 def check_accumulate(num_batches: object) -> None:
-    """See that a number of micro-batches is one.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """See that a number of micro-batches is one."""
     if not isinstance(num_batches, int) or isinstance(num_batches, bool) or num_batches < 1:
         raise ValueError(
             f"accumulate must be a whole number of at least 1, got {num_batches!r}. It is how many batches there are for one update: 1 for an "
@@ -74,7 +72,13 @@ class Accumulation:
         num_batches: Micro-batches in a window.
     """
 
-    def __init__(self, num_batches: int, model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], amp: Amp | None) -> None:
+    def __init__(
+        self,
+        num_batches: int,
+        model: torch.nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        amp: Amp | None,
+    ) -> None:
         self.num_batches = num_batches
         self._model = model
         self._optimizers = optimizers
@@ -84,22 +88,20 @@ class Accumulation:
         self._expected_samples = 0
         self._is_update_due = False
 
-    def over(self, loader: Iterable[Batch], *, num_samples: Callable[[Batch], int] | None = None) -> Iterator[Batch]:
-        """The batches of an epoch, for a `for` loop in which each has its `backward` and its `step`.
+    def over(
+        self, loader: Iterable[Batch], *, num_samples: Callable[[Batch], int] | None = None
+    ) -> Iterator[Batch]:
+        """The batches of an epoch, for a `for` loop in which each has its `backward` and its
+        `step`.
 
-        Gradients are cleared before the first micro-batch of a window. From a loader without a length one batch is taken ahead, to know
-        which is the last.
-
-        Args:
-            loader: The micro-batches.
-            num_samples: How much a batch counts, at least 1: what its loss is a mean over, if that is not its samples, such as its tokens.
-                By default the samples, or 1 if they cannot be inferred. Not for several ranks, which count the same.
-
-        Raises:
-            ValueError: If `num_samples` is given on several ranks, or gives less than 1.
-            RuntimeError: If the loop leaves out the `step` of a whole window, or the loader does not give as many batches as it has.
+        Gradients are cleared before the first micro-batch of a window. From a loader without a
+        length one batch is taken ahead, to know which is the last.
         """
-        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        has_ranks = (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        )
         if num_samples is not None and has_ranks:
             raise ValueError(
                 "num_samples cannot be given on several ranks: DistributedDataParallel counts every rank the same. Leave it out."
@@ -112,7 +114,9 @@ class Accumulation:
                     f"num_samples gave {samples} for batch {position}: it must be at least 1. Leave such batches out of the loader."
                 )
             if position % self.num_batches == 0:
-                num_left = self.num_batches if length is None else min(self.num_batches, length - position)
+                num_left = (
+                    self.num_batches if length is None else min(self.num_batches, length - position)
+                )
                 self._begin_window(num_left * samples)
             self._num_samples = samples
             self._window_samples += samples
@@ -135,26 +139,18 @@ class Accumulation:
         return context
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of this micro-batch's share of the window.
-
-        Args:
-            loss: The mean over the micro-batch, a scalar; may be called with several losses.
-        """
+        """The backward pass of this micro-batch's share of the window."""
         share = loss / (self._expected_samples / self._num_samples)
         if self._amp is None:
             share.backward()
         else:
             self._amp.backward(share)
 
-    def step(self, *, clip_grad_norm: float | None = None, clip_grad_value: float | None = None) -> bool:
-        """At the end of a window unscale and clip the gradients and update the weights; else nothing.
-
-        Args:
-            clip_grad_norm: The largest norm of the gradients of an optimizer together, None for no clipping.
-            clip_grad_value: The largest value in a gradient, None for no clipping.
-
-        Returns:
-            Whether the weights were updated: False too if mixed precision has skipped the step.
+    def step(
+        self, *, clip_grad_norm: float | None = None, clip_grad_value: float | None = None
+    ) -> bool:
+        """At the end of a window unscale and clip the gradients and update the weights; else
+        nothing.
         """
         if not self._is_update_due:
             return False
@@ -162,16 +158,24 @@ class Accumulation:
         if self._window_samples != self._expected_samples:
             self._rescale(self._expected_samples / self._window_samples)
         if self._amp is not None:
-            return self._amp.step(*self._optimizers, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)
+            return self._amp.step(
+                *self._optimizers, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value
+            )
         for optimizer in self._optimizers:
-            clip_gradients(optimizer, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)
+            clip_gradients(
+                optimizer, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value
+            )
             optimizer.step()
         return True
 
     def _rescale(self, factor: float) -> None:
-        """The window came out with other samples than expected: a smaller last batch, or a loader without a length."""
+        """The window came out with other samples than expected: a smaller last batch, or a loader
+        without a length.
+        """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for parameter in dict.fromkeys(parameter for group in groups for parameter in group["params"]):
+        for parameter in dict.fromkeys(
+            parameter for group in groups for parameter in group["params"]
+        ):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 

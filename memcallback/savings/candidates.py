@@ -15,14 +15,21 @@ from memcallback.core.allocation_trace import Event
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.savings.checkpointing import checkpoint, is_checkpointed
-from memcallback.savings.segments import NUM_TRIED, LayerBytes, layer_bytes, segments_together, sensible_segments
+from memcallback.savings.segments import (
+    NUM_TRIED,
+    LayerBytes,
+    layer_bytes,
+    segments_together,
+    sensible_segments,
+)
 from memcallback.step.layers import found, has_blocks, is_sequential
 from memcallback.step.training_step import TrainingStep
 
 Optimizers = Sequence[torch.optim.Optimizer]
 _SAME = "nothing"
 _LR = 1e-3
-#: Of what containers hold; an nn.Sequential with more has several numbers of segments tried for it alone.
+#: Of what containers hold; an nn.Sequential with more has several numbers of segments tried for it
+#: alone.
 _LARGE_SHARE = 0.3
 
 
@@ -37,7 +44,8 @@ class Saving:
         changes: What it changes in the numbers that come out.
         line: What to write in a program to have it.
         num_parts: Into how many forward passes it divides the batch.
-        is_same_training: Whether the same model is trained by the same rule on the same data, but for rounding.
+        is_same_training: Whether the same model is trained by the same rule on the same data, but
+            for rounding.
         expandable_segments: Whether it is a setting of the allocator and not of the step.
     """
 
@@ -52,13 +60,7 @@ class Saving:
 
 
 def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) -> Iterator[Saving]:
-    """What can be tried on a step, in the order in which people think of it.
-
-    Args:
-        step: The step.
-        batch_size: Samples between two updates.
-        events: Its trace as it is, at that batch size.
-    """
+    """What can be tried on a step, in the order in which people think of it."""
     yield from _accumulation(step, batch_size)
     yield from _precision(step)
     yield from _checkpointing(step, events)
@@ -79,21 +81,13 @@ def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) ->
 
 
 def left_out(step: TrainingStep) -> Iterator[str]:
-    """Which savings were not tried, and why, one sentence each.
-
-    Args:
-        step: The step.
-    """
+    """Which savings were not tried, and why, one sentence each."""
     if is_checkpointed(step.model):
         yield "Checkpointing is in use already, so nothing else was tried of that kind."
 
 
 def together(*savings: Saving) -> Saving:
-    """Several savings at once.
-
-    Args:
-        savings: Of different kinds.
-    """
+    """Several savings at once."""
 
     def apply(step: TrainingStep) -> TrainingStep:
         for saving in savings:
@@ -107,7 +101,10 @@ def together(*savings: Saving) -> Saving:
         name=" + ".join(saving.name for saving in savings),
         kind=" + ".join(saving.kind for saving in savings),
         apply=apply,
-        changes="; ".join(dict.fromkeys(saving.changes for saving in savings if saving.changes != _SAME)) or _SAME,
+        changes="; ".join(
+            dict.fromkeys(saving.changes for saving in savings if saving.changes != _SAME)
+        )
+        or _SAME,
         line="\n".join(saving.line for saving in savings),
         num_parts=num_parts,
         is_same_training=all(saving.is_same_training for saving in savings),
@@ -116,7 +113,9 @@ def together(*savings: Saving) -> Saving:
 
 
 def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
-    if len(step.losses) > 1 or (step.lightning is not None and not step.model.automatic_optimization):
+    if len(step.losses) > 1 or (
+        step.lightning is not None and not step.model.automatic_optimization
+    ):
         return
     # What stands in the line.
     is_ours = step.lightning is None
@@ -127,7 +126,9 @@ def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
         yield Saving(
             name=f"accumulate {num_parts} batches",
             kind="accumulation",
-            apply=lambda one, accumulate=accumulate: one.varied(accumulate=accumulate, has_accumulation=is_ours),  # type: ignore[misc]
+            apply=lambda one, accumulate=accumulate: one.varied(
+                accumulate=accumulate, has_accumulation=is_ours
+            ),  # type: ignore[misc]
             changes="batch norm sees smaller batches; else the gradients to rounding",
             line=(
                 f"Trainer(accumulate_grad_batches={accumulate})  # and a batch size {num_parts} times smaller"
@@ -163,7 +164,11 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
                 line=f'Trainer(precision="{precision}")' if is_lightning else plain,
             )
     for precision, dtype, changes in (
-        ("bf16-true", torch.bfloat16, "weights and optimizer state too are in bfloat16: updates smaller than 1/256 of a weight are lost"),
+        (
+            "bf16-true",
+            torch.bfloat16,
+            "weights and optimizer state too are in bfloat16: updates smaller than 1/256 of a weight are lost",
+        ),
         (
             "16-true",
             torch.float16,
@@ -175,7 +180,9 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
             yield Saving(
                 name=precision,
                 kind="precision",
-                apply=lambda one, precision=precision, dtype=dtype: one.varied(precision=precision, prepare=partial(_cast, dtype)),  # type: ignore[misc]
+                apply=lambda one, precision=precision, dtype=dtype: one.varied(
+                    precision=precision, prepare=partial(_cast, dtype)
+                ),  # type: ignore[misc]
                 changes=changes,
                 line=f'Trainer(precision="{precision}")' if is_lightning else f"model.to({dtype})",
                 is_same_training=False,
@@ -184,7 +191,9 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
 
 def _cast(dtype: torch.dtype, model: nn.Module, batch: Any) -> Any:
     model.to(dtype)
-    return _map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return _map_tensors(
+        batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+    )
 
 
 def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Saving]:
@@ -196,7 +205,11 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
         return
     containers = {name: step.model.get_submodule(name) for name in names}
     made = {name: layer_bytes(events, name, [*one._modules]) for name, one in containers.items()}
-    sequentials = {name: made[name] for name, one in containers.items() if is_sequential(one) and not has_blocks(one)}
+    sequentials = {
+        name: made[name]
+        for name, one in containers.items()
+        if is_sequential(one) and not has_blocks(one)
+    }
     blocks = {
         f"{name}.{child}".lstrip("."): block
         for name, one in containers.items()
@@ -208,20 +221,28 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
     if len(blocks) > 3:
         second = [*blocks][::2]
         are_cut = all(is_sequential(blocks[name]) for name in second)
-        yield _checkpointed(step, "checkpoint every second block", dict.fromkeys(second, 1) if are_cut else second)
+        yield _checkpointed(
+            step, "checkpoint every second block", dict.fromkeys(second, 1) if are_cut else second
+        )
     large = _large(sequentials, sum(map(_held_bytes, made.values())), at_least_one=not blocks)
     for name in large:
         of = f" of {name}" if len(containers) > 1 else ""
         # Of a model itself the last segment is not checkpointed, so there are at least two.
         num_tried = NUM_TRIED if len(large) == 1 else NUM_TRIED // len(large) + 1
-        for segments in sensible_segments(sequentials[name], least=1 if name else 2, num_tried=num_tried):
+        for segments in sensible_segments(
+            sequentials[name], least=1 if name else 2, num_tried=num_tried
+        ):
             number = f"{segments} segment{'' if segments == 1 else 's'}"
             yield _checkpointed(step, f"checkpoint_sequential{of}, {number}", {name: segments})
     if len(sequentials) > 1 and not blocks:
-        yield _checkpointed(step, f"checkpoint {len(sequentials)} sequentials", segments_together(sequentials))
+        yield _checkpointed(
+            step, f"checkpoint {len(sequentials)} sequentials", segments_together(sequentials)
+        )
 
 
-def _large(sequentials: Mapping[str, Sequence[LayerBytes]], all_bytes: int, *, at_least_one: bool) -> list[str]:
+def _large(
+    sequentials: Mapping[str, Sequence[LayerBytes]], all_bytes: int, *, at_least_one: bool
+) -> list[str]:
     """Those that hold a good part of all that is held, the largest first."""
     by_size = sorted(sequentials, key=lambda name: _held_bytes(sequentials[name]), reverse=True)
     large = [name for name in by_size if _held_bytes(sequentials[name]) > _LARGE_SHARE * all_bytes]
@@ -242,7 +263,9 @@ def _checkpointed(step: TrainingStep, name: str, parts: list[str] | dict[str, in
         kind="checkpointing",
         apply=lambda one: one.varied(prepare=prepare),
         changes=_SAME,
-        line=f"MemoryCallback(checkpoint={parts})" if step.lightning is not None else f"memcallback.checkpoint(model, {parts})",
+        line=f"MemoryCallback(checkpoint={parts})"
+        if step.lightning is not None
+        else f"memcallback.checkpoint(model, {parts})",
     )
 
 
@@ -272,7 +295,11 @@ def _optimizer(step: TrainingStep) -> Iterator[Saving]:
         return Saving(
             name=name,
             kind="optimizer",
-            apply=lambda one: one.varied(change_optimizers=lambda optimizers: [_remade(optimizer, make) for optimizer in optimizers]),
+            apply=lambda one: one.varied(
+                change_optimizers=lambda optimizers: [
+                    _remade(optimizer, make) for optimizer in optimizers
+                ]
+            ),
             changes="another rule of update, with a learning rate of its own",
             line=line,
             is_same_training=False,
@@ -296,7 +323,9 @@ def _optimizer(step: TrainingStep) -> Iterator[Saving]:
     )
 
 
-def _remade(optimizer: torch.optim.Optimizer, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def _remade(
+    optimizer: torch.optim.Optimizer, make: Callable[..., torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
     return make([{"params": group["params"]} for group in optimizer.param_groups], lr=_LR)
 
 
@@ -341,7 +370,12 @@ def _layout(step: TrainingStep) -> Iterator[Saving]:
 
 def _channels_last(model: nn.Module, batch: Any) -> Any:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return _map_tensors(batch, lambda tensor: tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor)
+    return _map_tensors(
+        batch,
+        lambda tensor: (
+            tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+        ),
+    )
 
 
 def _freezing(step: TrainingStep) -> Iterator[Saving]:
@@ -360,7 +394,11 @@ def _freezing(step: TrainingStep) -> Iterator[Saving]:
 
 def _trained_modules(model: nn.Module) -> list[str]:
     """Names of modules with parameters of their own that learn."""
-    return [name for name, module in model.named_modules() if any(one.requires_grad for one in module.parameters(recurse=False))]
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(one.requires_grad for one in module.parameters(recurse=False))
+    ]
 
 
 def _frozen(model: nn.Module, batch: Any) -> Any:
@@ -373,16 +411,33 @@ def _frozen(model: nn.Module, batch: Any) -> Any:
 def _smaller_input(step: TrainingStep) -> Iterator[Saving]:
     """Images of half the side; sequences of half the length."""
     tensors = list(tensors_in(step.batch))
-    sides = {tuple(tensor.shape[-2:]) for tensor in tensors if tensor.dim() == 4 and tensor.is_floating_point()}
+    sides = {
+        tuple(tensor.shape[-2:])
+        for tensor in tensors
+        if tensor.dim() == 4 and tensor.is_floating_point()
+    }
     length = step.sequence_length or next(
-        (tensor.shape[1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()), 0
+        (
+            tensor.shape[1]
+            for tensor in tensors
+            if tensor.dim() == 2 and not tensor.is_floating_point()
+        ),
+        0,
     )
     if sides:
 
         def halved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[..., ::2, ::2].contiguous() if tensor.dim() >= 3 and tuple(tensor.shape[-2:]) in sides else tensor
+            return (
+                tensor[..., ::2, ::2].contiguous()
+                if tensor.dim() >= 3 and tuple(tensor.shape[-2:]) in sides
+                else tensor
+            )
 
-        name, what, line = "images of half the side", "the model sees less of each image", "torchvision.transforms.v2.Resize(...)"
+        name, what, line = (
+            "images of half the side",
+            "the model sees less of each image",
+            "torchvision.transforms.v2.Resize(...)",
+        )
     elif length >= 2 * MIN_SEQUENCE_LENGTH:
 
         def halved(tensor: torch.Tensor) -> torch.Tensor:
@@ -391,13 +446,19 @@ def _smaller_input(step: TrainingStep) -> Iterator[Saving]:
                     tensor = tensor.narrow(dim, 0, length // 2)
             return tensor.contiguous()
 
-        name, what, line = f"sequences of {length // 2}", "the model sees less of each sequence", f"tokens[:, :{length // 2}]"
+        name, what, line = (
+            f"sequences of {length // 2}",
+            "the model sees less of each sequence",
+            f"tokens[:, :{length // 2}]",
+        )
     else:
         return
     yield Saving(
         name=name,
         kind="input",
-        apply=lambda one: one.varied(sequence_length=None, prepare=lambda model, batch: _map_tensors(batch, halved)),
+        apply=lambda one: one.varied(
+            sequence_length=None, prepare=lambda model, batch: _map_tensors(batch, halved)
+        ),
         changes=what,
         line=line,
         is_same_training=False,

@@ -17,7 +17,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from memcallback.core.tensors import tensors_in
 from memcallback.step.layers import found, is_sequential, listed, named, starts
 
-#: What `checkpoint=` may be: True for whatever is found, or what is to be: a name, several, or numbers of segments by name.
+#: What `checkpoint=` may be: True for whatever is found, or what is to be: a name, several, or
+#: numbers of segments by name.
 CheckpointOption = bool | str | Sequence[str] | Mapping[str, int]
 
 
@@ -26,35 +27,43 @@ def checkpoint(
     name: str | Sequence[str] | Mapping[str, int] | None = None,
     segments: int | None = None,
 ) -> Checkpointing:
-    """Checkpoint parts of a model in place: less memory for saved tensors, against a second forward pass of these parts.
+    """Checkpoint parts of a model in place: less memory for saved tensors, against a second forward
+    pass of these parts.
 
-    From its forward to its backward pass a segment keeps its input and nothing else (`torch.utils.checkpoint`, non-reentrant). Gradients
-    are to the bit those of the model as it was: dropout draws the same masks again, the recomputation sees buffers as the forward pass
-    saw them, and leaves them (so the running statistics of batch norm) and the random number generators as it finds them. Names of
-    parameters, hooks, DistributedDataParallel and autocast work as before. What else a module counts or keeps in its forward pass, it
-    does twice: turn caches of keys and values off.
+    From its forward to its backward pass a segment keeps its input and nothing else
+    (`torch.utils.checkpoint`, non-reentrant). Gradients are to the bit those of the model as it
+    was: dropout draws the same masks again, the recomputation sees buffers as the forward pass saw
+    them, and leaves them (so the running statistics of batch norm) and the random number generators
+    as it finds them. Names of parameters, hooks, DistributedDataParallel and autocast work as
+    before. What else a module counts or keeps in its forward pass, it does twice: turn caches of
+    keys and values off.
 
-    - An `nn.Sequential` is cut into segments. Where it is the model itself, the last one is not checkpointed, as in
-      `torch.utils.checkpoint.checkpoint_sequential`: it would be computed again as soon as it was computed.
+    - An `nn.Sequential` is cut into segments. Where it is the model itself, the last one is not
+      checkpointed, as in
+      `torch.utils.checkpoint.checkpoint_sequential`: it would be computed again as soon as it was
+      computed.
     - Of an `nn.ModuleList`, or a list, each block is checkpointed.
     - Any other module that is named is checkpointed as one block.
 
-    Buffers other than the running statistics of norm layers are kept a second time until the backward pass, since a module may change
-    its own (spectral norm, codebooks).
+    Buffers other than the running statistics of norm layers are kept a second time until the
+    backward pass, since a module may change its own (spectral norm, codebooks).
 
     Args:
         model: The model, which may be wrapped by DistributedDataParallel; or a list of its blocks.
-        name: The name of a module, several, or a mapping from names to numbers of segments; by default every outermost `nn.Sequential`
-            of several layers and every outermost `nn.ModuleList` of several blocks.
-        segments: Into how many segments an `nn.Sequential` is cut, as evenly as layers that work in place allow. By default one for each
-            child if one of them has children of its own, else about the square root of their number (arXiv 1604.06174).
+        name: The name of a module, several, or a mapping from names to numbers of segments; by
+            default every outermost `nn.Sequential` of several layers and every outermost
+            `nn.ModuleList` of several blocks.
+        segments: Into how many segments an `nn.Sequential` is cut, as evenly as layers that work in
+            place allow. By default one for each child if one of them has children of its own, else
+            about the square root of their number (arXiv 1604.06174).
 
     Returns:
         What was done; `undo()` restores the model, and so does the end of a `with` block.
 
     Raises:
-        ValueError: If there is no such module, or none to be found; if a number of segments is out of range or the module has none; if a
-            module is checkpointed already; if `name` is empty.
+        ValueError: If there is no such module, or none to be found; if a number of segments is out
+            of range or the module has none; if a module is checkpointed already; if `name` is
+            empty.
         TypeError: If `name` is nothing of the kind, or a number of segments is none.
         RuntimeError: In the forward pass, if a segment changes its own input in place.
 
@@ -66,9 +75,13 @@ def checkpoint(
     root = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     root = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
     wanted = _wanted(root, name, segments)
-    stand_ins = list(chain.from_iterable(_stand_ins(root, one, number) for one, number in wanted.items()))
+    stand_ins = list(
+        chain.from_iterable(_stand_ins(root, one, number) for one, number in wanted.items())
+    )
     if len({id(stand_in.module) for stand_in in stand_ins}) < len(stand_ins):
-        raise ValueError(f"name={list(wanted)} has a module twice, perhaps as a block of another one. Name each once.")
+        raise ValueError(
+            f"name={list(wanted)} has a module twice, perhaps as a block of another one. Name each once."
+        )
     return Checkpointing(tuple(wanted), stand_ins)
 
 
@@ -78,36 +91,35 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def checkpoint_option(model: nn.Module, option: CheckpointOption) -> Checkpointing:
-    """`checkpoint` as an option says.
-
-    Args:
-        model: The model.
-        option: True for whatever is found; else as `name` for `checkpoint`.
-    """
+    """`checkpoint` as an option says."""
     check_checkpoint(option)
     return checkpoint(model, None if isinstance(option, bool) else option)
 
 
 def check_checkpoint(option: object) -> None:
-    """See that an option is one.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """See that an option is one."""
     names = [option] if isinstance(option, str) else option
-    if option is not True and not (isinstance(names, (list, tuple, Mapping)) and names and all(isinstance(name, str) for name in names)):
+    if option is not True and not (
+        isinstance(names, (list, tuple, Mapping))
+        and names
+        and all(isinstance(name, str) for name in names)
+    ):
         raise ValueError(
             f"checkpoint must be True, the name of a module, several, or numbers of segments by name, got {option!r}. Leave it out for none."
         )
 
 
-def _wanted(root: nn.Module, name: str | Sequence[str] | Mapping[str, int] | None, segments: int | None) -> Mapping[str, int | None]:
+def _wanted(
+    root: nn.Module, name: str | Sequence[str] | Mapping[str, int] | None, segments: int | None
+) -> Mapping[str, int | None]:
     """Names of modules, with their numbers of segments."""
     if name is not None:
         _check_name(name)
     if isinstance(name, Mapping):
         if segments is not None:
-            raise ValueError(f"segments={segments} cannot hold beside those in name={dict(name)}. Leave segments out.")
+            raise ValueError(
+                f"segments={segments} cannot hold beside those in name={dict(name)}. Leave segments out."
+            )
         return name
     names = found(root) if name is None else [name] if isinstance(name, str) else name
     if segments is not None and len(names) > 1:
@@ -119,18 +131,17 @@ def _wanted(root: nn.Module, name: str | Sequence[str] | Mapping[str, int] | Non
 
 
 def _check_name(name: object) -> None:
-    """See that `name` names modules.
-
-    Raises:
-        TypeError: If it is nothing of the kind.
-        ValueError: If there is no name in it.
-    """
+    """See that `name` names modules."""
     names = [name] if isinstance(name, str) else name
-    way_out = "Leave it out to have modules found."
-    if not isinstance(names, (list, tuple, Mapping)) or not all(isinstance(one, str) for one in names):
-        raise TypeError(f"name must be the name of a module, a list of several, or numbers of segments by name, got {name!r}. {way_out}")
+    hint = "Leave it out to have modules found."
+    if not isinstance(names, (list, tuple, Mapping)) or not all(
+        isinstance(one, str) for one in names
+    ):
+        raise TypeError(
+            f"name must be the name of a module, a list of several, or numbers of segments by name, got {name!r}. {hint}"
+        )
     if not names:
-        raise ValueError(f"name must have at least one name of a module, got {name!r}. {way_out}")
+        raise ValueError(f"name must have at least one name of a module, got {name!r}. {hint}")
 
 
 class Checkpointing:
@@ -179,7 +190,8 @@ class Checkpointing:
 
 @dataclass(eq=False)
 class _StandIn:
-    """In place of a module's `forward`. It refers to the module as an attribute, so that a copy of the model has one of its own.
+    """In place of a module's `forward`. It refers to the module as an attribute, so that a copy of
+    the model has one of its own.
 
     Attributes:
         module: The module.
@@ -220,7 +232,9 @@ class _Segments(_StandIn):
         for start, end in pairwise(cuts):
             segment = layers[start:end]
             if end < len(layers) or self.is_last_checkpointed:
-                output = _recomputed(partial(_run, segment), segment, f"{self.name}[{start}:{end}]", (output,), {})
+                output = _recomputed(
+                    partial(_run, segment), segment, f"{self.name}[{start}:{end}]", (output,), {}
+                )
             else:
                 output = _run(segment, output)
         return output
@@ -233,7 +247,11 @@ def _run(layers: Sequence[nn.Module], output: Any) -> Any:
 
 
 def _recomputed(
-    forward: Callable[..., Any], modules: Sequence[nn.Module], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    forward: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Run modules forward in such a way that the backward pass runs them again."""
     if not torch.is_grad_enabled():
@@ -241,7 +259,11 @@ def _recomputed(
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
     versions = [tensor._version for tensor in inputs]
     output = torch_checkpoint.checkpoint(
-        forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _BuffersOfThen(modules)), **kwargs
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _BuffersOfThen(modules)),
+        **kwargs,
     )
     if [tensor._version for tensor in inputs] != versions:
         raise RuntimeError(
@@ -252,9 +274,11 @@ def _recomputed(
 
 
 class _BuffersOfThen:
-    """Inside the context, which may be entered several times, modules in training have copies of the buffers that they had when it was made.
+    """Inside the context, which may be entered several times, modules in training have copies of
+    the buffers that they had when it was made.
 
-    PyTorch's norm layers have copies of those of now: in training they do not read their running statistics, so none are kept.
+    PyTorch's norm layers have copies of those of now: in training they do not read their running
+    statistics, so none are kept.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -282,14 +306,20 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in module._buffers.items() if buffer is not None}
+    return {
+        name: buffer.detach().clone()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
 
 
 def _stand_ins(root: nn.Module, name: str, segments: int | None) -> Iterator[_StandIn]:
     """What to put in place of the forward pass of a module, or of the blocks in it."""
     module = named(root, name)
     if is_sequential(module) and _original(module, name) is None:
-        yield _Segments(module, name, None, starts(module, name, segments), is_last_checkpointed=bool(name))
+        yield _Segments(
+            module, name, None, starts(module, name, segments), is_last_checkpointed=bool(name)
+        )
         return
     if segments is not None:
         raise ValueError(
@@ -305,5 +335,7 @@ def _stand_ins(root: nn.Module, name: str, segments: int | None) -> Iterator[_St
 def _original(module: nn.Module, name: str) -> Callable[..., Any] | None:
     forward: Callable[..., Any] | None = vars(module).get("forward")
     if isinstance(forward, _StandIn):
-        raise ValueError(f"{name or 'the model'!r} is checkpointed already. Undo that first: undo() of what checkpoint() returned.")
+        raise ValueError(
+            f"{name or 'the model'!r} is checkpointed already. Undo that first: undo() of what checkpoint() returned."
+        )
     return forward

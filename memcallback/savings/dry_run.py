@@ -1,7 +1,7 @@
 """dry_run(): predict a step with and without savings.
 
-None is on by default. In a plain loop they are used as they are; `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` applies them to
-a Lightning Trainer.
+None is on by default. In a plain loop they are used as they are; `MemoryCallback(accumulate=...,
+amp=..., checkpoint=...)` applies them to a Lightning Trainer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.predict import predict
@@ -24,7 +24,7 @@ from memcallback.step.training_step import TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun(Shown):
+class DryRun(Printable):
     """What savings would change in a training step, predicted.
 
     Attributes:
@@ -51,7 +51,11 @@ class DryRun(Shown):
         return Table(
             title=f"Peak memory of one training step on {self.before.device_name}, predicted\nwith {', '.join(self.savings)}",
             columns=("", "without", "with", "saved", "share"),
-            rows=tuple(_row(label, before, after) for label, (before, after) in peaks.items() if before is not None and after is not None),
+            rows=tuple(
+                _row(label, before, after)
+                for label, (before, after) in peaks.items()
+                if before is not None and after is not None
+            ),
         ).to_text()
 
 
@@ -68,7 +72,8 @@ def dry_run(
     checkpoint: CheckpointOption | None = None,
     device: str | int | Device | None = None,
 ) -> DryRun:
-    """Say what savings would save, alone or together, before any is applied: the step is predicted without and with them.
+    """Say what savings would save, alone or together, before any is applied: the step is predicted
+    without and with them.
 
     Args:
         step: The step as it is, with the batch of a whole update.
@@ -85,28 +90,29 @@ def dry_run(
         PredictionError: As for `memcallback.predict`.
     """
     batch_size = step.check_predictable()
-    with with_savings(step, accumulate=accumulate, amp=amp, checkpoint=checkpoint) as (changed, savings):
+    with with_savings(step, accumulate=accumulate, amp=amp, checkpoint=checkpoint) as (
+        changed,
+        savings,
+    ):
         if not savings:
-            raise ValueError("there is no saving to try. Give accumulate=..., amp=... or checkpoint=....")
-        after = predict(changed, device=device, batch_size=math.ceil(batch_size / (accumulate or 1)))
+            raise ValueError(
+                "there is no saving to try. Give accumulate=..., amp=... or checkpoint=...."
+            )
+        after = predict(
+            changed, device=device, batch_size=math.ceil(batch_size / (accumulate or 1))
+        )
     return DryRun(before=predict(step, device=device), after=after, savings=savings)
 
 
 @contextmanager
 def with_savings(
-    step: TrainingStep, *, accumulate: int | None = None, amp: str | None = None, checkpoint: CheckpointOption | None = None
+    step: TrainingStep,
+    *,
+    accumulate: int | None = None,
+    amp: str | None = None,
+    checkpoint: CheckpointOption | None = None,
 ) -> Iterator[tuple[TrainingStep, tuple[str, ...]]]:
-    """The step as it would be with savings, inside the context, and each of them as a phrase.
-
-    Args:
-        step: The step, which stays as it is; its model is checkpointed inside the context.
-        accumulate: As for `dry_run`. The changed step still has the whole batch: its micro-batches have `batch_size / accumulate` samples.
-        amp: As for `dry_run`.
-        checkpoint: As for `dry_run`.
-
-    Raises:
-        ValueError: If a saving cannot be applied to this step.
-    """
+    """The step as it would be with savings, inside the context, and each of them as a phrase."""
     changed, savings = copy.copy(step), []
     if accumulate is not None:
         _check_can_accumulate(step, accumulate)
@@ -117,9 +123,13 @@ def with_savings(
         _check_can_mix(step, amp)
         changed.precision = amp
         savings.append(f"amp={amp!r}")
-    with checkpoint_option(step.model, checkpoint) if checkpoint else nullcontext() as checkpointing:
+    with (
+        checkpoint_option(step.model, checkpoint) if checkpoint else nullcontext() as checkpointing
+    ):
         if checkpointing is not None:
-            savings.append(f"checkpoint of {', '.join(name or '(root module)' for name in checkpointing.names)}")
+            savings.append(
+                f"checkpoint of {', '.join(name or '(root module)' for name in checkpointing.names)}"
+            )
         yield changed, tuple(savings)
 
 
@@ -131,10 +141,14 @@ def _check_can_accumulate(step: TrainingStep, accumulate: int) -> None:
             f"accumulate={accumulate} for a batch of {batch_size}: a micro-batch has at least one sample. Give at most {batch_size}."
         )
     if len(step.losses) > 1:
-        raise ValueError(f"accumulate={accumulate} with {len(step.losses)} losses is not known: a step of several updates has one batch.")
+        raise ValueError(
+            f"accumulate={accumulate} with {len(step.losses)} losses is not known: a step of several updates has one batch."
+        )
 
 
 def _check_can_mix(step: TrainingStep, precision: str) -> None:
     check_precision(precision)
     if step.precision != "32-true":
-        raise ValueError(f"amp={precision!r} is for a step of precision 32-true, and this one is {step.precision}. Leave it out.")
+        raise ValueError(
+            f"amp={precision!r} is for a step of precision 32-true, and this one is {step.precision}. Leave it out."
+        )

@@ -21,22 +21,29 @@ def amp(
     say: Callable[[str], None] = print,
     **grad_scaler_options: Any,
 ) -> Amp:
-    """Automatic mixed precision for a plain loop: half the memory for most saved tensors, against rounding.
+    """Automatic mixed precision for a plain loop: half the memory for most saved tensors, against
+    rounding.
 
     What is behind it has three names:
 
-    - *Weight backup.* Parameters, their gradients and the optimizer's state stay in float32. Under `autocast` matrix products and
-      convolutions take copies of the weights in half precision, made as they are needed. An update is often so small beside its weight
-      that in half precision the sum would be the weight again; in float32 it counts.
-    - *Loss scaling.* Gradients below 6e-8 are 0 in float16. So the loss is multiplied by a scale before the backward pass, which
-      multiplies every gradient, and the gradients are divided by it before they are used (`torch.amp.GradScaler`). If one of them is inf
-      or nan, the scale was too large: the step is skipped and the scale halved. After 2000 steps without that it is doubled. bfloat16
-      has the range of float32 and needs none of this.
-    - *Precision accumulation.* Products of half-precision numbers are summed in float32, and what sums over many values (losses, norms,
+    - *Weight backup.* Parameters, their gradients and the optimizer's state stay in float32. Under
+      `autocast` matrix products and
+      convolutions take copies of the weights in half precision, made as they are needed. An update
+      is often so small beside its weight that in half precision the sum would be the weight again;
+      in float32 it counts.
+    - *Loss scaling.* Gradients below 6e-8 are 0 in float16. So the loss is multiplied by a scale
+      before the backward pass, which
+      multiplies every gradient, and the gradients are divided by it before they are used
+      (`torch.amp.GradScaler`). If one of them is inf or nan, the scale was too large: the step is
+      skipped and the scale halved. After 2000 steps without that it is doubled. bfloat16 has the
+      range of float32 and needs none of this.
+    - *Precision accumulation.* Products of half-precision numbers are summed in float32, and what
+      sums over many values (losses, norms,
       softmax) is computed in float32 altogether. The device and `autocast` see to that.
 
-    A skipped step changes no weight. `step` returns False then, so that a learning-rate scheduler can be left where it is; whether to
-    do that is the loop's own decision. Some skipped steps at the beginning are normal: the scale starts high.
+    A skipped step changes no weight. `step` returns False then, so that a learning-rate scheduler
+    can be left where it is; whether to do that is the loop's own decision. Some skipped steps at
+    the beginning are normal: the scale starts high.
 
     Args:
         precision: `16-mixed` (float16, with a GradScaler) or `bf16-mixed` (bfloat16, without).
@@ -62,18 +69,20 @@ def amp(
             f"{precision} has no GradScaler, so {', '.join(grad_scaler_options)} cannot be set. Leave it out, or use 16-mixed."
         )
     device_type = (default_device(()) if device is None else torch.device(device)).type
-    scaler = CountingGradScaler(device_type, say=say, **grad_scaler_options) if precision == "16-mixed" else None
+    scaler = (
+        CountingGradScaler(device_type, say=say, **grad_scaler_options)
+        if precision == "16-mixed"
+        else None
+    )
     return Amp(precision, device_type, scaler)
 
 
 def check_precision(precision: object) -> None:
-    """See that a precision is a mixed one.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """See that a precision is a mixed one."""
     if precision not in PRECISIONS:
-        raise ValueError(f"amp must be one of {', '.join(PRECISIONS)}, got {precision!r}. Leave it out to compute in the model's own type.")
+        raise ValueError(
+            f"amp must be one of {', '.join(PRECISIONS)}, got {precision!r}. Leave it out to compute in the model's own type."
+        )
 
 
 class Amp:
@@ -100,29 +109,25 @@ class Amp:
         return torch.autocast(self.device_type, dtype=AUTOCAST[self.precision])
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass, of the scaled loss where there is a scale.
-
-        Args:
-            loss: A scalar.
-        """
+        """The backward pass, of the scaled loss where there is a scale."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, *optimizers: torch.optim.Optimizer, clip_grad_norm: float | None = None, clip_grad_value: float | None = None) -> bool:
-        """Unscale the gradients, clip them, update the weights or skip that, and adapt the scale.
-
-        Args:
-            *optimizers: All that are updated after this backward pass.
-            clip_grad_norm: The largest norm of the gradients of an optimizer together, None for no clipping.
-            clip_grad_value: The largest value in a gradient, None for no clipping.
-
-        Returns:
-            Whether every optimizer made its update.
-        """
+    def step(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+    ) -> bool:
+        """Unscale the gradients, clip them, update the weights or skip that, and adapt the scale."""
         before = self.num_skipped_steps
         for optimizer in optimizers:
-            if self.scaler is not None and (clip_grad_norm is not None or clip_grad_value is not None):
+            if self.scaler is not None and (
+                clip_grad_norm is not None or clip_grad_value is not None
+            ):
                 self.scaler.unscale_(optimizer)
-            clip_gradients(optimizer, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)
+            clip_gradients(
+                optimizer, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value
+            )
             if self.scaler is None:
                 optimizer.step()
             else:
@@ -132,32 +137,24 @@ class Amp:
         return self.num_skipped_steps == before
 
     def state_dict(self) -> dict[str, Any]:
-        """The GradScaler's state with the counts of steps, to be saved beside model and optimizer; empty without a scaler."""
+        """The GradScaler's state with the counts of steps, to be saved beside model and optimizer;
+        empty without a scaler.
+        """
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, that of a `torch.amp.GradScaler` too.
-
-        Args:
-            state_dict: What `state_dict` gave.
-
-        Raises:
-            ValueError: If it is that of the other precision.
-        """
+        """Go on from a saved state, that of a `torch.amp.GradScaler` too."""
         if bool(state_dict) == (self.scaler is None):
             has = "no GradScaler's" if self.scaler is not None else "a GradScaler's"
-            raise ValueError(f"the state is {has}, and the precision is {self.precision}. Go on with the precision it was saved with.")
+            raise ValueError(
+                f"the state is {has}, and the precision is {self.precision}. Go on with the precision it was saved with."
+            )
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
 
 class CountingGradScaler(torch.amp.GradScaler):
     """A GradScaler that counts the steps that it skips, and tells of them.
-
-    Args:
-        device_type: Where the gradients are.
-        say: Is told of the first, second, fourth, eighth ... skipped step.
-        **options: As for `torch.amp.GradScaler`.
 
     Attributes:
         num_steps: Calls of `step`, the skipped ones included.
@@ -172,7 +169,8 @@ class CountingGradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As `torch.amp.GradScaler.step`."""
         updates: list[None] = []
-        # The hook costs no wait for the device; a fused optimizer runs either way, and its kernel skips.
+        # The hook costs no wait for the device; a fused optimizer runs either way, and its kernel
+        # skips.
         hook = optimizer.register_step_post_hook(lambda *_: updates.append(None))
         try:
             result = super().step(optimizer, *args, **kwargs)
@@ -196,7 +194,11 @@ class CountingGradScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.amp.GradScaler.state_dict`, with the counts."""
-        return {**super().state_dict(), "num_steps": self.num_steps, "num_skipped_steps": self.num_skipped_steps}
+        return {
+            **super().state_dict(),
+            "num_steps": self.num_steps,
+            "num_skipped_steps": self.num_skipped_steps,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.amp.GradScaler.load_state_dict`; without counts they go on as they are."""
@@ -205,13 +207,11 @@ class CountingGradScaler(torch.amp.GradScaler):
         self.num_skipped_steps = state_dict.get("num_skipped_steps", self.num_skipped_steps)
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None, clip_grad_value: float | None) -> None:
-    """Clip the gradients of an optimizer's parameters, together by their norm, one by one by value, or not at all.
-
-    Args:
-        optimizer: The optimizer.
-        clip_grad_norm: As for `torch.nn.utils.clip_grad_norm_`.
-        clip_grad_value: As for `torch.nn.utils.clip_grad_value_`.
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None, clip_grad_value: float | None
+) -> None:
+    """Clip the gradients of an optimizer's parameters, together by their norm, one by one by value,
+    or not at all.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if clip_grad_norm is not None:

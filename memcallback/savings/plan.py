@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.units import format_bytes
 
 _WIDTH = 100
@@ -25,14 +25,20 @@ class PlanRow:
 
     Attributes:
         saving: The saving, or several joined by ` + `.
-        kind: What it changes, such as `precision` or `checkpointing`; of several, joined as they are.
-        batch_size: Samples in one forward pass; as many samples as without the saving come between two updates.
-        peak_allocated_bytes: The largest allocated figure of the steady step; None if the step could not be predicted.
+        kind: What it changes, such as `precision` or `checkpointing`; of several, joined as they
+            are.
+        batch_size: Samples in one forward pass; as many samples as without the saving come between
+            two updates.
+        peak_allocated_bytes: The largest allocated figure of the steady step; None if the step
+            could not be predicted.
         peak_reserved_bytes: The same of reserved memory; None too on a CPU.
-        largest_batch_size: The most samples in one forward pass that are sure to fit, with the headroom; 0 if not one is; None if unknown.
-        extra_compute_pct: Floating-point operations per sample beyond those without the saving, in percent of them, by PyTorch's own
-            formulas (torch.utils.flop_counter); None if it counts none.
-        sent_bytes: What a rank sends to others from one update to the next, by the formulas of rings; 0 on one device.
+        largest_batch_size: The most samples in one forward pass that are sure to fit, with the
+            headroom; 0 if not one is; None if unknown.
+        extra_compute_pct: Floating-point operations per sample beyond those without the saving, in
+            percent of them, by PyTorch's own formulas (torch.utils.flop_counter); None if it counts
+            none.
+        sent_bytes: What a rank sends to others from one update to the next, by the formulas of
+            rings; 0 on one device.
         changes: What it changes in the numbers that come out.
         line: What to write in a program to have it.
         problem: Why it could not be predicted, or does not work with this model; empty if it does.
@@ -55,16 +61,22 @@ class PlanRow:
     @property
     def peak_bytes(self) -> int | None:
         """The peak that must fit: of reserved memory, on a CPU of allocated memory."""
-        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+        return (
+            self.peak_allocated_bytes
+            if self.peak_reserved_bytes is None
+            else self.peak_reserved_bytes
+        )
 
     @property
     def rank(self) -> tuple[int, int, float]:
-        """The smaller, the better: by the largest batch size where that is known, then by the peak, then by the computation."""
+        """The smaller, the better: by the largest batch size where that is known, then by the peak,
+        then by the computation.
+        """
         return -(self.largest_batch_size or 0), self.peak_bytes or 0, self.extra_compute_pct or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Shown):
+class Plan(Printable):
     """A training step as it is and with each saving.
 
     Attributes:
@@ -73,7 +85,8 @@ class Plan(Shown):
         device_name: The device.
         capacity_bytes: Its memory; None if unknown.
         headroom: The fraction of it that the largest batch sizes leave free.
-        outside_bytes: What others than this process's allocator use of it; None if that is not known, and the device's context is left free.
+        outside_bytes: What others than this process's allocator use of it; None if that is not
+            known, and the device's context is left free.
         caveats: What was assumed of the step as it is.
     """
 
@@ -97,11 +110,18 @@ class Plan(Shown):
 
     def _has_larger_batch(self, row: PlanRow) -> bool:
         here, there = self.current.largest_batch_size, row.largest_batch_size
-        return here is not None and there is not None and there > here and 100 * (there - here) >= _NOTABLE_PCT * here
+        return (
+            here is not None
+            and there is not None
+            and there > here
+            and 100 * (there - here) >= _NOTABLE_PCT * here
+        )
 
     @cached_property
     def best_checkpointing(self) -> PlanRow | None:
-        """Of several ways to checkpoint, the one with the largest batch, then with the smallest peak; None if not several help."""
+        """Of several ways to checkpoint, the one with the largest batch, then with the smallest
+        peak; None if not several help.
+        """
         rows = [row for row in self.tried if row.kind == "checkpointing" and self.helps(row)]
         return min(rows, key=lambda row: row.rank) if len(rows) > 1 else None
 
@@ -111,8 +131,15 @@ class Plan(Shown):
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        """Those that help, the smallest peak first; then those that do not; then those that do not work."""
-        return tuple(sorted(self.tried, key=lambda row: (bool(row.problem), not self.helps(row), row.peak_bytes or 0)))
+        """Those that help, the smallest peak first; then those that do not; then those that do not
+        work.
+        """
+        return tuple(
+            sorted(
+                self.tried,
+                key=lambda row: (bool(row.problem), not self.helps(row), row.peak_bytes or 0),
+            )
+        )
 
     def saved_pct(self, row: PlanRow) -> float | None:
         """How much smaller the peak is, in percent of the present one; negative if it is larger."""
@@ -128,10 +155,22 @@ class Plan(Shown):
         # A card that was given by its size is named by it.
         size = f" of {capacity}" if capacity and not self.device_name.endswith(capacity) else ""
         room = f"{size}, {100 * self.headroom:g}% kept free" if capacity else ""
-        room += "" if self.outside_bytes is None else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
+        room += (
+            ""
+            if self.outside_bytes is None
+            else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
+        )
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
-            columns=("saving", "peak allocated", "peak reserved", "saved", "largest batch", "extra compute", *self._sent_column()),
+            columns=(
+                "saving",
+                "peak allocated",
+                "peak reserved",
+                "saved",
+                "largest batch",
+                "extra compute",
+                *self._sent_column(),
+            ),
             rows=tuple(self._cells(row) for row in (self.current, *known)),
             rules_after=frozenset({0, num_helping} if num_helping else {0}),
         )
@@ -142,7 +181,13 @@ class Plan(Shown):
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
         saved, extra = self.saved_pct(row), row.extra_compute_pct
-        verdict = f"{saved:.1f} %" if self._has_smaller_peak(row) else "larger batch" if self.helps(row) else "does not help"
+        verdict = (
+            f"{saved:.1f} %"
+            if self._has_smaller_peak(row)
+            else "larger batch"
+            if self.helps(row)
+            else "does not help"
+        )
         return (
             self.name_of(row),
             _bytes(row.peak_allocated_bytes),
@@ -155,18 +200,27 @@ class Plan(Shown):
 
     def _notes(self) -> tuple[tuple[str, Sequence[PlanRow]], ...]:
         helping = [row for row in self.rows if self.helps(row) and " + " not in row.saving]
-        return (("How to have them, and what they change:", helping), ("Not possible:", [row for row in self.rows if row.problem]))
+        return (
+            ("How to have them, and what they change:", helping),
+            ("Not possible:", [row for row in self.rows if row.problem]),
+        )
 
     def _if_nothing_fits(self) -> tuple[str, ...]:
-        """Where the step as it is does not fit with one sample: with which savings it does, the best first."""
+        """Where the step as it is does not fit with one sample: with which savings it does, the
+        best first.
+        """
         if self.current.largest_batch_size != 0:
             return ()
-        fitting = sorted((row for row in self.tried if row.largest_batch_size), key=lambda row: row.rank)
+        fitting = sorted(
+            (row for row in self.tried if row.largest_batch_size), key=lambda row: row.rank
+        )
         if not fitting:
             return ("Not even one sample is sure to fit, as it is or with any of these savings.",)
         named = [f"{row.saving} (up to {row.largest_batch_size:,})" for row in fitting[:_NUM_NAMED]]
         more = f" or {len(fitting) - _NUM_NAMED} more" if len(fitting) > _NUM_NAMED else ""
-        return (f"As it is, not even one sample is sure to fit. A batch fits with {' or '.join(named)}{more}.",)
+        return (
+            f"As it is, not even one sample is sure to fit. A batch fits with {' or '.join(named)}{more}.",
+        )
 
     def to_text(self) -> str:
         """For a console."""

@@ -14,22 +14,14 @@ from memcallback.step.training_step import TrainingStep
 
 #: Devices of one machine, over which HSDP shards where there are several such machines.
 _NUM_TOGETHER = 8
-_CHANGES = "each rank has a batch of its own, so there are as many times more samples between two updates"
+_CHANGES = (
+    "each rank has a batch of its own, so there are as many times more samples between two updates"
+)
 _TOGETHER = "nothing: the ranks are at one batch together"
 
 
 def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Ranks]:
-    """The usual ways to train on so many ranks.
-
-    Args:
-        step: The step.
-        batch_size: Its batch size.
-        world_size: How many, at least 2.
-
-    Yields:
-        DDP, FSDP2 with and without layers that are gathered twice; HSDP where the number can be divided; tensor parallel layers where the
-        model says how; a pipeline where the model is an `nn.Sequential` of enough modules and the batch can be cut into as many microbatches.
-    """
+    """The usual ways to train on so many ranks."""
     yield Ranks(world_size, "ddp", gradient_as_bucket_view=True)
     yield Ranks(world_size, "fsdp2")
     yield Ranks(world_size, "fsdp2", reshard_after_forward=False)
@@ -39,15 +31,17 @@ def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Rank
     plan = tensor_parallel_plan(step.model)
     if plan is not None:
         yield Ranks(world_size, "tensor_parallel", plan=plan)
-    if isinstance(step.model, nn.Sequential) and len(step.model) >= world_size and batch_size % world_size == 0:
+    if (
+        isinstance(step.model, nn.Sequential)
+        and len(step.model) >= world_size
+        and batch_size % world_size == 0
+    ):
         yield Ranks(world_size, "pipeline", n_microbatches=world_size)
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
-    """A plan for `parallelize_module` from what a model of transformers says of itself (`tp_plan`); None if it says nothing, or what PyTorch has no style for.
-
-    Args:
-        model: The model, or a module that has it.
+    """A plan for `parallelize_module` from what a model of transformers says of itself (`tp_plan`);
+    None if it says nothing, or what PyTorch has no style for.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -64,16 +58,16 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
         told = getattr(module, "tp_plan", None)
         if isinstance(told, dict) and told:
             prefix = f"{name}." if name else ""
-            return {prefix + part: styles[style]() for part, style in told.items()} if styles.keys() >= {*told.values()} else None
+            return (
+                {prefix + part: styles[style]() for part, style in told.items()}
+                if styles.keys() >= {*told.values()}
+                else None
+            )
     return None
 
 
 def over_ranks(jobs: Iterable[Ranks]) -> Iterator[Saving]:
-    """A step in each of several jobs.
-
-    Args:
-        jobs: The jobs.
-    """
+    """A step in each of several jobs."""
     for job in jobs:
         yield Saving(
             name=_name(job),
@@ -96,6 +90,10 @@ def _line(job: Ranks) -> str:
 
 
 def _name(job: Ranks) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in job.options.items() if isinstance(value, (bool, int, float, str)))
+    options = ", ".join(
+        f"{name}={value}"
+        for name, value in job.options.items()
+        if isinstance(value, (bool, int, float, str))
+    )
     sizes = " x ".join(map(str, job.mesh.values()))
     return f"{job.name} on {sizes}" + (f", {options}" if options else "")

@@ -22,7 +22,8 @@ class BatchSize:
 
     Attributes:
         batch_size: The number, None if no tensor in the batch has a first dimension.
-        is_ambiguous: Whether the tensors' first dimensions differ; then the number is the most frequent of them.
+        is_ambiguous: Whether the tensors' first dimensions differ; then the number is the most
+            frequent of them.
     """
 
     batch_size: int | None
@@ -30,12 +31,11 @@ class BatchSize:
 
 
 def infer_batch_size(batch: object) -> BatchSize:
-    """How many samples a batch has: its own `batch_size` or `num_graphs` if it has one, else the tensors' first dimension.
+    """How many samples a batch has: its own `batch_size` or `num_graphs` if it has one, else the
+    tensors' first dimension.
 
-    A batch of lists that have an item for each sample (images of different sizes) has as many samples as these have items.
-
-    Args:
-        batch: Any nesting of mappings, sequences, dataclasses and objects with tensors in it.
+    A batch of lists that have an item for each sample (images of different sizes) has as many
+    samples as these have items.
     """
     for name in ("batch_size", "num_graphs"):
         own = _attribute(batch, name)
@@ -55,8 +55,16 @@ def infer_batch_size(batch: object) -> BatchSize:
 
 
 def _items_in_lists(batch: object) -> int | None:
-    """The length of the lists and tuples in a batch that has all its tensors in such, all of one length; None for another batch."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    """The length of the lists and tuples in a batch that has all its tensors in such, all of one
+    length; None for another batch.
+    """
+    values = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     filled = [value for value in values if next(tensors_in(value), None) is not None]
     lengths = {len(value) if isinstance(value, (list, tuple)) else None for value in filled}
     return next(iter(lengths)) if len(lengths) == 1 else None

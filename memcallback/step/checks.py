@@ -1,4 +1,6 @@
-"""Validate what a user passes to TrainingStep; warn about ambiguous batches and multi-device models."""
+"""Validate what a user passes to TrainingStep; warn about ambiguous batches and multi-device
+models.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,7 @@ from memcallback.step.batch import infer_batch_size
 
 
 def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
-    """Say what the batch size cannot be inferred from, or that it was guessed.
-
-    Args:
-        batch: The first batch.
-        batch_size: What the user gave; nothing is said then.
-        name: Of what takes a batch size, such as `MemoryCallback`.
-    """
+    """Say what the batch size cannot be inferred from, or that it was guessed."""
     if batch_size is not None:
         return
     found = infer_batch_size(batch)
@@ -54,11 +50,8 @@ def devices_of(model: torch.nn.Module) -> list[str]:
 
 
 def check_losses(loss: object) -> None:
-    """See that a loss, or each of several, is a function that can be called with a model and a batch.
-
-    Raises:
-        TypeError: If it is not.
-        ValueError: If there is none in a list.
+    """See that a loss, or each of several, is a function that can be called with a model and a
+    batch.
     """
     if not _is_list(loss):
         _check_loss("loss", loss)
@@ -73,8 +66,15 @@ def check_losses(loss: object) -> None:
 
 def _check_loss(name: str, loss: object) -> None:
     criterion = loss if isinstance(loss, type) else type(loss)
-    if issubclass(criterion, nn.modules.loss._Loss) or getattr(loss, "__module__", None) == "torch.nn.functional":
-        made = criterion.__name__ if criterion is loss or isinstance(loss, nn.Module) else name_of(loss)
+    if (
+        issubclass(criterion, nn.modules.loss._Loss)
+        or getattr(loss, "__module__", None) == "torch.nn.functional"
+    ):
+        made = (
+            criterion.__name__
+            if criterion is loss or isinstance(loss, nn.Module)
+            else name_of(loss)
+        )
         called = f"{made}()" if isinstance(loss, (type, nn.Module)) else made
         raise TypeError(
             f"{name} is {made}, which compares outputs with targets; here a loss is called with the model and the batch. Give "
@@ -92,11 +92,8 @@ def _check_loss(name: str, loss: object) -> None:
 
 
 def check_optimizers(model: nn.Module, optimizer: object) -> None:
-    """See that optimizers are some of the model's, or a function that can be called with parameters.
-
-    Raises:
-        TypeError: If they are neither.
-        ValueError: If an optimizer has none of the model's parameters.
+    """See that optimizers are some of the model's, or a function that can be called with
+    parameters.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_parameters(model, optimizer)
@@ -121,7 +118,11 @@ def check_optimizers(model: nn.Module, optimizer: object) -> None:
 
 
 def _no_optimizer(name: str, given: object) -> TypeError:
-    known = {known.lower(): known for known in dir(torch.optim) if isinstance(getattr(torch.optim, known), type)}
+    known = {
+        known.lower(): known
+        for known in dir(torch.optim)
+        if isinstance(getattr(torch.optim, known), type)
+    }
     example = f"torch.optim.{known.get(str(given).lower(), 'AdamW')}"
     return TypeError(
         f"{name} must be an optimizer of the model, or a function from parameters to one, got {described(given)}. Give "
@@ -146,11 +147,8 @@ def _num_foreign(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
 
 
 def wrong_with_optimizer(returned: object, model: nn.Module) -> str | None:
-    """What keeps the returned value of a function from being an optimizer of a model; None if nothing does.
-
-    Args:
-        returned: What the function returned when it was called with the model's parameters.
-        model: The model.
+    """What keeps the returned value of a function from being an optimizer of a model; None if
+    nothing does.
     """
     if not isinstance(returned, torch.optim.Optimizer):
         return (
@@ -171,12 +169,14 @@ def _parameters(number: int) -> str:
 
 
 def check_by_hand(*, accumulate: object, clip_grad_norm: object, clip_grad_value: object) -> None:
-    """See that a LightningModule with manual optimization is asked for nothing that only automatic optimization does.
-
-    Raises:
-        ValueError: If it is.
+    """See that a LightningModule with manual optimization is asked for nothing that only automatic
+    optimization does.
     """
-    given = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value, "accumulate": None if accumulate == 1 else accumulate}
+    given = {
+        "clip_grad_norm": clip_grad_norm,
+        "clip_grad_value": clip_grad_value,
+        "accumulate": None if accumulate == 1 else accumulate,
+    }
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -186,32 +186,28 @@ def check_by_hand(*, accumulate: object, clip_grad_norm: object, clip_grad_value
 
 
 def check_sequence_length(sequence_length: object, batch: object) -> int:
-    """See that a sequence length is long enough and one that the batch has.
-
-    Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is too short, or no tensor of the batch has it.
-    """
-    way_out = "Give the length of the batch's sequences, or leave it out."
+    """See that a sequence length is long enough and one that the batch has."""
+    hint = "Give the length of the batch's sequences, or leave it out."
     length = whole_number(
-        "sequence_length", sequence_length, f"Shorter ones are traced to tell of others. {way_out}", least=MIN_SEQUENCE_LENGTH
+        "sequence_length",
+        sequence_length,
+        f"Shorter ones are traced to tell of others. {hint}",
+        least=MIN_SEQUENCE_LENGTH,
     )
     sizes = {size for tensor in tensors_in(batch) for size in tensor.shape[1:]}
     if length not in sizes:
-        found = f"these have sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "there are none"
+        found = (
+            f"these have sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "there are none"
+        )
         raise ValueError(
-            f"sequence_length {length} must be the size of a dimension after the first of a tensor in the batch, and {found}. {way_out}"
+            f"sequence_length {length} must be the size of a dimension after the first of a tensor in the batch, and {found}. {hint}"
         )
     return length
 
 
 def wrong_with_loss(returned: object, model: nn.Module, *, is_lightning: bool) -> str | None:
-    """What keeps a returned value from being a loss: what it is, the rule and the way out; None if nothing does.
-
-    Args:
-        returned: What the function returned.
-        model: The model, which tells why nothing requires grad.
-        is_lightning: Whether the function is a `training_step`, which may return a dict.
+    """What keeps a returned value from being a loss: what it is, the rule and the way out; None if
+    nothing does.
     """
     if isinstance(returned, torch.Tensor):
         wrong = _wrong_with_tensor(returned, model)
@@ -219,8 +215,8 @@ def wrong_with_loss(returned: object, model: nn.Module, *, is_lightning: bool) -
             return None
     else:
         wrong = _no_tensor(returned, is_lightning=is_lightning)
-    what, way_out = wrong
-    return f"returned {what}; it must return the loss of the batch, a scalar tensor that requires grad. {way_out}"
+    what, hint = wrong
+    return f"returned {what}; it must return the loss of the batch, a scalar tensor that requires grad. {hint}"
 
 
 def _wrong_with_tensor(loss: torch.Tensor, model: nn.Module) -> tuple[str, str] | None:
@@ -234,21 +230,25 @@ def _wrong_with_tensor(loss: torch.Tensor, model: nn.Module) -> tuple[str, str] 
         return f"a tensor of {dtype}", "Return a floating-point one."
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
-        way_out = f"None of the model's {_parameters(len(parameters))} requires grad: set requires_grad of those that are to be trained."
+        hint = f"None of the model's {_parameters(len(parameters))} requires grad: set requires_grad of those that are to be trained."
     else:
-        way_out = "Leave out .detach(), torch.no_grad() and the like on the way from the parameters to it."
-    return "a tensor that does not require grad", way_out
+        hint = "Leave out .detach(), torch.no_grad() and the like on the way from the parameters to it."
+    return "a tensor that does not require grad", hint
 
 
 def _no_tensor(returned: object, *, is_lightning: bool) -> tuple[str, str]:
-    alone = "Return that tensor, alone or in a dict under 'loss'." if is_lightning else "Return that tensor."
+    alone = (
+        "Return that tensor, alone or in a dict under 'loss'."
+        if is_lightning
+        else "Return that tensor."
+    )
     if isinstance(returned, (bool, int, float)):
         # Not its value: on fakes that is a stand-in.
         return kind_of(returned), "Return the tensor itself, without .item() or float()."
     if isinstance(returned, Mapping):
         if is_lightning and returned.get("loss") is not None:
-            what, way_out = _no_tensor(returned["loss"], is_lightning=True)
-            return f"{described(returned)} with {what} under 'loss'", way_out
+            what, hint = _no_tensor(returned["loss"], is_lightning=True)
+            return f"{described(returned)} with {what} under 'loss'", hint
         kind = type(returned).__name__
         if not returned:
             return f"an empty {kind}", alone
@@ -260,7 +260,10 @@ def _no_tensor(returned: object, *, is_lightning: bool) -> tuple[str, str]:
     if isinstance(returned, (list, tuple)):
         if not returned:
             return f"an empty {type(returned).__name__}", alone
-        return f"{described(returned)} of {len(returned)}", "Return the tensor in it that is the loss."
+        return (
+            f"{described(returned)} of {len(returned)}",
+            "Return the tensor in it that is the loss.",
+        )
     return described(returned), alone
 
 

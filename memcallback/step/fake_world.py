@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-#: The dicts in which torch.distributed keeps the process groups that there are (`distributed_c10d._World`).
+#: The dicts in which torch.distributed keeps the process groups that there are
+#: (`distributed_c10d._World`).
 _DICTS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 #: C++ knows process groups by name, counted up from 0 in all of the process: ours are far above.
 _FIRST_NAMES = count(1 << 20, 1 << 10)
@@ -22,14 +23,11 @@ _FIRST_NAMES = count(1 << 20, 1 << 10)
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Let this thread be one rank of a job, until the end of the context; process groups that are there already are untouched.
+    """Let this thread be one rank of a job, until the end of the context; process groups that are
+    there already are untouched.
 
-    Collectives of the group return at once, and what they were to fill stays as it was (PyTorch's own `fake` backend). The thread may
-    make further groups and device meshes inside.
-
-    Args:
-        world_size: How many ranks there are.
-        rank: Which of them this thread is, from 0.
+    Collectives of the group return at once, and what they were to fill stays as it was (PyTorch's
+    own `fake` backend). The thread may make further groups and device meshes inside.
     """
     # This registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,7 +39,8 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             yield
         finally:
-            # `destroy_process_group` would take the names of all process groups away, the user's too.
+            # `destroy_process_group` would take the names of all process groups away, the user's
+            # too.
             for name in own.pg_names.values():
                 _distributed_c10d._unregister_process_group(name)
             sys.excepthook, c10d._default_pg_init_method = excepthook, init_method
@@ -57,7 +56,9 @@ class _World(c10d._World):
 
 
 def _own(name: str) -> property:
-    return property(lambda world: vars(world)[name], lambda world, value: vars(world).update({name: value}))
+    return property(
+        lambda world: vars(world)[name], lambda world, value: vars(world).update({name: value})
+    )
 
 
 for _name in (*_DICTS, "group_count"):
@@ -65,14 +66,18 @@ for _name in (*_DICTS, "group_count"):
 
 
 class _WorldByThread:
-    """What torch.distributed knows: for one thread its own process groups, for all others those of the process."""
+    """What torch.distributed knows: for one thread its own process groups, for all others those of
+    the process.
+    """
 
     def __init__(self, own: c10d._World, of_process: c10d._World) -> None:
         vars(self).update(_own=own, _of_process=of_process, _thread=threading.get_ident())
 
     def _here(self) -> c10d._World:
         mine = vars(self)
-        found: c10d._World = mine["_own"] if threading.get_ident() == mine["_thread"] else mine["_of_process"]
+        found: c10d._World = (
+            mine["_own"] if threading.get_ident() == mine["_thread"] else mine["_of_process"]
+        )
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +89,9 @@ class _WorldByThread:
 
 @contextmanager
 def _generator_restored() -> Iterator[None]:
-    """DTensor makes itself a generator of random numbers, one for the process, when it first needs it."""
+    """DTensor makes itself a generator of random numbers, one for the process, when it first needs
+    it.
+    """
     from torch.distributed.tensor import _random
 
     before, _random._rng_tracker = _random._rng_tracker, None

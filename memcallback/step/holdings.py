@@ -1,6 +1,7 @@
 """Bytes held by parameters, buffers, gradients, optimizer state and input.
 
-Storages are counted, not tensors: a tied weight or a view adds nothing. Only those on one device count.
+Storages are counted, not tensors: a tied weight or a view adds nothing. Only those on one device
+count.
 """
 
 from __future__ import annotations
@@ -17,19 +18,12 @@ from memcallback.core.types import Category
 
 
 def holdings(
-    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], batch: object, device: torch.device
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    batch: object,
+    device: torch.device,
 ) -> Holdings:
-    """Count what models, optimizers and a batch hold on a device.
-
-    Args:
-        modules: The models.
-        optimizers: The optimizers; their own state is read.
-        batch: Any nesting of dicts, lists, tuples, dataclasses and objects with tensors in it; None for no batch.
-        device: Storages elsewhere are left out. A device without an index stands for all of its type.
-
-    Returns:
-        Bytes by category, and the storages.
-    """
+    """Count what models, optimizers and a batch hold on a device."""
     modules = list(modules)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     by_category: dict[Category, int] = {}
@@ -40,14 +34,19 @@ def holdings(
     sources: tuple[tuple[Category, Iterable[torch.Tensor]], ...] = (
         (Category.PARAMETER, parameters),
         (Category.BUFFER, chain.from_iterable(module.buffers() for module in modules)),
-        (Category.GRADIENT, (parameter.grad for parameter in parameters if parameter.grad is not None)),
+        (
+            Category.GRADIENT,
+            (parameter.grad for parameter in parameters if parameter.grad is not None),
+        ),
         (Category.OPTIMIZER_STATE, chain.from_iterable(map(_state_tensors, optimizers))),
         (Category.INPUT, tensors_in(batch)),
     )
     for category, tensors in sources:
         category_bytes = 0
         for tensor in tensors:
-            for storage in (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor):
+            for storage in (
+                (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor)
+            ):
                 where, identity = storage.device, storage._cdata
                 if where not in devices:
                     devices[where] = is_on(where, device)
@@ -63,13 +62,17 @@ def holdings(
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
-    """What an optimizer keeps, with the parameter for which it does; `ZeroRedundancyOptimizer` does so in the optimizer of a rank's own part."""
+    """What an optimizer keeps, with the parameter for which it does; `ZeroRedundancyOptimizer` does
+    so in the optimizer of a rank's own part.
+    """
     own = getattr(optimizer, "optim", None)
     return list((own if isinstance(own, torch.optim.Optimizer) else optimizer).state.items())
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Those of an optimizer's state, which as a rule is a dict of tensors for each parameter; its keys are no state."""
+    """Those of an optimizer's state, which as a rule is a dict of tensors for each parameter; its
+    keys are no state.
+    """
     for _, state in states_of(optimizer):
         for value in list(state.values()) if type(state) is dict else (state,):
             if isinstance(value, torch.Tensor):
@@ -84,5 +87,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def bucket_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the buckets in which DistributedDataParallel sums gradients, as large as these (gradient_as_bucket_view=False)."""
+    """Bytes of the buckets in which DistributedDataParallel sums gradients, as large as these
+    (gradient_as_bucket_view=False).
+    """
     return storage_bytes([parameter for parameter in model.parameters() if parameter.requires_grad])

@@ -1,8 +1,9 @@
 """Hooks that are safe to remove mid-forward; a listener for torch.autograd.backward.
 
-A hook on the node of autograd that made the loss comes after that node's own backward pass, and would count its gradient to the forward
-pass. So while anybody asks, a function stands in the place of `torch.autograd.backward`, which `Tensor.backward`, Fabric and accelerate
-call; it says that it is called, and passes everything on. `torch.autograd.grad` is left alone.
+A hook on the node of autograd that made the loss comes after that node's own backward pass, and
+would count its gradient to the forward pass. So while anybody asks, a function stands in the place
+of `torch.autograd.backward`, which `Tensor.backward`, Fabric and accelerate call; it says that it
+is called, and passes everything on. `torch.autograd.grad` is left alone.
 """
 
 from __future__ import annotations
@@ -36,14 +37,7 @@ _original: Callable[..., None] | None = None
 
 
 def listen(listener: BackwardListener) -> Callable[[], None]:
-    """Tell somebody of every backward pass from here on.
-
-    Args:
-        listener: Is told; it is held weakly.
-
-    Returns:
-        What ends it, to be called once, also after the listener is gone.
-    """
+    """Tell somebody of every backward pass from here on."""
     global _num_listeners
     _listeners.add(listener)
     _num_listeners += 1
@@ -84,7 +78,9 @@ def _take_place() -> None:
 
 
 def _give_back() -> None:
-    """Put the original back, unless somebody else has taken the place since: theirs calls ours, which then only passes on."""
+    """Put the original back, unless somebody else has taken the place since: theirs calls ours,
+    which then only passes on.
+    """
     global _stand_in, _original
     if torch.autograd.backward is _stand_in and _original is not None:
         torch.autograd.backward = _original
@@ -94,10 +90,8 @@ def _give_back() -> None:
 class Hook:
     """Calls a function and gives PyTorch nothing back.
 
-    In a copy of what it is on, which may be pickled, it does nothing; nor does it where a module is compiled with its hooks.
-
-    Args:
-        function: Called with what the hook is called with.
+    In a copy of what it is on, which may be pickled, it does nothing; nor does it where a module is
+    compiled with its hooks.
     """
 
     def __init__(self, function: Callable[..., object] | None = None) -> None:
@@ -117,13 +111,12 @@ _left: list[Any] = []
 
 
 def take_back(handles: Iterable[Any] = ()) -> None:
-    """Remove hooks; while an error goes through the forward pass of a module, at the next call of this instead.
+    """Remove hooks; while an error goes through the forward pass of a module, at the next call of
+    this instead.
 
-    In that case PyTorch (2.13, `Module._call_impl`) walks through the hooks themselves and not through a copy: a hook that were removed
-    then would put another error in the place of the real one.
-
-    Args:
-        handles: What registering them gave. Until they are removed they must do nothing.
+    In that case PyTorch (2.13, `Module._call_impl`) walks through the hooks themselves and not
+    through a copy: a hook that were removed then would put another error in the place of the real
+    one.
     """
     _left.extend(handles)
     if _is_error_in_module():

@@ -23,19 +23,21 @@ class UsageError(Exception):
 
 
 def said(error: BaseException) -> str:
-    """An error in one line: one of ours says it in words, another one needs the name of its class; without a full stop at the end."""
+    """An error in one line: one of ours says it in words, another one needs the name of its class;
+    without a full stop at the end.
+    """
     text = " ".join(str(error).split()).rstrip(".")
     raised_in, traceback = "", error.__traceback__
     while traceback is not None:
         raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
-    return text if raised_in.partition(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
+    return (
+        text if raised_in.partition(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
+    )
 
 
 def load_model(target: str) -> nn.Module:
-    """The model that a target stands for: a model, or what returns one when it is called without arguments.
-
-    Raises:
-        UsageError: If there is no such target, it fails, or gives no model.
+    """The model that a target stands for: a model, or what returns one when it is called without
+    arguments.
     """
     from torch import nn
 
@@ -55,13 +57,17 @@ def _called(target: str, make: Callable[[], Any], kind: str) -> Any:
         with redirect_stdout(sys.stderr):
             return make()
     except (Exception, SystemExit) as error:  # a user's function can fail in any way
-        raise UsageError(f"{target} failed: {said(error)}. It is called without arguments and must return a {kind}.") from error
+        raise UsageError(
+            f"{target} failed: {said(error)}. It is called without arguments and must return a {kind}."
+        ) from error
 
 
 def _load(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
-        raise UsageError(f"{target!r} names nothing to load. Write {TARGET_HELP}, such as package.module:make_model.")
+        raise UsageError(
+            f"{target!r} names nothing to load. Write {TARGET_HELP}, such as package.module:make_model."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -72,24 +78,20 @@ def _load(target: str) -> Any:
             f"No module named {error.name!r}, on importing {module_name!r}. Run memcallback in the folder that has it, or install it."
         ) from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"Importing {module_name!r} failed: {said(error)}. It must import without running a training.") from error
+        raise UsageError(
+            f"Importing {module_name!r} failed: {said(error)}. It must import without running a training."
+        ) from error
     for part in name.split("."):
         if not hasattr(value, part):
-            raise UsageError(f"{module_name!r} has no attribute {name!r}. Name a function, class or model that is defined there.")
+            raise UsageError(
+                f"{module_name!r} has no attribute {name!r}. Name a function, class or model that is defined there."
+            )
         value = getattr(value, part)
     return value
 
 
 def load_step(target: str) -> TrainingStep:
-    """The training step that a target stands for.
-
-    Args:
-        target: A TrainingStep, a LightningModule, or what returns one of them when it is called without arguments. A LightningModule's
-            batch is the first of its `train_dataloader()`; without one its `example_input_array` goes through its forward.
-
-    Raises:
-        UsageError: If there is no such target, it fails, or gives nothing of the kind.
-    """
+    """The training step that a target stands for."""
     value = _load(target)
     from torch import nn
 
@@ -99,7 +101,11 @@ def load_step(target: str) -> TrainingStep:
         value = _called(target, value, "TrainingStep")
     if isinstance(value, TrainingStep):
         return value
-    if isinstance(value, nn.Module) and hasattr(value, "training_step") and hasattr(value, "configure_optimizers"):
+    if (
+        isinstance(value, nn.Module)
+        and hasattr(value, "training_step")
+        and hasattr(value, "configure_optimizers")
+    ):
         return _step_of_module(target, value)
     raise UsageError(
         f"{target} gives a {type(value).__name__}, neither a TrainingStep nor a LightningModule. "
@@ -115,7 +121,10 @@ def _step_of_module(target: str, module: Any) -> TrainingStep:
             module.setup("fit")
             batch = next(iter(module.train_dataloader()))
             return TrainingStep.from_lightning(module, batch)
-    except (Exception, SystemExit) as error:  # a user's data can fail in any way, and a module without any raises Lightning's own error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a user's data can fail in any way, and a module without any raises Lightning's own error
         failure = said(error)
     example = getattr(module, "example_input_array", None)
     if example is None:
@@ -135,7 +144,9 @@ def _step_of_module(target: str, module: Any) -> TrainingStep:
 
 
 class _Spread:
-    """A model that takes Lightning's `example_input_array`: of a tuple each part, of a mapping each value by its name."""
+    """A model that takes Lightning's `example_input_array`: of a tuple each part, of a mapping each
+    value by its name.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -8,7 +8,8 @@ from typing import TypeGuard
 
 from torch import nn
 
-#: Of a container that has more than this share of its layers in one child, what is in that child is taken instead.
+#: Of a container that has more than this share of its layers in one child, what is in that child is
+#: taken instead.
 _DOMINANT_SHARE = 0.75
 #: Of the names that an error lists.
 _NUM_LISTED = 8
@@ -20,11 +21,7 @@ def is_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def named(root: nn.Module, name: str) -> nn.Module:
-    """The module of that name; the empty name is the model's own.
-
-    Raises:
-        ValueError: If there is none; the text has the closest names.
-    """
+    """The module of that name; the empty name is the model's own."""
     modules: dict[str, nn.Module] = dict(root.named_modules())
     if name in modules:
         return modules[name]
@@ -34,10 +31,8 @@ def named(root: nn.Module, name: str) -> nn.Module:
 
 
 def found(root: nn.Module) -> list[str]:
-    """The names of the outermost `nn.Sequential`s of several layers and `nn.ModuleList`s of several blocks.
-
-    Raises:
-        ValueError: If there is none.
+    """The names of the outermost `nn.Sequential`s of several layers and `nn.ModuleList`s of several
+    blocks.
     """
     names = _found(root, "")
     if not names:
@@ -49,12 +44,16 @@ def found(root: nn.Module) -> list[str]:
 
 
 def _found(module: nn.Module, name: str) -> list[str]:
-    children = [(child, f"{name}.{child_name}".lstrip(".")) for child_name, child in module.named_children()]
+    children = [
+        (child, f"{name}.{child_name}".lstrip(".")) for child_name, child in module.named_children()
+    ]
     if not _is_container(module):
         return [one for child, child_name in children for one in _found(child, child_name)]
     num_layers = _num_layers(module)
     for child, child_name in children:
-        if _num_layers(child) > _DOMINANT_SHARE * num_layers and (inner := _found(child, child_name)):
+        if _num_layers(child) > _DOMINANT_SHARE * num_layers and (
+            inner := _found(child, child_name)
+        ):
             return inner
     return [name]
 
@@ -77,23 +76,16 @@ def has_blocks(module: nn.Module) -> bool:
 def starts(module: nn.Sequential, name: str, segments: int | None) -> list[int]:
     """Where the segments of an `nn.Sequential` begin.
 
-    None begins with a layer that works in place: that would change the segment's input. So there may be fewer than asked for, and
-    the first may begin later than the first layer.
-
-    Args:
-        module: The container.
-        name: Its name; empty for the model itself, where the last segment is not checkpointed, so there have to be two.
-        segments: How many; None for one a child where one has children of its own, else about the square root of the number of layers.
-
-    Raises:
-        ValueError: If there cannot be so many.
-        TypeError: If it is no whole number.
+    None begins with a layer that works in place: that would change the segment's input. So there
+    may be fewer than asked for, and the first may begin later than the first layer.
     """
     layers, least = list(module), 1 if name else 2
     if segments is None:
         segments = len(layers) if has_blocks(module) else max(least, round(len(layers) ** 0.5))
     if isinstance(segments, bool) or not hasattr(segments, "__index__"):
-        raise TypeError(f"segments={segments!r} for {name or 'the model'!r} must be a whole number. Leave it out to have it chosen.")
+        raise TypeError(
+            f"segments={segments!r} for {name or 'the model'!r} must be a whole number. Leave it out to have it chosen."
+        )
     if not least <= segments <= len(layers):
         raise ValueError(
             f"segments={segments} for {name or 'the model'!r}, whose number of layers is {len(layers)}: it must be at least {least}"

@@ -14,7 +14,8 @@ import torch
 
 
 class _StandIn:
-    """In place of a Trainer and what it has, while a step is followed on shapes: whatever is asked of it does nothing.
+    """In place of a Trainer and what it has, while a step is followed on shapes: whatever is asked
+    of it does nothing.
 
     What is asked for that no Trainer is sure to have reads as 1 where a number is needed.
     """
@@ -53,7 +54,11 @@ class _StandIn:
 
 def _calculates(name: str, *, is_reflected: bool) -> Callable[[_StandIn, Any], Any]:
     operation = getattr(operator, name)
-    return (lambda self, other: operation(other, 1)) if is_reflected else (lambda self, other: operation(1, other))
+    return (
+        (lambda self, other: operation(other, 1))
+        if is_reflected
+        else (lambda self, other: operation(1, other))
+    )
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
@@ -67,12 +72,16 @@ class _TrainerStandIn(_StandIn):
     """In place of a Trainer at the beginning of a training on one device."""
 
     def __init__(self) -> None:
-        self.global_step = self.current_epoch = self.global_rank = self.local_rank = self.node_rank = 0
+        self.global_step = self.current_epoch = self.global_rank = self.local_rank = (
+            self.node_rank
+        ) = 0
         self.world_size = self.num_nodes = self.num_devices = self.accumulate_grad_batches = 1
         self.max_epochs, self.max_steps, self.log_every_n_steps = 10, 1000, 50
         self.num_training_batches = self.estimated_stepping_batches = 1000
         self.is_global_zero = self.training = True
-        self.is_last_batch = self.validating = self.testing = self.predicting = self.sanity_checking = False
+        self.is_last_batch = self.validating = self.testing = self.predicting = (
+            self.sanity_checking
+        ) = False
         self.fast_dev_run = self.barebones = self.should_stop = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
@@ -80,20 +89,24 @@ class _TrainerStandIn(_StandIn):
 
 
 class LightningLoop:
-    """Runs the training step of a LightningModule, on a copy that has no Trainer.
-
-    Args:
-        default_dtype: The type of tensors that the training step makes without naming one; None for PyTorch's default.
-    """
+    """Runs the training step of a LightningModule, on a copy that has no Trainer."""
 
     def __init__(self, default_dtype: torch.dtype | None = None) -> None:
         self._default_dtype = default_dtype
 
     @staticmethod
     def autocast_cache_enabled(module: Any) -> bool:
-        """Whether half-precision copies of weights live until autocast is left; not in those versions of Lightning that turn that off."""
-        package = next(kind.__module__.partition(".core")[0] for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
-        plugin = import_module(f"{package}.plugins.precision").MixedPrecision("bf16-mixed", device="cpu")
+        """Whether half-precision copies of weights live until autocast is left; not in those
+        versions of Lightning that turn that off.
+        """
+        package = next(
+            kind.__module__.partition(".core")[0]
+            for kind in type(module).__mro__
+            if kind.__name__ == "LightningModule"
+        )
+        plugin = import_module(f"{package}.plugins.precision").MixedPrecision(
+            "bf16-mixed", device="cpu"
+        )
         return bool(plugin.autocast_context_manager()._cache_enabled)
 
     def training_step(self, module: Any, batch: object) -> object:
@@ -103,7 +116,9 @@ class LightningLoop:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._default_dtype or before)
         try:
-            return module.training_step(batch, 0) if takes_batch_idx else module.training_step(batch)
+            return (
+                module.training_step(batch, 0) if takes_batch_idx else module.training_step(batch)
+            )
         finally:
             torch.set_default_dtype(before)
 
@@ -114,35 +129,41 @@ class LightningLoop:
 
     @staticmethod
     def backward(module: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass as the module does it: its hook `backward`, which `manual_backward` gives what it was given."""
+        """The backward pass as the module does it: its hook `backward`, which `manual_backward`
+        gives what it was given.
+        """
         module.backward(loss, *args, **kwargs)
 
     @staticmethod
-    def clip_gradients(module: Any, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
-        """Clip as the module does it: its hook `configure_gradient_clipping`, called with the Trainer's setting.
-
-        Args:
-            module: The module, a copy.
-            optimizer: Whose gradients.
-            norm: The largest norm of all together; None for no such clipping.
-            value: The largest value; None for no such clipping, and where `norm` is given.
+    def clip_gradients(
+        module: Any, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
+    ) -> None:
+        """Clip as the module does it: its hook `configure_gradient_clipping`, called with the
+        Trainer's setting.
         """
-        limit, algorithm = (norm, "norm") if norm is not None else (value, None if value is None else "value")
+        limit, algorithm = (
+            (norm, "norm") if norm is not None else (value, None if value is None else "value")
+        )
 
-        def clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
-            _clip_gradients(optimizer, limit if gradient_clip_val is None else gradient_clip_val, gradient_clip_algorithm or algorithm)
+        def clip_gradients(
+            optimizer: Any,
+            gradient_clip_val: float | None = None,
+            gradient_clip_algorithm: str | None = None,
+        ) -> None:
+            _clip_gradients(
+                optimizer,
+                limit if gradient_clip_val is None else gradient_clip_val,
+                gradient_clip_algorithm or algorithm,
+            )
 
         module.clip_gradients = clip_gradients
-        module.configure_gradient_clipping(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+        module.configure_gradient_clipping(
+            optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm
+        )
 
     @staticmethod
     def call_through(module: Any, whole: Any) -> None:
-        """Let `training_step` be called by way of what wraps a module, as a strategy does.
-
-        Args:
-            module: The module, a copy.
-            whole: What wraps it; nothing is done if that is the module itself.
-        """
+        """Let `training_step` be called by way of what wraps a module, as a strategy does."""
         if whole is module:
             return
         training_step, forward = module.training_step, module.forward
@@ -166,13 +187,8 @@ class LightningLoop:
         manual_backward: Callable[..., None],
         update: Callable[..., Any],
     ) -> Iterator[None]:
-        """Let a module's `optimizers()` and `manual_backward` do what they are told, inside the context.
-
-        Args:
-            module: The module, a copy.
-            optimizers: Its optimizers.
-            manual_backward: Called with the loss.
-            update: Called with an optimizer, a closure and what else is given to the `step` of one of `self.optimizers()`.
+        """Let a module's `optimizers()` and `manual_backward` do what they are told, inside the
+        context.
         """
         _stand_alone(module)
         wrapped = [_ManualOptimizer(optimizer, optimizers, update) for optimizer in optimizers]
@@ -196,7 +212,12 @@ class LightningLoop:
 class _ManualOptimizer:
     """What `self.optimizers()` gives under manual optimization."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, every: Sequence[torch.optim.Optimizer], update: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        every: Sequence[torch.optim.Optimizer],
+        update: Callable[..., Any],
+    ) -> None:
         self._optimizer = optimizer
         self._every = every
         self._update = update
@@ -211,7 +232,9 @@ class _ManualOptimizer:
     def toggle(self) -> None:
         """Only this optimizer's parameters require gradients (`LightningModule.toggle_optimizer`)."""
         own = {id(parameter) for parameter in _parameters(self._optimizer)}
-        for parameter in (parameter for optimizer in self._every for parameter in _parameters(optimizer)):
+        for parameter in (
+            parameter for optimizer in self._every for parameter in _parameters(optimizer)
+        ):
             self._toggled.append((parameter, parameter.requires_grad))
             if id(parameter) not in own:
                 parameter.requires_grad = False
@@ -251,16 +274,28 @@ def _stand_alone(module: Any) -> None:
     module.all_gather = lambda data, *args, **kwargs: data
 
 
-def _clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
-    """`LightningModule.clip_gradients` where the Trainer has no setting; by norm unless another algorithm is named."""
+def _clip_gradients(
+    optimizer: Any,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+) -> None:
+    """`LightningModule.clip_gradients` where the Trainer has no setting; by norm unless another
+    algorithm is named.
+    """
     if gradient_clip_val is None or gradient_clip_val <= 0:
         return
-    clip = torch.nn.utils.clip_grad_value_ if str(gradient_clip_algorithm) == "value" else torch.nn.utils.clip_grad_norm_
+    clip = (
+        torch.nn.utils.clip_grad_value_
+        if str(gradient_clip_algorithm) == "value"
+        else torch.nn.utils.clip_grad_norm_
+    )
     clip(list(_parameters(optimizer)), gradient_clip_val)
 
 
 def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> Any:
-    """Run the training step of a copy that has no Trainer; the loss that it returns, alone or in a dict, or whatever else it does."""
+    """Run the training step of a copy that has no Trainer; the loss that it returns, alone or in a
+    dict, or whatever else it does.
+    """
     nothing = _StandIn()
     optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
     _stand_alone(module)
@@ -271,10 +306,8 @@ def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimize
 
 
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that `configure_optimizers` makes: of a module that has no Trainer with one that stands for it.
-
-    Args:
-        module: A LightningModule, which is as it was afterwards.
+    """The optimizers that `configure_optimizers` makes: of a module that has no Trainer with one
+    that stands for it.
     """
     trainer = module._trainer
     if trainer is None:
@@ -286,7 +319,9 @@ def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _configured(configured: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in what `configure_optimizers` may return: one, several, a pair of lists, dicts, or None."""
+    """The optimizers in what `configure_optimizers` may return: one, several, a pair of lists,
+    dicts, or None.
+    """
     if configured is None:
         return []
     if isinstance(configured, dict):

@@ -32,10 +32,6 @@ class PipelineError(ValueError):
 class Pipeline(nn.Module):
     """The stages of a model that one rank has, with the schedule that runs them.
 
-    Args:
-        schedule: A schedule of `torch.distributed.pipelining`.
-        return_outputs: As for its `step`.
-
     Attributes:
         schedule: As given.
         stages: The modules of this rank's stages.
@@ -50,11 +46,15 @@ class Pipeline(nn.Module):
     @property
     def pipeline_stages(self) -> list[Any]:
         """This rank's stages, as PyTorch has them."""
-        return self.schedule._stages if hasattr(self.schedule, "_stages") else [self.schedule._stage]
+        return (
+            self.schedule._stages if hasattr(self.schedule, "_stages") else [self.schedule._stage]
+        )
 
     @property
     def named(self) -> nn.Module:
-        """The module in which this rank's parameters have the names of their stage; of several stages those of this one."""
+        """The module in which this rank's parameters have the names of their stage; of several
+        stages those of this one.
+        """
         return self.stages[0] if len(self.stages) == 1 else self
 
     @property
@@ -63,31 +63,25 @@ class Pipeline(nn.Module):
         return int(self.schedule._n_microbatches)
 
     def step(self, loss: Loss, batch: Any) -> list[torch.Tensor]:
-        """The forward and backward passes of all microbatches.
-
-        Args:
-            loss: A function of the whole model and a batch that gives the loss; it calls the model once. Of a schedule with a loss function of
-                its own a function of that schedule and the batch, which calls `schedule.step` as this rank does.
-            batch: All microbatches, one after the other in the first dimension of its tensors.
-
-        Returns:
-            The losses of the microbatches, on the rank of the last stage; none on others, and of a schedule with a loss function of its own.
-
-        Raises:
-            PipelineError: If the batch cannot be cut into microbatches of one size, or the loss does not call the model once.
-        """
+        """The forward and backward passes of all microbatches."""
         of_stage = self.schedule._loss_fn
         if not isinstance(of_stage, _LossOfStage):
             loss(self.schedule, batch)
             return []
         num_rows = _num_rows(batch, self.num_microbatches)
-        args, kwargs = _asked_for(loss, batch) if any(stage.is_first for stage in self.pipeline_stages) else ((), {})
+        args, kwargs = (
+            _asked_for(loss, batch)
+            if any(stage.is_first for stage in self.pipeline_stages)
+            else ((), {})
+        )
         losses: list[torch.Tensor] = []
         target = None
         if any(stage.is_last for stage in self.pipeline_stages):
             target = of_stage.begin(loss, batch, num_rows)
         try:
-            self.schedule.step(*args, target=target, losses=losses, return_outputs=self._return_outputs, **kwargs)
+            self.schedule.step(
+                *args, target=target, losses=losses, return_outputs=self._return_outputs, **kwargs
+            )
         finally:
             of_stage.end()
         return losses
@@ -104,18 +98,7 @@ def in_pipeline(
     return_outputs: bool = True,
     scale_grads: bool = True,
 ) -> nn.Module:
-    """A rank's stages of a model, on the device of a mesh.
-
-    Args:
-        model: The model.
-        mesh: The device mesh, of one dimension.
-        n_microbatches: Into how many parts a batch is cut.
-        schedule: The name of PyTorch's schedule (`get_schedule_class`).
-        stages_per_rank: How many stages each rank has; by default 1, or 2 in a schedule of several.
-        split: Gives a stage's module; by default as many children of an `nn.Sequential` in each.
-        return_outputs: Whether the last stage puts its outputs together, as PyTorch does by default.
-        scale_grads: Whether gradients are divided by the number of microbatches.
-    """
+    """A rank's stages of a model, on the device of a mesh."""
     from torch.distributed.pipelining import PipelineStage
 
     kind, is_single = _kind_of(schedule)
@@ -130,31 +113,48 @@ def in_pipeline(
     def stage(number: int) -> Any:
         module = (split or _as_many_children)(model, number, num_stages)
         is_on_meta = any(parameter.is_meta for parameter in module.parameters())
-        return PipelineStage(module.to_empty(device=device) if is_on_meta else module.to(device), number, num_stages, device, group=group)
+        return PipelineStage(
+            module.to_empty(device=device) if is_on_meta else module.to(device),
+            number,
+            num_stages,
+            device,
+            group=group,
+        )
 
     stages = [stage(number) for number in numbers]
-    run = kind(stages[0] if is_single else stages, n_microbatches, loss_fn=_LossOfStage(), scale_grads=scale_grads)
+    run = kind(
+        stages[0] if is_single else stages,
+        n_microbatches,
+        loss_fn=_LossOfStage(),
+        scale_grads=scale_grads,
+    )
     return Pipeline(run, return_outputs=return_outputs)
 
 
 def check_options(
-    *, n_microbatches: int, schedule: str = "1F1B", stages_per_rank: int | None = None, split: Split | None = None, **_: object
+    *,
+    n_microbatches: int,
+    schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    split: Split | None = None,
+    **_: object,
 ) -> None:
-    """See that a pipeline can be had with some options of `in_pipeline`.
-
-    Raises:
-        TypeError: If one of them is not of its kind.
-        ValueError: If one of them is out of range, or PyTorch has no such schedule, or none for as many stages on each rank.
-    """
+    """See that a pipeline can be had with some options of `in_pipeline`."""
     whole_number("n_microbatches", n_microbatches, "It is into how many parts a batch is cut.")
     if not isinstance(schedule, str):
-        raise TypeError(f"schedule must be a name, got {described(schedule)}. Give one of PyTorch's, such as '1F1B' or 'GPipe'.")
+        raise TypeError(
+            f"schedule must be a name, got {described(schedule)}. Give one of PyTorch's, such as '1F1B' or 'GPipe'."
+        )
     if split is not None and not callable(split):
-        raise TypeError(f"split must be a function of the model, a stage's number and how many there are, got {described(split)}.")
+        raise TypeError(
+            f"split must be a function of the model, a stage's number and how many there are, got {described(split)}."
+        )
     kind, is_single = _kind_of(schedule)
     if stages_per_rank is None:
         return
-    whole_number("stages_per_rank", stages_per_rank, "Leave it out for 1, or 2 in schedules of several.")
+    whole_number(
+        "stages_per_rank", stages_per_rank, "Leave it out for 1, or 2 in schedules of several."
+    )
     if is_single and stages_per_rank > 1:
         raise ValueError(
             f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which has one stage on each rank. Leave it out, or take "
@@ -168,11 +168,17 @@ def check_options(
 
 def _kind_of(schedule: str) -> tuple[Any, bool]:
     """PyTorch's class of that name, and whether it is for one stage on each rank."""
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+    from torch.distributed.pipelining.schedules import (
+        PipelineScheduleMulti,
+        PipelineScheduleSingle,
+        get_schedule_class,
+    )
 
     kind = get_schedule_class(schedule)
     if kind in (PipelineScheduleSingle, PipelineScheduleMulti):
-        raise ValueError(f"schedule {schedule!r} is what schedules are made of. Give one of them, such as '1F1B' or 'Interleaved1F1B'.")
+        raise ValueError(
+            f"schedule {schedule!r} is what schedules are made of. Give one of them, such as '1F1B' or 'Interleaved1F1B'."
+        )
     return kind, issubclass(kind, PipelineScheduleSingle)
 
 
@@ -192,7 +198,9 @@ def _num_rows(batch: Any, num_parts: int) -> int:
     """How many samples all microbatches have together: the first dimension that most tensors have."""
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
     if not sizes:
-        raise PipelineError("The batch of a pipeline has no tensor with samples in its first dimension. Give one, which can be cut.")
+        raise PipelineError(
+            "The batch of a pipeline has no tensor with samples in its first dimension. Give one, which can be cut."
+        )
     num_rows = sizes.most_common(1)[0][0]
     if num_rows % num_parts:
         raise PipelineError(
@@ -239,11 +247,15 @@ def _asked_for(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         loss(_WholeModel(call), batch)
     except _IsAsked as asked:
         return asked.args_asked, asked.kwargs_asked
-    raise PipelineError("The loss of a pipeline has to call the model once, and called it 0 times. Give loss=lambda model, batch: ...")
+    raise PipelineError(
+        "The loss of a pipeline has to call the model once, and called it 0 times. Give loss=lambda model, batch: ..."
+    )
 
 
 class _LossOfStage:
-    """The loss of a whole model, as a function of what the last stage gave and of what PyTorch has cut of a tensor with a row for each sample."""
+    """The loss of a whole model, as a function of what the last stage gave and of what PyTorch has
+    cut of a tensor with a row for each sample.
+    """
 
     def __init__(self) -> None:
         self._of_step: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -259,7 +271,12 @@ class _LossOfStage:
                 num_calls += 1
                 return output
 
-            part = copy_with(batch, lambda one: one.narrow(0, first, len(target)) if one.dim() and len(one) == num_rows else one)
+            part = copy_with(
+                batch,
+                lambda one: (
+                    one.narrow(0, first, len(target)) if one.dim() and len(one) == num_rows else one
+                ),
+            )
             result = loss(_WholeModel(call), part)
             if num_calls != 1:
                 raise PipelineError(

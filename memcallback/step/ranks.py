@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-#: PyTorch's distributed engines are asked for much that is not public; with this and 2.13 that was tried.
+#: PyTorch's distributed engines are asked for much that is not public; with this and 2.13 that was
+#: tried.
 _OLDEST_TORCH = (2, 11)
 #: Of `DistributedDataParallel`, which gives its first bucket 1 MiB where this was not changed.
 _DEFAULT_BUCKET_BYTES = 25 * MiB
@@ -32,32 +33,40 @@ Parallelize = Callable[..., Any]
 class Ranks:
     """A job of several ranks with a device each, and which of them is looked at.
 
-    What a rank allocates is not computed but traced: PyTorch's own engines run on a model of fake tensors, in a process group of that
-    size in which nothing is sent.
+    What a rank allocates is not computed but traced: PyTorch's own engines run on a model of fake
+    tensors, in a process group of that size in which nothing is sent.
 
     - `ddp`: `torch.nn.parallel.DistributedDataParallel`, buckets and communication hooks included.
-    - `fsdp2`: `torch.distributed.fsdp.fully_shard` of each layer of the model's outermost containers (`nn.ModuleList`, `nn.Sequential`)
-      and of the whole. Over a mesh of two dimensions it is HSDP: copies over the first, shards over the second.
+    - `fsdp2`: `torch.distributed.fsdp.fully_shard` of each layer of the model's outermost
+      containers (`nn.ModuleList`, `nn.Sequential`)
+      and of the whole. Over a mesh of two dimensions it is HSDP: copies over the first, shards over
+      the second.
     - `tensor_parallel`: `torch.distributed.tensor.parallel.parallelize_module` with a `plan`.
-    - `pipeline`: a schedule of `torch.distributed.pipelining` over `n_microbatches`. The step's batch is one microbatch of it, as with
-      accumulation, its loss that of the whole model, and every rank has the whole batch on its device.
-    - A function `(model, mesh, **options)` that does what the training does, and gives the model back if it is another object. It has to
-      leave the model on the device. It may give a schedule of `torch.distributed.pipelining`; then the step's loss is called with that and
-      with all microbatches, and calls `schedule.step` as this rank does.
+    - `pipeline`: a schedule of `torch.distributed.pipelining` over `n_microbatches`. The step's
+      batch is one microbatch of it, as with
+      accumulation, its loss that of the whole model, and every rank has the whole batch on its
+      device.
+    - A function `(model, mesh, **options)` that does what the training does, and gives the model
+      back if it is another object. It has to
+      leave the model on the device. It may give a schedule of `torch.distributed.pipelining`; then
+      the step's loss is called with that and with all microbatches, and calls `schedule.step` as
+      this rank does.
 
-    Where the step's model is on a CPU it is moved to the device as the engine does that; one on the meta device comes there after it was
-    sharded (`to_empty`).
+    Where the step's model is on a CPU it is moved to the device as the engine does that; one on the
+    meta device comes there after it was sharded (`to_empty`).
 
     Args:
         world_size: How many ranks there are, at least 1.
         strategy: How the model is spread over them.
         rank: Which rank, from 0.
         mesh: Names and sizes of the dimensions of the device mesh; by default `{"dp": world_size}`.
-        options: What the strategy takes, by its names: arguments of `DistributedDataParallel` with `comm_hook` and `comm_state`
-            (`register_comm_hook`), of `fully_shard`, or `plan`; of a pipeline `n_microbatches`, `schedule` (a name of `get_schedule_class`, by
-            default `1F1B`), `split` (a function of the model, a stage's number from 0 and how many there are, which gives the stage's module;
-            by default as many children of an `nn.Sequential` each), `stages_per_rank` (by default 1, or 2 in schedules of several),
-            `return_outputs` and `scale_grads` (as PyTorch's schedules).
+        options: What the strategy takes, by its names: arguments of `DistributedDataParallel` with
+            `comm_hook` and `comm_state` (`register_comm_hook`), of `fully_shard`, or `plan`; of a
+            pipeline `n_microbatches`, `schedule` (a name of `get_schedule_class`, by default
+            `1F1B`), `split` (a function of the model, a stage's number from 0 and how many there
+            are, which gives the stage's module; by default as many children of an `nn.Sequential`
+            each), `stages_per_rank` (by default 1, or 2 in schedules of several), `return_outputs`
+            and `scale_grads` (as PyTorch's schedules).
 
     Attributes:
         world_size: As given.
@@ -67,7 +76,8 @@ class Ranks:
         options: As given.
 
     Raises:
-        ValueError: For a number out of range, an unknown strategy, or a mesh of another size than the world.
+        ValueError: For a number out of range, an unknown strategy, or a mesh of another size than
+            the world.
         TypeError: For an option that the strategy does not take.
     """
 
@@ -81,14 +91,17 @@ class Ranks:
         **options: Any,
     ) -> None:
         self.world_size = whole_number("world_size", world_size, "It is how many ranks there are.")
-        self.rank = whole_number("rank", rank, f"Ranks are counted from 0 to {world_size - 1}.", least=0)
+        self.rank = whole_number(
+            "rank", rank, f"Ranks are counted from 0 to {world_size - 1}.", least=0
+        )
         if self.rank >= self.world_size:
             raise ValueError(
                 f"rank must be below world_size, got rank {rank} of {world_size}. Ranks are counted from 0 to {world_size - 1}."
             )
         self.mesh = {"dp": self.world_size} if mesh is None else dict(mesh)
         places = math.prod(
-            whole_number(f"mesh[{name!r}]", size, "It is how many ranks a dimension has.") for name, size in self.mesh.items()
+            whole_number(f"mesh[{name!r}]", size, "It is how many ranks a dimension has.")
+            for name, size in self.mesh.items()
         )
         if places != self.world_size:
             raise ValueError(
@@ -112,7 +125,11 @@ class Ranks:
     @property
     def name(self) -> str:
         """The strategy's name."""
-        return getattr(self.strategy, "__name__", "a function") if callable(self.strategy) else self.strategy
+        return (
+            getattr(self.strategy, "__name__", "a function")
+            if callable(self.strategy)
+            else self.strategy
+        )
 
     def __repr__(self) -> str:
         """As it was made, without what is so by default."""
@@ -123,22 +140,30 @@ class Ranks:
 
     @property
     def num_updates_to_settle(self) -> int:
-        """After how many updates the next is as all later ones: DistributedDataParallel makes its buckets anew in the second, and a function may."""
+        """After how many updates the next is as all later ones: DistributedDataParallel makes its
+        buckets anew in the second, and a function may.
+        """
         return 2 if callable(self.strategy) or self.strategy == "ddp" else 1
 
     @property
     def num_at_one_batch(self) -> int:
-        """How many ranks are at one batch together: all with tensor parallel layers and in a pipeline; else each has its own."""
+        """How many ranks are at one batch together: all with tensor parallel layers and in a
+        pipeline; else each has its own.
+        """
         return self.world_size if self.strategy in ("tensor_parallel", "pipeline") else 1
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a pipeline cuts a batch; 1 for what is none, and for a function, which a trace can tell."""
+        """Into how many microbatches a pipeline cuts a batch; 1 for what is none, and for a
+        function, which a trace can tell.
+        """
         return int(self.options["n_microbatches"]) if self.strategy == "pipeline" else 1
 
     @property
     def unlike(self) -> tuple[int, ...]:
-        """The ranks that hold unlike things: in a pipeline all of them; else this one stands for the others."""
+        """The ranks that hold unlike things: in a pipeline all of them; else this one stands for
+        the others.
+        """
         return tuple(range(self.world_size)) if self.strategy == "pipeline" else (self.rank,)
 
     def as_rank(self, rank: int) -> Ranks:
@@ -149,31 +174,38 @@ class Ranks:
 
     @contextmanager
     def world(self) -> Iterator[None]:
-        """Be that rank, inside the context: torch.distributed has a process group of that size, in which nothing is sent."""
+        """Be that rank, inside the context: torch.distributed has a process group of that size, in
+        which nothing is sent.
+        """
         from memcallback.step.fake_world import fake_world
 
         with fake_world(self.world_size, self.rank):
             yield
 
     def parallelize(self, model: nn.Module, device_type: str) -> nn.Module:
-        """Spread a model over the ranks of the process group that is there: a real one to train with, or that of `world`.
+        """Spread a model over the ranks of the process group that is there: a real one to train
+        with, or that of `world`.
 
         Args:
             model: The model, which is changed.
             device_type: `cuda` or `cpu`.
 
         Returns:
-            What takes its place; its parameters are on the device. A `Pipeline` has no forward pass but `step(loss, batch)`, which runs the
-            forward and backward passes of all microbatches.
+            What takes its place; its parameters are on the device. A `Pipeline` has no forward pass
+            but `step(loss, batch)`, which runs the forward and backward passes of all microbatches.
 
         Raises:
             PipelineError: For a pipeline with a PyTorch that is too old for it.
         """
         if self.strategy == "pipeline" and (needed := newer_torch_needed()):
-            raise PipelineError(f"A pipeline is made with PyTorch {needed} or later, and this is {torch.__version__}. Install a later one.")
+            raise PipelineError(
+                f"A pipeline is made with PyTorch {needed} or later, and this is {torch.__version__}. Install a later one."
+            )
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(device_type, tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh))
+        mesh = init_device_mesh(
+            device_type, tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh)
+        )
         strategy = self.strategy if callable(self.strategy) else _STRATEGIES[self.strategy]
         changed: Any = strategy(model, mesh, **self.options)
         if changed is None:
@@ -182,18 +214,28 @@ class Ranks:
 
 
 def newer_torch_needed() -> str:
-    """The oldest PyTorch with which a rank is predicted and a pipeline made, where this one is older; else nothing."""
+    """The oldest PyTorch with which a rank is predicted and a pipeline made, where this one is
+    older; else nothing.
+    """
     is_older = tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH
     return ".".join(map(str, _OLDEST_TORCH)) if is_older else ""
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The job that a model is trained in, as `DistributedDataParallel` says; None for any other model."""
+    """The job that a model is trained in, as `DistributedDataParallel` says; None for any other
+    model.
+    """
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
     wrapped: Any = model
     options = {
-        name: getattr(wrapped, name) for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        name: getattr(wrapped, name)
+        for name in (
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "static_graph",
+        )
     }
     # Where the capacity of buckets is kept differs between PyTorch 2.11 and 2.13.
     capacity_bytes = getattr(wrapped, "_bucket_config", wrapped).bucket_bytes_cap
@@ -218,25 +260,30 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
     }[strategy]
     for name in options:
         if name not in known:
-            raise TypeError(f"strategy {strategy!r} takes no {name!r}. It takes {', '.join(sorted(known))}.")
+            raise TypeError(
+                f"strategy {strategy!r} takes no {name!r}. It takes {', '.join(sorted(known))}."
+            )
     if strategy == "tensor_parallel" and "plan" not in options:
-        raise TypeError("strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as parallelize_plan.")
+        raise TypeError(
+            "strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as parallelize_plan."
+        )
     if strategy == "pipeline":
         if "n_microbatches" not in options:
-            raise TypeError("strategy 'pipeline' needs n_microbatches=..., into how many parts a batch is cut.")
+            raise TypeError(
+                "strategy 'pipeline' needs n_microbatches=..., into how many parts a batch is cut."
+            )
         check_options(**options)
 
 
-def in_ddp(model: nn.Module, mesh: DeviceMesh, *, comm_hook: Any = None, comm_state: Any = None, **options: Any) -> nn.Module:
-    """A model in `DistributedDataParallel`, on the device of a mesh.
-
-    Args:
-        model: The model.
-        mesh: The device mesh.
-        comm_hook: For `register_comm_hook`, with `comm_state`; None for none.
-        comm_state: What the hook gets.
-        options: Of `DistributedDataParallel`.
-    """
+def in_ddp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    comm_hook: Any = None,
+    comm_state: Any = None,
+    **options: Any,
+) -> nn.Module:
+    """A model in `DistributedDataParallel`, on the device of a mesh."""
     wrapped = nn.parallel.DistributedDataParallel(model.to(mesh.device_type), **options)
     if comm_hook is not None:
         wrapped.register_comm_hook(comm_state, comm_hook)
@@ -251,7 +298,11 @@ def _fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     if is_on_meta:
-        model.to_empty(device="cpu" if isinstance(options.get("offload_policy"), CPUOffloadPolicy) else mesh.device_type)
+        model.to_empty(
+            device="cpu"
+            if isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+            else mesh.device_type
+        )
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -261,7 +312,12 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     except ValueError:
         return []
     modules = dict(model.named_modules())
-    return [layer for name in names for layer in modules[name].children() if any(True for _ in layer.parameters())]
+    return [
+        layer
+        for name in names
+        for layer in modules[name].children()
+        if any(True for _ in layer.parameters())
+    ]
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, plan: Any) -> nn.Module:
@@ -270,4 +326,9 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, plan: Any) -> nn.Mod
     return parallelize_module(model.to(mesh.device_type), mesh, plan)
 
 
-_STRATEGIES: dict[str, Parallelize] = {"ddp": in_ddp, "fsdp2": _fsdp2, "tensor_parallel": _tensor_parallel, "pipeline": in_pipeline}
+_STRATEGIES: dict[str, Parallelize] = {
+    "ddp": in_ddp,
+    "fsdp2": _fsdp2,
+    "tensor_parallel": _tensor_parallel,
+    "pipeline": in_pipeline,
+}

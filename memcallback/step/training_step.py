@@ -13,34 +13,38 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import above_0, described, whole_number
 from memcallback.step.batch import INFERRED, BatchSize, infer_batch_size
-from memcallback.step.checks import check_by_hand, check_losses, check_optimizers, check_sequence_length, name_of, wrong_with_optimizer
+from memcallback.step.checks import (
+    check_by_hand,
+    check_losses,
+    check_optimizers,
+    check_sequence_length,
+    name_of,
+    wrong_with_optimizer,
+)
 from memcallback.step.lightning_loop import LightningLoop, configured_optimizers, lightning_loss
 from memcallback.step.ranks import Ranks, ranks_of
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
-    """What the model returns for a batch.
-
-    Args:
-        model: The model.
-        batch: One batch. A mapping whose keys are arguments of the model's `forward`, as a tokenizer gives it, is handed over by name.
-    """
+    """What the model returns for a batch."""
     return model(**batch) if is_handed_over_by_name(model, batch) else model(batch)
 
 
 def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The `loss` that the model returns, as models of transformers do where the batch has labels, or the sum of its floating-point outputs.
-
-    Raises:
-        ValueError: If it returns neither.
+    """The `loss` that the model returns, as models of transformers do where the batch has labels,
+    or the sum of its floating-point outputs.
     """
     returned = call_model(model, batch)
-    loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    loss = (
+        returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    )
     if isinstance(loss, torch.Tensor):
         return loss
     outputs = [tensor for tensor in tensors_in(returned) if tensor.is_floating_point()]
     if not outputs:
-        raise ValueError("The model returned no floating-point tensor, so there is nothing to train. Give loss=lambda model, batch: ...")
+        raise ValueError(
+            "The model returned no floating-point tensor, so there is nothing to train. Give loss=lambda model, batch: ..."
+        )
     return torch.stack([output.sum() for output in outputs]).sum()
 
 
@@ -54,14 +58,18 @@ def is_handed_over_by_name(model: torch.nn.Module, batch: Any) -> bool:
     except (TypeError, ValueError):  # it takes other arguments, or does not tell which
         return False
     # A wrapper takes anything.
-    return all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    return all(
+        parameter.kind is not parameter.VAR_POSITIONAL
+        for parameter in signature.parameters.values()
+    )
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Prepare = Callable[[torch.nn.Module, Any], Any]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
-#: Lightning's names for precisions -> the type that autocast computes in; None where autocast is off.
+#: Lightning's names for precisions -> the type that autocast computes in; None where autocast is
+#: off.
 AUTOCAST = {
     "16-mixed": torch.float16,
     "bf16-mixed": torch.bfloat16,
@@ -70,7 +78,8 @@ AUTOCAST = {
     "32-true": None,
     "64-true": None,
 }
-#: Lightning's names -> the type of tensors that a training step makes without naming one, where it is not PyTorch's default.
+#: Lightning's names -> the type of tensors that a training step makes without naming one, where it
+#: is not PyTorch's default.
 _DEFAULT_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -79,39 +88,54 @@ class TrainingStep:
     """One training step: forward pass and loss, backward pass, optimizer update.
 
     Args:
-        model: The model, on any device; it is never changed. Of a `DistributedDataParallel` the module in it is taken, with `ranks` as it says.
-        batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors in it.
-        loss: A function of the model and the batch that gives the loss, a scalar tensor; by default the `loss` that `model(batch)` returns,
-            as models of transformers do, or else the sum of its floating-point tensors. There a mapping whose keys are arguments of
-            the model's `forward` is handed over as `model(**batch)`. Several of them, with as many optimizers, for a step of several
-            updates (a GAN).
-        optimizer: An optimizer of this model, several of them, or a function from parameters to a new one; None for none.
-        precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`, `bf16-true` or `64-true`. Only the
-            mixed ones change anything here: a model of another type already has that type. With `16-mixed` a GradScaler scales the loss.
+        model: The model, on any device; it is never changed. Of a `DistributedDataParallel` the
+            module in it is taken, with `ranks` as it says.
+        batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors
+            in it.
+        loss: A function of the model and the batch that gives the loss, a scalar tensor; by default
+            the `loss` that `model(batch)` returns, as models of transformers do, or else the sum of
+            its floating-point tensors. There a mapping whose keys are arguments of the model's
+            `forward` is handed over as `model(**batch)`. Several of them, with as many optimizers,
+            for a step of several updates (a GAN).
+        optimizer: An optimizer of this model, several of them, or a function from parameters to a
+            new one; None for none.
+        precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`,
+            `bf16-true` or `64-true`. Only the mixed ones change anything here: a model of another
+            type already has that type. With `16-mixed` a GradScaler scales the loss.
         batch_size: Samples in the batch, if they are not to be inferred from it.
-        sequence_length: How long the batch's sequences are: the size of every dimension but the first of the batch's tensors that
-            is to vary. With it a prediction tells of other lengths.
+        sequence_length: How long the batch's sequences are: the size of every dimension but the
+            first of the batch's tensors that is to vary. With it a prediction tells of other
+            lengths.
         accumulate: Batches whose gradients are summed before an update, at least 1.
-        clip_grad_norm: The largest norm of all gradients together (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
-        clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None for no clipping.
-        ranks: The job of several ranks that the step is trained in, and which of them is looked at; None for one device.
+        clip_grad_norm: The largest norm of all gradients together
+            (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
+        clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None
+            for no clipping.
+        ranks: The job of several ranks that the step is trained in, and which of them is looked at;
+            None for one device.
 
     Attributes:
-        prepare: Changes the fake copies of the model and the batch before they are traced, and gives the batch; None to leave them.
-        change_optimizers: Gives the optimizers to trace in place of copies of the step's; None to leave them.
-        losses: The loss, or several: each is followed by its backward pass and the update of the optimizer at its place.
+        prepare: Changes the fake copies of the model and the batch before they are traced, and
+            gives the batch; None to leave them.
+        change_optimizers: Gives the optimizers to trace in place of copies of the step's; None to
+            leave them.
+        losses: The loss, or several: each is followed by its backward pass and the update of the
+            optimizer at its place.
         lightning: How a LightningModule is run; None for a plain loop.
-        zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most loops do. Lightning clears
-            them after it, so they live through it. Cleared they are let go of (`set_to_none=True`, PyTorch's default), by Lightning
-            as the module's `optimizer_zero_grad` does it.
-        has_accumulation: Whether the batches of an update come from `memcallback.accumulate`, which clears gradients before it gives the first one
-            and divides the loss in its backward pass, whose caller keeps the undivided one; and not as in `loss = loss / accumulate`, or
+        zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most
+            loops do. Lightning clears them after it, so they live through it. Cleared they are let
+            go of (`set_to_none=True`, PyTorch's default), by Lightning as the module's
+            `optimizer_zero_grad` does it.
+        has_accumulation: Whether the batches of an update come from `memcallback.accumulate`, which
+            clears gradients before it gives the first one and divides the loss in its backward
+            pass, whose caller keeps the undivided one; and not as in `loss = loss / accumulate`, or
             Lightning.
 
     Raises:
-        ValueError: For an unknown precision, a number that is out of range, a sequence length that no tensor has, no loss in a list, or an
-            optimizer of another model.
-        TypeError: For anything that is not of its kind, and a function that cannot be called with what it is to be given.
+        ValueError: For an unknown precision, a number that is out of range, a sequence length that
+            no tensor has, no loss in a list, or an optimizer of another model.
+        TypeError: For anything that is not of its kind, and a function that cannot be called with
+            what it is to be given.
     """
 
     def __init__(
@@ -120,7 +144,10 @@ class TrainingStep:
         batch: object,
         *,
         loss: Loss | Sequence[Loss] | None = None,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None = None,
+        optimizer: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | MakeOptimizer
+        | None = None,
         precision: str | int = "32-true",
         batch_size: int | None = None,
         sequence_length: int | None = None,
@@ -135,7 +162,9 @@ class TrainingStep:
             )
         name = _SHORT.get(str(precision), str(precision))
         if name not in AUTOCAST:
-            raise ValueError(f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}.")
+            raise ValueError(
+                f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}."
+            )
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
         if ranks is not None and not isinstance(ranks, Ranks):
@@ -143,21 +172,45 @@ class TrainingStep:
                 f"ranks must be memcallback.Ranks, got {described(ranks)}. Give Ranks(world_size, 'ddp'), or None for one device."
             )
         if clip_grad_norm is not None:
-            above_0("clip_grad_norm", clip_grad_norm, "Give the largest norm, such as 1.0, or None for no clipping.")
+            above_0(
+                "clip_grad_norm",
+                clip_grad_norm,
+                "Give the largest norm, such as 1.0, or None for no clipping.",
+            )
         if clip_grad_value is not None:
-            above_0("clip_grad_value", clip_grad_value, "Give the largest value, such as 0.5, or None for no clipping.")
+            above_0(
+                "clip_grad_value",
+                clip_grad_value,
+                "Give the largest value, such as 0.5, or None for no clipping.",
+            )
         check_losses(default_loss if loss is None else loss)
         check_optimizers(model, optimizer)
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             ranks, model = ranks or ranks_of(model), model.module
         self.model = model
         self.batch = batch
-        self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss if loss is not None else default_loss,)
-        if len(self.losses) > 1 and (not isinstance(optimizer, Sequence) or len(optimizer) != len(self.losses)):
-            given = f"a list of {len(optimizer)}" if isinstance(optimizer, Sequence) else described(optimizer)
-            raise ValueError(f"{len(self.losses)} losses need as many optimizers, got {given}. Give optimizer=[one for each loss].")
+        self.losses: tuple[Loss, ...] = (
+            tuple(loss)
+            if isinstance(loss, Sequence)
+            else (loss if loss is not None else default_loss,)
+        )
+        if len(self.losses) > 1 and (
+            not isinstance(optimizer, Sequence) or len(optimizer) != len(self.losses)
+        ):
+            given = (
+                f"a list of {len(optimizer)}"
+                if isinstance(optimizer, Sequence)
+                else described(optimizer)
+            )
+            raise ValueError(
+                f"{len(self.losses)} losses need as many optimizers, got {given}. Give optimizer=[one for each loss]."
+            )
         self.precision = name
-        self.accumulate = whole_number("accumulate", accumulate, "It is how many batches there are for one update, 1 by default.")
+        self.accumulate = whole_number(
+            "accumulate",
+            accumulate,
+            "It is how many batches there are for one update, 1 by default.",
+        )
         if len(self.losses) > 1 and self.accumulate > 1:
             raise ValueError(
                 f"accumulate={accumulate} with {len(self.losses)} losses is not known: a step of several updates has one batch. Leave "
@@ -172,8 +225,12 @@ class TrainingStep:
         self.prepare: Prepare | None = None
         self.change_optimizers: ChangeOptimizers | None = None
         self._optimizer = optimizer
-        self.batch_size = infer_batch_size(batch) if batch_size is None else BatchSize(batch_size=batch_size)
-        self.sequence_length = None if sequence_length is None else check_sequence_length(sequence_length, batch)
+        self.batch_size = (
+            infer_batch_size(batch) if batch_size is None else BatchSize(batch_size=batch_size)
+        )
+        self.sequence_length = (
+            None if sequence_length is None else check_sequence_length(sequence_length, batch)
+        )
 
     @property
     def loss(self) -> Loss:
@@ -233,7 +290,10 @@ class TrainingStep:
         module: Any,
         batch: object,
         *,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None = None,
+        optimizer: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | MakeOptimizer
+        | None = None,
         precision: str | int = "32-true",
         batch_size: int | None = None,
         sequence_length: int | None = None,
@@ -258,8 +318,8 @@ class TrainingStep:
 
         Raises:
             TypeError: If the module has no `training_step`; and as `TrainingStep`.
-            ValueError: As `TrainingStep`; and for clipping both by norm and by value, or for clipping or accumulation with manual
-                optimization, which Lightning refuses too.
+            ValueError: As `TrainingStep`; and for clipping both by norm and by value, or for
+                clipping or accumulation with manual optimization, which Lightning refuses too.
         """
         if not callable(getattr(module, "training_step", None)):
             raise TypeError(
@@ -271,7 +331,11 @@ class TrainingStep:
                 f"clip_grad_norm is {clip_grad_norm} and clip_grad_value is {clip_grad_value}; a Trainer clips in one of these ways: give one."
             )
         if not getattr(module, "automatic_optimization", True):
-            check_by_hand(accumulate=accumulate, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value)
+            check_by_hand(
+                accumulate=accumulate,
+                clip_grad_norm=clip_grad_norm,
+                clip_grad_value=clip_grad_value,
+            )
         step = cls(
             module,
             batch,
@@ -285,8 +349,13 @@ class TrainingStep:
             ranks=ranks,
         )
         loop = step.lightning = LightningLoop(_DEFAULT_DTYPES.get(step.precision))
-        # Not through the step: that would be a cycle, and keep the batch alive until garbage is collected.
-        step.losses = (lambda copy, fakes: lightning_loss(loop, copy, fakes, len(_optimizers_of(copy, optimizer, is_lightning=True))),)
+        # Not through the step: that would be a cycle, and keep the batch alive until garbage is
+        # collected.
+        step.losses = (
+            lambda copy, fakes: lightning_loss(
+                loop, copy, fakes, len(_optimizers_of(copy, optimizer, is_lightning=True))
+            ),
+        )
         step.zero_grad_before_forward = False
         return step
 
@@ -325,14 +394,22 @@ class TrainingStep:
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
-        step.zero_grad_before_forward = self.zero_grad_before_forward if zero_grad_before_forward is None else zero_grad_before_forward
-        step.has_accumulation = self.has_accumulation if has_accumulation is None else has_accumulation
+        step.zero_grad_before_forward = (
+            self.zero_grad_before_forward
+            if zero_grad_before_forward is None
+            else zero_grad_before_forward
+        )
+        step.has_accumulation = (
+            self.has_accumulation if has_accumulation is None else has_accumulation
+        )
         step.change_optimizers = change_optimizers or self.change_optimizers
         step.prepare = _one_after_the_other(self.prepare, prepare)
         return step
 
     def optimizers_of(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-        """The step's optimizers: the given ones, or new ones for a model, which may be a copy of the step's."""
+        """The step's optimizers: the given ones, or new ones for a model, which may be a copy of
+        the step's.
+        """
         return _optimizers_of(model, self._optimizer, is_lightning=self.lightning is not None)
 
 

@@ -36,7 +36,9 @@ _NUM_CHARACTERS = 160
 
 
 def in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers with their module's name as `nn.Module._apply` comes to them: children first, then a module's own."""
+    """Parameters and buffers with their module's name as `nn.Module._apply` comes to them: children
+    first, then a module's own.
+    """
     for child_name, child in module.named_children():
         yield from in_order_of_moving(child, f"{name}.{child_name}" if name else child_name)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -50,7 +52,9 @@ class TraceMarks:
         self._mode = mode
         self._ledger = mode.ledger
         self._model = model
-        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+        self._owners = {
+            id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()
+        }
         self._stack: list[str] = [""]
         self._last_phase: Phase | None = None
         self._failed_in: str | None = None
@@ -63,9 +67,13 @@ class TraceMarks:
         mode.modules, mode.operator = self._module_of, ""
         self._follower = ModuleFollower([model], self._mark, self._fail)
 
-    def failure(self, error: Exception, way_out: str) -> PredictionError:
-        """What failed, where and at which operator, and the way out unless the error has one; what may be behind it is in the notes."""
-        where = [f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"]
+    def failure(self, error: Exception, hint: str) -> PredictionError:
+        """What failed, where and at which operator, and the way out unless the error has one; what
+        may be behind it is in the notes.
+        """
+        where = [
+            f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"
+        ]
         if self._failed_in:
             where.append(f"in module {self._failed_in!r}")
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
@@ -73,7 +81,9 @@ class TraceMarks:
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         has_way_out = isinstance(error, (NoStandIn, PipelineError))
         what = first_line if has_way_out else f"{type(error).__name__}: {_shortened(first_line)}"
-        failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {what}.{'' if has_way_out else f' {way_out}'}")
+        failure = PredictionError(
+            f"The step could not be traced, {', '.join(where)}: {what}.{'' if has_way_out else f' {hint}'}"
+        )
         failure.__notes__ = [_ON_FAKES]
         return failure
 
@@ -86,24 +96,22 @@ class TraceMarks:
         """Write down the model's way to the device."""
         with torch._C.DisableTorchFunction(), self._mode.unrecorded():
             for name, tensor in in_order_of_moving(self._model):
-                category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                category = (
+                    Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                )
                 for part in dense_parts(tensor):
                     if self._ledger.find(part) is None:
                         self._ledger.add(part, category, "Module.to").module = name
 
     def parallelize(
-        self, ranks: Ranks, lightning: LightningLoop | None, parts: Sequence[OptimizerParts], places: Sequence[str]
+        self,
+        ranks: Ranks,
+        lightning: LightningLoop | None,
+        parts: Sequence[OptimizerParts],
+        places: Sequence[str],
     ) -> tuple[nn.Module, list[OptimizerParts]]:
-        """Spread the model over ranks, as the training does before its first step, and write down what it takes from here on.
-
-        Args:
-            ranks: The job.
-            lightning: How a LightningModule is run, which calls what took its place itself; None for a plain loop.
-            parts: Those of the optimizers.
-            places: The types of the devices on which the user's parameters and buffers are, in the order in which they would be moved.
-
-        Returns:
-            What is called in place of the model, and the optimizers' parts, with what took the place of their parameters.
+        """Spread the model over ranks, as the training does before its first step, and write down
+        what it takes from here on.
         """
         self._add_as_they_are(places)
         self._mode.is_recording = True
@@ -118,14 +126,28 @@ class TraceMarks:
             self._model = whole.named
             self._follower = ModuleFollower([self._model], self._mark, self._fail)
         parameters = dict(self._model.named_parameters())
-        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in parameters.items()}
+        self._owners = {
+            id(parameter): name.rpartition(".")[0] for name, parameter in parameters.items()
+        }
         with torch._C.DisableTorchFunction():
-            for tensors, category in ((parameters, Category.PARAMETER), (dict(self._model.named_buffers()), Category.BUFFER)):
-                self._ledger.label(((name.rpartition(".")[0], tensor) for name, tensor in tensors.items()), category)
-        # A stage may have other names for the same parameters; what has taken their place elsewhere has the same names.
+            for tensors, category in (
+                (parameters, Category.PARAMETER),
+                (dict(self._model.named_buffers()), Category.BUFFER),
+            ):
+                self._ledger.label(
+                    ((name.rpartition(".")[0], tensor) for name, tensor in tensors.items()),
+                    category,
+                )
+        # A stage may have other names for the same parameters; what has taken their place elsewhere
+        # has the same names.
         own = {id(parameter) for parameter in before.values()}
-        successors = {id(parameter if id(parameter) in own else before.get(name)): parameter for name, parameter in parameters.items()}
-        if successors.keys() != own or any(number != id(parameter) for number, parameter in successors.items()):
+        successors = {
+            id(parameter if id(parameter) in own else before.get(name)): parameter
+            for name, parameter in parameters.items()
+        }
+        if successors.keys() != own or any(
+            number != id(parameter) for number, parameter in successors.items()
+        ):
             parts = [moved_to(part, successors) for part in parts]
         if lightning is None:
             return whole, [*parts]
@@ -133,25 +155,38 @@ class TraceMarks:
         return self._model, [*parts]
 
     def _add_as_they_are(self, places: Sequence[str]) -> None:
-        """Parameters and buffers are where the user's are: on the host, or on the device, which is written down."""
+        """Parameters and buffers are where the user's are: on the host, or on the device, which is
+        written down.
+        """
         with torch._C.DisableTorchFunction():
             for (name, tensor), place in zip(in_order_of_moving(self._model), places, strict=True):
                 for part in dense_parts(tensor):
                     if self._ledger.find(part) is None:
-                        category = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.BUFFER
+                        category = (
+                            Category.PARAMETER
+                            if isinstance(tensor, nn.Parameter)
+                            else Category.BUFFER
+                        )
                         is_host = self._mode.spec is not None and place in ("cpu", "meta")
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
                         entry.module, entry.is_meta = name, is_host and place == "meta"
 
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Write down the state that optimizers came with; a count of steps is on the host unless a kernel reads it."""
+        """Write down the state that optimizers came with; a count of steps is on the host unless a
+        kernel reads it.
+        """
         with torch._C.DisableTorchFunction():
             for optimizer in optimizers:
-                on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+                on_device = any(
+                    group.get("fused") or group.get("capturable")
+                    for group in optimizer.param_groups
+                )
                 for owner, state in optimizer.state.items():
                     for tensor in chain.from_iterable(map(dense_parts, tensors_in(state))):
                         is_host = tensor.dim() == 0 and not on_device
-                        entry = self._ledger.add(tensor, Category.OPTIMIZER_STATE, "Optimizer", is_host=is_host)
+                        entry = self._ledger.add(
+                            tensor, Category.OPTIMIZER_STATE, "Optimizer", is_host=is_host
+                        )
                         entry.module = self._owners.get(id(owner), "")
 
     def add_batch(self, batch: Any) -> None:
@@ -184,8 +219,14 @@ class TraceMarks:
     def _label_gradients(self) -> None:
         self._ledger.module = ""
         with torch._C.DisableTorchFunction():
-            gradients = ((name, parameter.grad) for name, parameter in self._model.named_parameters())
-            owned = ((name.rpartition(".")[0], gradient) for name, gradient in gradients if gradient is not None)
+            gradients = (
+                (name, parameter.grad) for name, parameter in self._model.named_parameters()
+            )
+            owned = (
+                (name.rpartition(".")[0], gradient)
+                for name, gradient in gradients
+                if gradient is not None
+            )
             self._ledger.label(owned, Category.GRADIENT)
 
     def runs(self, phase: Phase | None) -> Phase | None:
@@ -220,14 +261,20 @@ class TraceMarks:
             for optimizer in optimizers:
                 for owner, state in states_of(optimizer):
                     name = self._owners.get(id(owner), "")
-                    self._ledger.label(((name, tensor) for tensor in tensors_in(state)), Category.OPTIMIZER_STATE)
+                    self._ledger.label(
+                        ((name, tensor) for tensor in tensors_in(state)), Category.OPTIMIZER_STATE
+                    )
 
     @contextmanager
     def modules_named(self) -> Iterator[None]:
         """Follow which module runs."""
         handles = []
         for name, module in self._model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda *_, name=name: self._enter(name), prepend=True
+                )
+            )
             handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         self._follower.begin()
         try:

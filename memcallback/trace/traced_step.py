@@ -1,6 +1,7 @@
 """TracedStep: the trace of a step at one batch size, and the same with other sizes.
 
-What an operator takes for itself follows from the sizes of its tensors, by its own rule (`KernelRule`).
+What an operator takes for itself follows from the sizes of its tensors, by its own rule
+(`KernelRule`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Event, Free, ModuleMark, PhaseEnd, PhaseStart
-from memcallback.core.kernel import FIRST_TEMPORARY, Give, Kernel, KernelCall, Make, Origin, Take, completed
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Event,
+    Free,
+    ModuleMark,
+    PhaseEnd,
+    PhaseStart,
+)
+from memcallback.core.kernel import (
+    FIRST_TEMPORARY,
+    AllocationSource,
+    AllocOutput,
+    AllocTemp,
+    FreeTemp,
+    Kernel,
+    KernelCall,
+    completed,
+)
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.validation import whole_number
 
@@ -29,9 +47,10 @@ class TracedStep:
         batch_size: Samples in the batch, at least 1.
         calls: The calls of operators that have a rule, in order.
         caveats: What was assumed, one sentence each.
-        num_flops: Floating-point operations from one update to the next, of the operators that PyTorch counts (matrix products,
-            convolutions, attention).
-        sent_bytes: What the rank sends to others from one update to the next, by the formulas of rings.
+        num_flops: Floating-point operations from one update to the next, of the operators that
+            PyTorch counts (matrix products, convolutions, attention).
+        sent_bytes: What the rank sends to others from one update to the next, by the formulas of
+            rings.
         num_batches: How many batches those are.
         origins: The number of each allocation that a tensor stands for -> where it comes from.
         modules: The model's modules, the root first; none if they are not known.
@@ -44,7 +63,7 @@ class TracedStep:
     num_flops: int = 0
     sent_bytes: int = 0
     num_batches: int = 1
-    origins: Mapping[int, Origin] = field(default_factory=dict, repr=False, compare=False)
+    origins: Mapping[int, AllocationSource] = field(default_factory=dict, repr=False, compare=False)
     modules: tuple[ModuleInfo, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +83,9 @@ class TracedStep:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """All that may depend on the batch size, in order: the sizes of tensors, the numbers of rules."""
+        """All that may depend on the batch size, in order: the sizes of tensors, the numbers of
+        rules.
+        """
         found: list[int] = []
         for item in self.items:
             if isinstance(item, Alloc):
@@ -78,7 +99,8 @@ class TracedStep:
     def loose(self) -> frozenset[int]:
         """Positions in `numbers` of those that need be on no line or parabola.
 
-        These are the numbers of rules, which do not look at all of them, and the sizes of outputs that rules give: rows that are padded.
+        These are the numbers of rules, which do not look at all of them, and the sizes of outputs
+        that rules give: rows that are padded.
         """
         found: set[int] = set()
         start = 0
@@ -86,7 +108,11 @@ class TracedStep:
             if isinstance(item, KernelCall):
                 made, rule = item.made, item.rule
                 kernel = rule.function(*rule.constants, *rule.numbers)
-                sized = {item.outputs[step.index] for step in kernel if isinstance(step, Make) and step.size_bytes is not None}
+                sized = {
+                    item.outputs[step.index]
+                    for step in kernel
+                    if isinstance(step, AllocOutput) and step.size_bytes is not None
+                }
                 found.update(start + index for index, number in enumerate(made) if number in sized)
                 start += len(made)
                 found.update(range(start, start + len(rule.numbers)))
@@ -99,13 +125,10 @@ class TracedStep:
     def _allocs(self) -> dict[int, Alloc]:
         return {event.id: event for event in self.trace.events if isinstance(event, Alloc)}
 
-    def with_numbers(self, numbers: Sequence[int], answers: dict[tuple[int, ...], Kernel]) -> AllocationTrace:
-        """The same events and marks with other sizes.
-
-        Args:
-            numbers: In place of `numbers`.
-            answers: What the rules of this step have answered before; more is added.
-        """
+    def with_numbers(
+        self, numbers: Sequence[int], answers: dict[tuple[int, ...], Kernel]
+    ) -> AllocationTrace:
+        """The same events and marks with other sizes."""
         events: list[Event] = []
         marks, unmoved, position = list[ModuleMark](), deque(self.trace.marks), 0
         kinds, temporaries, index = iter(self._kinds), count(FIRST_TEMPORARY), 0
@@ -118,12 +141,17 @@ class TracedStep:
                 index += 1
             elif isinstance(item, KernelCall):
                 first = index + len(item.made)
-                made = {number: _resized(self._allocs[number], size) for number, size in zip(item.made, numbers[index:first], strict=True)}
+                made = {
+                    number: _resized(self._allocs[number], size)
+                    for number, size in zip(item.made, numbers[index:first], strict=True)
+                }
                 index = first + len(item.rule.numbers)
                 asked = next(kinds), *numbers[first:index]
                 kernel = answers.get(asked)
                 if kernel is None:
-                    kernel = answers[asked] = completed(item.rule.function(*item.rule.constants, *asked[1:]), len(item.outputs))
+                    kernel = answers[asked] = completed(
+                        item.rule.function(*item.rule.constants, *asked[1:]), len(item.outputs)
+                    )
                 _play(item, kernel, made, temporaries, events)
                 position += item.stop - item.start
             else:
@@ -136,36 +164,52 @@ class TracedStep:
     def _kinds(self) -> list[int]:
         """A number for each call, the same for those that get the same answer to the same numbers."""
         known: dict[Hashable, int] = {}
-        return [known.setdefault((call.rule.function, call.rule.constants, len(call.outputs)), len(known)) for call in self.calls]
+        return [
+            known.setdefault(
+                (call.rule.function, call.rule.constants, len(call.outputs)), len(known)
+            )
+            for call in self.calls
+        ]
 
 
-def _play(call: KernelCall, kernel: Kernel, made: dict[int, Alloc], temporaries: Iterator[int], events: list[Event]) -> None:
-    """Add the events of a call.
-
-    Args:
-        call: The call.
-        kernel: All that it does.
-        made: What it makes and keeps, by number; taken out as it is made.
-        temporaries: Numbers for what it gives back.
-        events: Where to add.
-    """
+def _play(
+    call: KernelCall,
+    kernel: Kernel,
+    made: dict[int, Alloc],
+    temporaries: Iterator[int],
+    events: list[Event],
+) -> None:
+    """Add the events of a call."""
     taken: list[int] = []
     for step in kernel:
-        if isinstance(step, Make):
+        if isinstance(step, AllocOutput):
             alloc = made.pop(call.outputs[step.index], None)  # type: ignore[arg-type]  # None is no key
             if alloc is not None:
-                events.append(alloc if step.size_bytes is None else _resized(alloc, step.size_bytes))
-        elif isinstance(step, Take):
+                events.append(
+                    alloc if step.size_bytes is None else _resized(alloc, step.size_bytes)
+                )
+        elif isinstance(step, AllocTemp):
             taken.append(next(temporaries))
-            events.append(Alloc(taken[-1], step.size_bytes, call.stream, step.category, call.operator, call.module))
-        elif isinstance(step, Give):
+            events.append(
+                Alloc(
+                    taken[-1],
+                    step.size_bytes,
+                    call.stream,
+                    step.category,
+                    call.operator,
+                    call.module,
+                )
+            )
+        elif isinstance(step, FreeTemp):
             events.append(Free(taken[step.index]))
         else:  # Multiply
             events.extend(made.pop(number) for number in call.handles)
 
 
 def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> AllocationTrace:
-    """A trace of events that differ from a checked trace's in sizes alone; checking 100,000 events takes longer than making them."""
+    """A trace of events that differ from a checked trace's in sizes alone; checking 100,000 events
+    takes longer than making them.
+    """
     trace = object.__new__(AllocationTrace)
     object.__setattr__(trace, "events", events)
     object.__setattr__(trace, "marks", marks)
@@ -175,7 +219,9 @@ def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> Allo
 def _resized(alloc: Alloc, size_bytes: int) -> Alloc:
     # Not `replace`, which takes three times as long.
     return (
-        alloc if alloc.size_bytes == size_bytes else Alloc(alloc.id, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
+        alloc
+        if alloc.size_bytes == size_bytes
+        else Alloc(alloc.id, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
     )
 
 
@@ -192,7 +238,8 @@ def is_same(one: Event | KernelCall, other: Event | KernelCall) -> bool:
     if isinstance(one, KernelCall) and isinstance(other, KernelCall):
         ours, theirs = one.rule, other.rule
         return (
-            (one.outputs, one.handles, one.operator, one.module) == (other.outputs, other.handles, other.operator, other.module)
+            (one.outputs, one.handles, one.operator, one.module)
+            == (other.outputs, other.handles, other.operator, other.module)
             and (ours.function, ours.constants) == (theirs.function, theirs.constants)
             and len(ours.numbers) == len(theirs.numbers)
         )
@@ -219,7 +266,9 @@ def item_text(step: TracedStep, index: int) -> str:
     if isinstance(item, KernelCall):
         return f"a call of {item.operator}{_of_module(item.module)}"
     events = [event for event in step.items[: index + 1] if not isinstance(event, KernelCall)]
-    return event_text((*(event for event in step.trace.events if isinstance(event, Alloc)), *events), -1)
+    return event_text(
+        (*(event for event in step.trace.events if isinstance(event, Alloc)), *events), -1
+    )
 
 
 def event_text(events: Sequence[Event], position: int) -> str:
@@ -228,10 +277,18 @@ def event_text(events: Sequence[Event], position: int) -> str:
         return "nothing"
     event = events[position]
     if isinstance(event, (Alloc, Free)):
-        alloc = event if isinstance(event, Alloc) else next(one for one in events if isinstance(one, Alloc) and one.id == event.id)
+        alloc = (
+            event
+            if isinstance(event, Alloc)
+            else next(one for one in events if isinstance(one, Alloc) and one.id == event.id)
+        )
         phase = _phase(events[:position])
         where = f"{alloc.operator or 'an allocation'}{_of_module(alloc.module)}{f' ({phase})' if phase else ''}"
-        return f"{where} with {alloc.size_bytes} bytes" if isinstance(event, Alloc) else f"the end of {where}"
+        return (
+            f"{where} with {alloc.size_bytes} bytes"
+            if isinstance(event, Alloc)
+            else f"the end of {where}"
+        )
     return str(event)
 
 
@@ -240,5 +297,7 @@ def _of_module(module: str) -> str:
 
 
 def _phase(events: Sequence[Event]) -> str | None:
-    mark = next((event for event in reversed(events) if isinstance(event, (PhaseStart, PhaseEnd))), None)
+    mark = next(
+        (event for event in reversed(events) if isinstance(event, (PhaseStart, PhaseEnd))), None
+    )
     return mark.phase.label if isinstance(mark, PhaseStart) else None

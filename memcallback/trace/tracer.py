@@ -19,7 +19,12 @@ from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import untouched_variables
-from memcallback.step.copies.optimizers import fill_history, optimizer_from, optimizer_parts, run_to_the_end
+from memcallback.step.copies.optimizers import (
+    fill_history,
+    optimizer_from,
+    optimizer_parts,
+    run_to_the_end,
+)
 from memcallback.step.copies.resizing import resize_batch
 from memcallback.step.pipeline import Pipeline
 from memcallback.step.ranks import Ranks, newer_torch_needed
@@ -57,21 +62,6 @@ def trace(
     """Trace the model's way to the device and the first updates of a training on it.
 
     Runs on a copy of fake tensors: nothing of the user's is changed, and nothing is computed.
-
-    Args:
-        step: The step.
-        device: The card; None for a CPU.
-        batch_size: Samples in the batch; None for as many as it has.
-        sequence_length: How long its sequences are; None for as long as they are. Others need a step that says how long that is.
-        num_windows: How many optimizer updates; gradient accumulation has several steps for each. By default two: the first, which makes
-            gradients and optimizer state, and a steady one; three where ranks take longer to settle.
-        bounds: Shared by the traces of a step, so that their sizes are on lines.
-
-    Returns:
-        The trace.
-
-    Raises:
-        PredictionError: If the step fails on fake tensors; the text names the phase, the operator, the module and the way out.
     """
     wanted = _Wanted(step, device, batch_size, sequence_length, num_windows)
     own_bounds = bounds or Bounds()
@@ -84,7 +74,11 @@ def trace(
             "out for one device."
         )
     return with_messages(
-        lambda rank, messages: _traced(wanted, own_bounds if rank == ranks.rank else Bounds(), _Place(ranks.as_rank(rank), messages)),
+        lambda rank, messages: _traced(
+            wanted,
+            own_bounds if rank == ranks.rank else Bounds(),
+            _Place(ranks.as_rank(rank), messages),
+        ),
         ranks.rank,
     )
 
@@ -113,7 +107,12 @@ def _traced(wanted: _Wanted, bounds: Bounds, place: _Place | None = None) -> Tra
     step = wanted.step
     bounds.restart()
     mode = TraceMode(Ledger(), wanted.device, bounds)
-    with _ONE_AT_A_TIME, untouched_globals(), untouched_variables(step.model, step.losses), fakes_as_real(mode.assumed):
+    with (
+        _ONE_AT_A_TIME,
+        untouched_globals(),
+        untouched_variables(step.model, step.losses),
+        fakes_as_real(mode.assumed),
+    ):
         mode.calibrate()
         training = _Training(wanted, mode, place.ranks if place else None)
         with _semantics(mode, place):
@@ -129,10 +128,16 @@ def _traced(wanted: _Wanted, bounds: Bounds, place: _Place | None = None) -> Tra
 
 
 def _way_out(step: TrainingStep) -> str:
-    """What to do about code of the user's that failed, perhaps because nobody said how the model is called with a batch of several parts."""
+    """What to do about code of the user's that failed, perhaps because nobody said how the model is
+    called with a batch of several parts.
+    """
     if step.loss is not default_loss or isinstance(step.batch, torch.Tensor):
         return _WITHOUT_IT
-    return _NO_LOSS.format("as model(**batch)" if is_handed_over_by_name(step.model, step.batch) else "with the whole batch")
+    return _NO_LOSS.format(
+        "as model(**batch)"
+        if is_handed_over_by_name(step.model, step.batch)
+        else "with the whole batch"
+    )
 
 
 @contextmanager
@@ -163,7 +168,8 @@ class _Training:
         step = wanted.step
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
         self._model, self._batch, self._parts = fake_copy((step.model, step.batch, parts), mode)
-        #: Where the user's parameters and buffers are: types of devices, in the order in which they would be moved.
+        #: Where the user's parameters and buffers are: types of devices, in the order in which they
+        #: would be moved.
         self._places = [tensor.device.type for _, tensor in in_order_of_moving(step.model)]
         for module in self._model.modules() if mode.spec else ():
             for name, value in vars(module).items():
@@ -187,8 +193,17 @@ class _Training:
         optimizers = self._make_optimizers()
         self._infos = self.marks.module_infos()
         device_type = "cuda" if mode.spec else "cpu"
-        copies = Copies(model=self._model, optimizers=optimizers, new_batch=self._new_batch, marks=self.marks, device_type=device_type)
-        num_windows = self._wanted.num_windows or (self._ranks.num_updates_to_settle if self._ranks else 1) + 1
+        copies = Copies(
+            model=self._model,
+            optimizers=optimizers,
+            new_batch=self._new_batch,
+            marks=self.marks,
+            device_type=device_type,
+        )
+        num_windows = (
+            self._wanted.num_windows
+            or (self._ranks.num_updates_to_settle if self._ranks else 1) + 1
+        )
         with self.marks.modules_named():
             for window in range(num_windows):
                 run_window(step, copies)
@@ -204,7 +219,8 @@ class _Training:
         mode.is_recording = False
         mode.ledger.close()
         mode.in_flight.close()
-        # A gradient is a part of its tensor that Python's garbage collector does not see: left there, it would keep all this alive.
+        # A gradient is a part of its tensor that Python's garbage collector does not see: left
+        # there, it would keep all this alive.
         for parameter in self._model.parameters():
             parameter.grad = None
         mode.modules = None
@@ -236,7 +252,9 @@ class _Training:
             self.marks.add_model()
             self._mode.is_recording = True
             return
-        self._model, self._parts = self.marks.parallelize(self._ranks, self._wanted.step.lightning, self._parts, self._places)
+        self._model, self._parts = self.marks.parallelize(
+            self._ranks, self._wanted.step.lightning, self._parts, self._places
+        )
         if isinstance(self._model, Pipeline):
             self._num_parts = self._model.num_microbatches
 
@@ -255,14 +273,14 @@ class _Training:
         before, after = wanted.step.sequence_length, wanted.sequence_length
         lengths = (before, after) if before and after else None
         with self._mode.unrecorded():
-            fresh = resize_batch(self._batch, given, self._num_parts * (wanted.batch_size or given), lengths=lengths)
+            fresh = resize_batch(
+                self._batch, given, self._num_parts * (wanted.batch_size or given), lengths=lengths
+            )
         self.marks.add_batch(fresh)
         return fresh
 
 
-_UNKNOWN_WORKSPACES = (
-    "Convolution workspaces are estimates: cuDNN's own answers need it installed (pip install nvidia-cudnn-cu12) and benchmark mode off."
-)
+_UNKNOWN_WORKSPACES = "Convolution workspaces are estimates: cuDNN's own answers need it installed (pip install nvidia-cudnn-cu12) and benchmark mode off."
 _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some of its engines (seen with depthwise "
     "convolutions in half precision)."
@@ -276,7 +294,10 @@ def _caveats(step: TrainingStep, traced: TracedStep) -> Iterator[str]:
             f"The tensors of the batch differ in their first dimension; {step.batch_size.batch_size}, the most frequent, was taken for the "
             "batch size."
         )
-    if any(type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None for module in step.model.modules()):
+    if any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in step.model.modules()
+    ):
         yield _COMPILED
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"

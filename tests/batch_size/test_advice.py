@@ -12,7 +12,9 @@ from memcallback.core.units import GiB, MiB
 
 
 def advice(largest, **bounds):
-    line = PeakLine(batch_size=10, peak_bytes=10 * MiB, growth_bytes=MiB, decline_bytes=MiB, floor_bytes=0)
+    line = PeakLine(
+        batch_size=10, peak_bytes=10 * MiB, growth_bytes=MiB, decline_bytes=MiB, floor_bytes=0
+    )
     return BatchSizeAdvice(
         largest=largest,
         bounds=BatchSizeBounds(**bounds),
@@ -83,7 +85,9 @@ def test_accumulation_keeps_the_product_exact_and_fits(largest, of_rank, world_s
 
 def test_accumulation_for_an_effective_batch_size():
     assert advice(100).accumulate_for(256) == AccumulationPlan(batch_size=64, accumulate=4)
-    assert advice(100, world_size=2).accumulate_for(256) == AccumulationPlan(batch_size=64, accumulate=2, world_size=2)
+    assert advice(100, world_size=2).accumulate_for(256) == AccumulationPlan(
+        batch_size=64, accumulate=2, world_size=2
+    )
 
 
 def test_what_cannot_be_accumulated_is_refused_with_the_way_out():

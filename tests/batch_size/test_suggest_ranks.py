@@ -11,11 +11,15 @@ WIDTH = 1024
 
 
 def network(num_layers=2):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(num_layers)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(num_layers))
+    )
 
 
 def step(ranks=None, model=None):
-    return mc.TrainingStep(model or network(), torch.zeros(16, WIDTH), optimizer=torch.optim.SGD, ranks=ranks)
+    return mc.TrainingStep(
+        model or network(), torch.zeros(16, WIDTH), optimizer=torch.optim.SGD, ranks=ranks
+    )
 
 
 def suggested(device, ranks=None, **options):
@@ -30,7 +34,10 @@ def test_ranks_with_unlike_devices_have_the_batch_size_of_the_smallest():
     advice = suggested(["6GiB", "4GiB", "6GiB"], ddp)
     assert advice.batch_size == alone["4GiB"]
     assert advice.global_batch_size == 3 * alone["4GiB"]
-    assert [(one.ranks, one.batch_size) for one in advice.by_rank] == [((0, 2), alone["6GiB"]), ((1,), alone["4GiB"])]
+    assert [(one.ranks, one.batch_size) for one in advice.by_rank] == [
+        ((0, 2), alone["6GiB"]),
+        ((1,), alone["4GiB"]),
+    ]
     assert "Ranks 0, 2 on" in advice.to_text()
     assert [row["ranks"] for row in advice.to_dict()["by_rank"]] == [[0, 2], [1]]
 
@@ -62,7 +69,9 @@ def test_a_microbatch_is_as_large_as_fits_on_every_stage():
     assert "4 microbatches of that size" in advice.to_text()
     with pytest.raises(ValueError, match="in a pipeline"):
         advice.accumulate_for(1024)
-    from_the_other = mc.suggest_batch_size(step(job(rank=1), network(4)), device="4GiB", multiple_of=1)
+    from_the_other = mc.suggest_batch_size(
+        step(job(rank=1), network(4)), device="4GiB", multiple_of=1
+    )
     assert from_the_other.batch_size == advice.batch_size
 
 
@@ -78,17 +87,28 @@ def scheduled(model, mesh):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     number = mesh.get_local_rank()
-    stage = PipelineStage(uneven(model, number, 2), number, 2, torch.device(mesh.device_type), group=mesh.get_group())
+    stage = PipelineStage(
+        uneven(model, number, 2), number, 2, torch.device(mesh.device_type), group=mesh.get_group()
+    )
     return Schedule1F1B(stage, 4, loss_fn=lambda output, target: output.sum() + 0 * target.sum())
 
 
 def run(schedule, batch):
-    schedule.step(*([batch] if schedule._stage.is_first else []), target=batch if schedule._stage.is_last else None)
+    schedule.step(
+        *([batch] if schedule._stage.is_first else []),
+        target=batch if schedule._stage.is_last else None,
+    )
 
 
 @needs_ranks
 def test_a_function_that_makes_a_pipeline_is_looked_at_on_every_rank():
-    own = mc.TrainingStep(network(4), torch.zeros(16, WIDTH), loss=run, optimizer=torch.optim.SGD, ranks=mc.Ranks(2, scheduled, rank=1))
+    own = mc.TrainingStep(
+        network(4),
+        torch.zeros(16, WIDTH),
+        loss=run,
+        optimizer=torch.optim.SGD,
+        ranks=mc.Ranks(2, scheduled, rank=1),
+    )
     advice = mc.suggest_batch_size(own, device="4GiB", multiple_of=1)
     assert [one.ranks for one in advice.by_rank] == [(0,), (1,)]
     assert advice.batch_size == min(one.batch_size for one in advice.by_rank)
@@ -107,13 +127,20 @@ def test_for_every_length_all_stages_fit():
     def stage(model, number, num_stages):
         return model[number]
 
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), Tokens()), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40_000)))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), Tokens()),
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40_000)),
+    )
     ranks = mc.Ranks(2, "pipeline", n_microbatches=2, split=stage)
-    long = mc.TrainingStep(model, torch.zeros(4, 128, 8), optimizer=torch.optim.SGD, sequence_length=128, ranks=ranks)
+    long = mc.TrainingStep(
+        model, torch.zeros(4, 128, 8), optimizer=torch.optim.SGD, sequence_length=128, ranks=ranks
+    )
     advice = mc.suggest_batch_size(long, device="4GiB", multiple_of=1, sequence_lengths=[16, 128])
     for rank in range(2):
         for length, batch_size in advice.by_sequence_length.items():
-            prediction = mc.predict(long.of_rank(rank), device="4GiB", sequence_length=length).at(batch_size=batch_size)
+            prediction = mc.predict(long.of_rank(rank), device="4GiB", sequence_length=length).at(
+                batch_size=batch_size
+            )
             assert prediction.peak_reserved_bytes <= advice.budget_bytes, (rank, length)
 
 
@@ -127,7 +154,9 @@ def test_ranks_with_tensor_parallel_layers_share_a_batch():
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ValueError, match=r"list of 2 devices, and must have one for each of the 3 ranks"):
+    with pytest.raises(
+        ValueError, match=r"list of 2 devices, and must have one for each of the 3 ranks"
+    ):
         suggested(["4GiB", "8GiB"], mc.Ranks(3))
     with pytest.raises(ValueError, match=r"list of 0 devices, and must have at least one"):
         suggested([])

@@ -1,6 +1,8 @@
-"""Predicted against measured: a part of `benchmarks/accuracy.py compare` that needs neither a device nor cuDNN.
+"""Predicted against measured: a part of `benchmarks/accuracy.py compare` that needs neither a
+device nor cuDNN.
 
-What was measured is recorded in benchmarks/results/<device>-<date>/accuracy.json.gz, with device, versions and date.
+What was measured is recorded in benchmarks/results/<device>-<date>/accuracy.json.gz, with device,
+versions and date.
 """
 
 import sys
@@ -33,7 +35,11 @@ CASES = {
         "lstm-cell-adam-32-true-clip",
         "mlp-lbfgs-32-true",
     ],
-    "tesla-t4-virtual": ["gpt2-sgd-16-mixed-checkpoint-reentrant", "mlp-mixer-adamw-32-true", "graph-network-adam-32-true"],
+    "tesla-t4-virtual": [
+        "gpt2-sgd-16-mixed-checkpoint-reentrant",
+        "mlp-mixer-adamw-32-true",
+        "graph-network-adam-32-true",
+    ],
 }
 
 
@@ -41,14 +47,20 @@ def compared(device, name):
     document = read_json(latest_result(device, "accuracy.json.gz"))
     config = next(config for config in CONFIGS if config.name == name)
     answer = predict(config, document["environment"]["device"])
-    return figures(name, document["configs"][name]["windows"][-1], answer["steps"]), answer["caveats"]
+    return figures(name, document["configs"][name]["windows"][-1], answer["steps"]), answer[
+        "caveats"
+    ]
 
 
 def test_all_that_was_measured_is_compared():
-    assert sorted(RESULTS.glob("*/accuracy.json.gz")) == sorted(latest_result(device, "accuracy.json.gz") for device in CASES)
+    assert sorted(RESULTS.glob("*/accuracy.json.gz")) == sorted(
+        latest_result(device, "accuracy.json.gz") for device in CASES
+    )
 
 
-@pytest.mark.parametrize(("device", "name"), [(device, name) for device, names in CASES.items() for name in names])
+@pytest.mark.parametrize(
+    ("device", "name"), [(device, name) for device, names in CASES.items() for name in names]
+)
 def test_a_steady_step_is_predicted_as_it_was_measured(device, name):
     found, _ = compared(device, name)
     assert found
@@ -58,6 +70,14 @@ def test_a_steady_step_is_predicted_as_it_was_measured(device, name):
 @pytest.mark.skipif(workspaces_are_known(), reason="cuDNN is installed, whose answers are exact")
 def test_without_cudnn_a_convolutional_network_is_predicted_within_a_band_and_a_caveat_says_so():
     found, caveats = compared("nvidia-h200-virtual", "resnet18-sgd-32-true")
-    assert [figure for figure in found if figure.quantity in ("start", "end") and abs(figure.error_share) > 0.01] == []
-    assert [figure for figure in found if figure.quantity == "peak allocated" and abs(figure.error_share) > 0.05] == []
+    assert [
+        figure
+        for figure in found
+        if figure.quantity in ("start", "end") and abs(figure.error_share) > 0.01
+    ] == []
+    assert [
+        figure
+        for figure in found
+        if figure.quantity == "peak allocated" and abs(figure.error_share) > 0.05
+    ] == []
     assert any("Convolution workspaces are estimates" in caveat for caveat in caveats)

@@ -1,4 +1,6 @@
-"""The configurations of the accuracy proof are there, can be built, and give a loss on tensors without data; its judgement is right."""
+"""The configurations of the accuracy proof are there, can be built, and give a loss on tensors
+without data; its judgement is right.
+"""
 
 import sys
 from pathlib import Path
@@ -46,7 +48,9 @@ def test_a_model_gives_a_loss_on_shapes(architecture):
     model, batch = fake_copy((parts.model, parts.batch), mode)
     with mode:
         for loss_function, make_optimizer in zip(parts.losses, parts.optimizers, strict=True):
-            if architecture == "speech-ctc":  # the loss reads the lengths of the texts, which shapes do not have
+            if (
+                architecture == "speech-ctc"
+            ):  # the loss reads the lengths of the texts, which shapes do not have
                 assert model(batch["spectrogram"]).requires_grad
                 continue
             loss = loss_function(model, batch)
@@ -56,7 +60,11 @@ def test_a_model_gives_a_loss_on_shapes(architecture):
 
 
 def test_the_precision_is_the_models_and_the_batchs():
-    config = next(config for config in CONFIGS if config.precision == "bf16-true" and config.workload.architecture == "vit-s16")
+    config = next(
+        config
+        for config in CONFIGS
+        if config.precision == "bf16-true" and config.workload.architecture == "vit-s16"
+    )
     parts = config.make(initialise=False)
     assert {parameter.dtype for parameter in parts.model.parameters()} == {torch.bfloat16}
     assert parts.batch["image"].dtype == torch.bfloat16
@@ -74,15 +82,24 @@ def window(phase, allocated, reserved=2**30):
 
 
 def judge(*pairs):
-    """The summary of configurations with one window each, of which measured and predicted bytes are given."""
-    found = {str(n): figures(str(n), [[window("forward", *true)]], [[window("forward", *guess)]]) for n, (true, guess) in enumerate(pairs)}
+    """The summary of configurations with one window each, of which measured and predicted bytes are
+    given.
+    """
+    found = {
+        str(n): figures(str(n), [[window("forward", *true)]], [[window("forward", *guess)]])
+        for n, (true, guess) in enumerate(pairs)
+    }
     return summarise("all", found)
 
 
 def test_equal_figures_meet_the_bars_and_are_exact():
     summary = judge(((10**9, 10**9), (10**9, 10**9)))
     assert summary.is_met
-    assert (summary.allocated_share, summary.exact_share, summary.median_allocated_bytes) == (1.0, 1.0, 0)
+    assert (summary.allocated_share, summary.exact_share, summary.median_allocated_bytes) == (
+        1.0,
+        1.0,
+        0,
+    )
 
 
 def test_a_mebibyte_and_a_thousandth_are_within():
@@ -94,7 +111,9 @@ def test_a_mebibyte_and_a_thousandth_are_within():
 
 
 def test_one_that_is_far_off_is_one_too_many():
-    assert not judge(*[((10**9, 10**9), (10**9, 10**9))] * 99, ((10**9, 10**9), (10**9 + 2 * 10**7, 10**9))).is_met
+    assert not judge(
+        *[((10**9, 10**9), (10**9, 10**9))] * 99, ((10**9, 10**9), (10**9 + 2 * 10**7, 10**9))
+    ).is_met
 
 
 def test_reserved_memory_has_a_bar_of_its_own():
@@ -111,7 +130,9 @@ def test_what_was_not_predicted_is_wrong():
 def test_windows_that_differ_are_compared_as_one_step():
     measured = [[window("optimizer_step", 500)]]
     predicted = [[window("forward", 300), window("backward", 500), window("optimizer_step", 400)]]
-    found = {figure.quantity: figure.error_bytes for figure in figures("lbfgs", measured, predicted)}
+    found = {
+        figure.quantity: figure.error_bytes for figure in figures("lbfgs", measured, predicted)
+    }
     assert found == {"start": -200, "end": -100, "peak allocated": 0, "peak reserved": 0}
 
 

@@ -1,4 +1,6 @@
-"""Two folders of `device_run.sh`, made by hand: equal ones meet the bars, doctored ones show what differs and miss them."""
+"""Two folders of `device_run.sh`, made by hand: equal ones meet the bars, doctored ones show what
+differs and miss them.
+"""
 
 import gzip
 import io
@@ -32,15 +34,31 @@ def pair(config, suggestion=96, trains=97, *, ran=True, num_ooms=0):
         "card": "NVIDIA H200",
         "capacity_bytes": 12 * 2**30,
         "suggestion": {"size": suggestion, "limit_without_retry": 100, "limit": 101},
-        "trial": {"batch_size": suggestion, "ran": ran, "num_retries": 0, "num_last_retries": 0, "num_ooms": num_ooms},
+        "trial": {
+            "batch_size": suggestion,
+            "ran": ran,
+            "num_retries": 0,
+            "num_last_retries": 0,
+            "num_ooms": num_ooms,
+        },
         "less": truth,
         "whole": truth,
         "searches": [],
     }
 
 
-def make(folder, *, measured=None, predicted=None, pairs=None, events=None, workspace=100, context=512 * MB):
-    """A folder of 100 trainings of 1000 MB allocated and 2000 MB reserved, each predicted so; by name other figures.
+def make(
+    folder,
+    *,
+    measured=None,
+    predicted=None,
+    pairs=None,
+    events=None,
+    workspace=100,
+    context=512 * MB,
+):
+    """A folder of 100 trainings of 1000 MB allocated and 2000 MB reserved, each predicted so; by
+    name other figures.
 
     Args:
         folder: Where.
@@ -54,17 +72,36 @@ def make(folder, *, measured=None, predicted=None, pairs=None, events=None, work
     folder.mkdir()
     names = [f"model-{number}" for number in range(100)]
     truth = {name: {"windows": [[step(1000 * MB, 2000 * MB)]], "period": 1} for name in names}
-    truth |= {name: {"windows": [[window]], "period": 1} for name, window in (measured or {}).items()}
+    truth |= {
+        name: {"windows": [[window]], "period": 1} for name, window in (measured or {}).items()
+    }
     answers = {name: {"result": {"steps": one["windows"][-1]}} for name, one in truth.items()}
-    answers |= {name: {"result": {"steps": [window]}} if window else {"error": "not traced"} for name, window in (predicted or {}).items()}
+    answers |= {
+        name: {"result": {"steps": [window]}} if window else {"error": "not traced"}
+        for name, window in (predicted or {}).items()
+    }
     about = {"device": "NVIDIA H200", "is_virtual": True}
     write_json(folder / "accuracy.json.gz", {"environment": about, "configs": truth})
-    write_json(folder / "predicted.json.gz", {"environment": about, "answers": answers, "left_out": {}})
-    write_json(folder / "batch_size.json", {"pairs": pairs or [pair(f"model-{number}") for number in range(8)]})
-    facts = {"context_bytes": {"after": context}, "workspace_bytes": {"product": 32 * MB}, "first_segments_bytes": {"1": 2 * 2**20}}
+    write_json(
+        folder / "predicted.json.gz", {"environment": about, "answers": answers, "left_out": {}}
+    )
+    write_json(
+        folder / "batch_size.json",
+        {"pairs": pairs or [pair(f"model-{number}") for number in range(8)]},
+    )
+    facts = {
+        "context_bytes": {"after": context},
+        "workspace_bytes": {"product": 32 * MB},
+        "first_segments_bytes": {"1": 2 * 2**20},
+    }
     write_json(folder / "facts.json", {"environment": about, **facts})
-    write_json(folder / "NVIDIA-H200.json.gz", {"cases": {"plain": [[100, -100], []]}, "workspaces": {"plain": workspace}})
-    history = gzip.compress(json.dumps({"events": events or [["a", 5, 512, 0], ["r", 0, 512, 0]]}).encode())
+    write_json(
+        folder / "NVIDIA-H200.json.gz",
+        {"cases": {"plain": [[100, -100], []]}, "workspaces": {"plain": workspace}},
+    )
+    history = gzip.compress(
+        json.dumps({"events": events or [["a", 5, 512, 0], ["r", 0, 512, 0]]}).encode()
+    )
     with tarfile.open(folder / "allocator.tar", "w") as archive:
         member = tarfile.TarInfo("./cnn.json.gz")
         member.size = len(history)
@@ -83,7 +120,14 @@ def missed(folder):
 
 
 def test_equal_folders_meet_every_bar_and_differ_in_nothing(tmp_path, monkeypatch, capsys):
-    code, page = run(monkeypatch, capsys, make(tmp_path / "real"), make(tmp_path / "virtual"), "--out", tmp_path / "out")
+    code, page = run(
+        monkeypatch,
+        capsys,
+        make(tmp_path / "real"),
+        make(tmp_path / "virtual"),
+        "--out",
+        tmp_path / "out",
+    )
     assert code == 0
     assert "**no**" not in page
     assert "| figure | differ |" not in page
@@ -118,11 +162,16 @@ def test_each_figure_that_differs_is_told_with_both_values(tmp_path, monkeypatch
 
 
 def test_a_training_that_runs_on_one_device_alone_is_told(tmp_path, monkeypatch, capsys):
-    real, virtual = make(tmp_path / "real", measured={"extra": step(MB, MB)}), make(tmp_path / "virtual")
+    real, virtual = (
+        make(tmp_path / "real", measured={"extra": step(MB, MB)}),
+        make(tmp_path / "virtual"),
+    )
     assert "| extra | runs | True | False |" in run(monkeypatch, capsys, real, virtual)[1]
 
 
-def test_of_a_part_that_failed_the_missing_file_is_named_and_its_bars_are_missed(tmp_path, monkeypatch, capsys):
+def test_of_a_part_that_failed_the_missing_file_is_named_and_its_bars_are_missed(
+    tmp_path, monkeypatch, capsys
+):
     real, virtual = make(tmp_path / "real"), make(tmp_path / "virtual")
     (real / "batch_size.json").unlink()
     (virtual / "allocator.tar").unlink()
@@ -159,10 +208,18 @@ def test_so_has_the_95th_percentile(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [step(997 * MB, 2000 * MB), step(1000 * MB, 1959 * MB), None])
-def test_in_two_of_a_hundred_trainings_a_peak_may_be_above_its_bound_or_have_no_prediction(tmp_path, wrong):
-    assert missed(make(tmp_path / "two", predicted=dict.fromkeys(("model-0", "model-1"), wrong))) == []
-    (asked,) = missed(make(tmp_path / "three", predicted=dict.fromkeys(("model-0", "model-1", "model-2"), wrong)))
-    assert asked == "a peak above its stated bound, or no prediction, in at most 2% of the trainings"
+def test_in_two_of_a_hundred_trainings_a_peak_may_be_above_its_bound_or_have_no_prediction(
+    tmp_path, wrong
+):
+    assert (
+        missed(make(tmp_path / "two", predicted=dict.fromkeys(("model-0", "model-1"), wrong))) == []
+    )
+    (asked,) = missed(
+        make(tmp_path / "three", predicted=dict.fromkeys(("model-0", "model-1", "model-2"), wrong))
+    )
+    assert (
+        asked == "a peak above its stated bound, or no prediction, in at most 2% of the trainings"
+    )
 
 
 def test_what_is_within_the_stated_band_is_not_above_the_bound(tmp_path):
@@ -181,12 +238,25 @@ def test_what_is_within_the_stated_band_is_not_above_the_bound(tmp_path):
     ],
 )
 def test_suggested_batches_have_bars(tmp_path, one, expected):
-    assert missed(make(tmp_path / "real", pairs=[one, *(pair(f"model-{number}") for number in range(1, 8))])) == expected
+    assert (
+        missed(
+            make(
+                tmp_path / "real", pairs=[one, *(pair(f"model-{number}") for number in range(1, 8))]
+            )
+        )
+        == expected
+    )
 
 
 def test_what_a_virtual_device_only_guesses_is_left_out_of_the_bars(tmp_path):
-    folder = make(tmp_path / "real", predicted=dict.fromkeys((f"model-{number}" for number in range(9)), step(MB, MB)))
+    folder = make(
+        tmp_path / "real",
+        predicted=dict.fromkeys((f"model-{number}" for number in range(9)), step(MB, MB)),
+    )
     assert missed(folder)
     predicted = read_json(folder / "predicted.json.gz")
-    write_json(folder / "predicted.json.gz", predicted | {"left_out": {f"model-{number}": "a guess" for number in range(9)}})
+    write_json(
+        folder / "predicted.json.gz",
+        predicted | {"left_out": {f"model-{number}": "a guess" for number in range(9)}},
+    )
     assert missed(folder) == []

@@ -1,4 +1,6 @@
-"""The long run of generated programs: what passed is not run again, what failed is told with the smallest program."""
+"""The long run of generated programs: what passed is not run again, what failed is told with the
+smallest program.
+"""
 
 import json
 import sys
@@ -30,7 +32,12 @@ def asked(monkeypatch):
         runs.append((check, seed))
         failure = "assert 1 == 2" if seed == 2 and runs.count((check, 2)) == 1 else None
         return Run(
-            check=check, seed=seed, num_programs=num_programs, num_passed=0 if failure else num_programs, seconds=1.0, failure=failure
+            check=check,
+            seed=seed,
+            num_programs=num_programs,
+            num_passed=0 if failure else num_programs,
+            seconds=1.0,
+            failure=failure,
         )
 
     monkeypatch.setattr(generated_run, "run", run)
@@ -39,7 +46,18 @@ def asked(monkeypatch):
 
 def called(monkeypatch, folder, *options):
     monkeypatch.setattr(
-        sys, "argv", ["benchmarks/generated_run.py", "--checks", "observer", "--programs", "5", "--out", str(folder), *options]
+        sys,
+        "argv",
+        [
+            "benchmarks/generated_run.py",
+            "--checks",
+            "observer",
+            "--programs",
+            "5",
+            "--out",
+            str(folder),
+            *options,
+        ],
     )
     return generated_run.main()
 

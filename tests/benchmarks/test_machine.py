@@ -16,7 +16,10 @@ IS_FOLDER = re.compile(r"[a-z0-9-]+-\d{4}-\d\d-\d\d")
 def test_a_folder_has_the_devices_name_and_the_date(monkeypatch):
     monkeypatch.delenv("VGPU", raising=False)
     monkeypatch.setattr(machine, "today", lambda: "2026-01-02")
-    assert machine.results_folder("NVIDIA A100-SXM4-80GB") == machine.RESULTS / "nvidia-a100-sxm4-80gb-2026-01-02"
+    assert (
+        machine.results_folder("NVIDIA A100-SXM4-80GB")
+        == machine.RESULTS / "nvidia-a100-sxm4-80gb-2026-01-02"
+    )
     assert machine.results_folder("CPU") == machine.RESULTS / "cpu-2026-01-02"
 
 
@@ -44,7 +47,9 @@ def test_the_newest_result_is_that_of_the_last_date_that_has_the_file(monkeypatc
 
 
 def test_a_command_says_where_a_file_is_by_its_name_alone(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/law.py", "--only", "a b", "--out", "/somewhere/else"])
+    monkeypatch.setattr(
+        sys, "argv", ["/somewhere/benchmarks/law.py", "--only", "a b", "--out", "/somewhere/else"]
+    )
     assert machine.command() == "python benchmarks/law.py --only 'a b' --out else"
 
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
 from memcallback.core.types import Category, Phase
 
 SMALL_STEP = (
@@ -23,25 +31,42 @@ SMALL_STEP = (
 
 @st.composite
 def traces(draw):
-    """Any valid trace: sizes and names at random, frees of what is alive, phases one after the other."""
+    """Any valid trace: sizes and names at random, frees of what is alive, phases one after the
+    other.
+    """
     events, alive, phase, in_step = [], [], None, False
     for number in range(draw(st.integers(0, 30))):
         kind = draw(st.sampled_from(("alloc", "alloc", "free", "phase", "step")))
         if kind == "alloc":
             names = st.sampled_from(("", "aten::mm", "encoder.layers.0", 'quoted " name', "日本"))
             category = draw(st.none() | st.sampled_from(Category))
-            events.append(Alloc(number, draw(st.integers(0, 2**45)), draw(st.integers(0, 3)), category, draw(names), draw(names)))
+            events.append(
+                Alloc(
+                    number,
+                    draw(st.integers(0, 2**45)),
+                    draw(st.integers(0, 3)),
+                    category,
+                    draw(names),
+                    draw(names),
+                )
+            )
             alive.append(number)
         elif kind == "free" and alive:
             events.append(Free(alive.pop(draw(st.integers(0, len(alive) - 1)))))
         elif kind == "phase":
             covers = draw(st.sampled_from([(), (Phase.FORWARD, Phase.BACKWARD)]))
-            events.append(PhaseEnd(phase) if phase else PhaseStart(phase := draw(st.sampled_from(Phase)), covers))
+            events.append(
+                PhaseEnd(phase)
+                if phase
+                else PhaseStart(phase := draw(st.sampled_from(Phase)), covers)
+            )
             phase = None if isinstance(events[-1], PhaseEnd) else phase
         elif kind == "step" and phase is None:
             events.append(StepEnd() if in_step else StepStart())
             in_step = not in_step
-    return AllocationTrace((*events, *([PhaseEnd(phase)] if phase else []), *([StepEnd()] if in_step else [])))
+    return AllocationTrace(
+        (*events, *([PhaseEnd(phase)] if phase else []), *([StepEnd()] if in_step else []))
+    )
 
 
 @given(traces())
@@ -50,7 +75,9 @@ def test_json_gives_back_the_trace_that_was_written(trace):
 
 
 def test_names_are_written_once():
-    events = tuple(Alloc(i, 512, operator="aten::convolution", module="layer1.0.conv1") for i in range(1000))
+    events = tuple(
+        Alloc(i, 512, operator="aten::convolution", module="layer1.0.conv1") for i in range(1000)
+    )
     text = AllocationTrace(events).to_json()
     assert text.count("aten::convolution") == 1
     assert len(gzip.compress(text.encode())) < 4096
@@ -64,15 +91,30 @@ def test_json_says_what_it_is():
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ((Free(3),), "event 0 frees 3, which was never allocated; a Free follows its own Alloc, once: leave this one out"),
+        (
+            (Free(3),),
+            "event 0 frees 3, which was never allocated; a Free follows its own Alloc, once: leave this one out",
+        ),
         (
             (Alloc(3, 512), Free(3), Free(3)),
             "event 2 frees 3, which is freed already; a Free follows its own Alloc, once: leave this one out",
         ),
-        ((Alloc(3, 512), Alloc(3, 512)), "event 1 allocates 3 again; a number belongs to one allocation: number them on"),
-        ((Alloc(3, 512), Free(3), Alloc(3, 512)), "event 2 allocates 3 again; a number belongs to one allocation: number them on"),
-        ((PhaseStart(Phase.FORWARD),), "phase 'forward' has a start and no end; every phase has both: append PhaseEnd(Phase.FORWARD)"),
-        ((PhaseEnd(Phase.FORWARD),), "event 0 ends phase 'forward' while the current one is None; start it before"),
+        (
+            (Alloc(3, 512), Alloc(3, 512)),
+            "event 1 allocates 3 again; a number belongs to one allocation: number them on",
+        ),
+        (
+            (Alloc(3, 512), Free(3), Alloc(3, 512)),
+            "event 2 allocates 3 again; a number belongs to one allocation: number them on",
+        ),
+        (
+            (PhaseStart(Phase.FORWARD),),
+            "phase 'forward' has a start and no end; every phase has both: append PhaseEnd(Phase.FORWARD)",
+        ),
+        (
+            (PhaseEnd(Phase.FORWARD),),
+            "event 0 ends phase 'forward' while the current one is None; start it before",
+        ),
         (
             (PhaseStart(Phase.FORWARD), PhaseStart(Phase.BACKWARD)),
             "event 1 starts phase 'backward' inside 'forward'; phases do not overlap: end the other first",
@@ -99,7 +141,9 @@ def test_events_that_contradict_each_other_are_refused(events, message):
 
 
 def test_a_negative_size_is_refused():
-    with pytest.raises(ValueError, match="allocation 3 has size_bytes=-1; a size is 0 or more bytes"):
+    with pytest.raises(
+        ValueError, match="allocation 3 has size_bytes=-1; a size is 0 or more bytes"
+    ):
         Alloc(3, -1)
 
 
@@ -108,14 +152,23 @@ def test_a_negative_size_is_refused():
     [
         ("[]", "this JSON is no trace"),
         ("{}", "this JSON is no trace"),
-        ('{"format":"memcallback.AllocationTrace","version":99}', "version 99; this memcallback reads version 2"),
+        (
+            '{"format":"memcallback.AllocationTrace","version":99}',
+            "version 99; this memcallback reads version 2",
+        ),
         ('{"format":"memcallback.AllocationTrace","version":2}', "the trace is damaged"),
         (
             '{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["x"]]}',
             "an event 'x'; known are a, f, start, end, step and step end",
         ),
-        ('{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["a",1,2,0,null,0,0]]}', "the trace is damaged"),
-        ('{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["f",1]]}', "was never allocated"),
+        (
+            '{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["a",1,2,0,null,0,0]]}',
+            "the trace is damaged",
+        ),
+        (
+            '{"format":"memcallback.AllocationTrace","version":2,"names":[],"events":[["f",1]]}',
+            "was never allocated",
+        ),
         ("{", "the text is no JSON .*; give a text that AllocationTrace.to_json wrote"),
     ],
 )

@@ -8,7 +8,16 @@ import torch
 from module_models import CASES
 
 from memcallback import Kind, Phase
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, ModuleMark, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Free,
+    ModuleMark,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
 from memcallback.core.module_table import ModuleInfo, ModuleTable, Span, modules_of, phase_of_span
 from memcallback.core.types import Category
 from memcallback.prediction.module_spans import last_step
@@ -16,7 +25,12 @@ from memcallback.report.plots import module_icicle
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
 
-INFOS = (ModuleInfo("", "Net", 0), ModuleInfo("a", "Sequential", 0), ModuleInfo("a.0", "Linear", 100), ModuleInfo("idle", "Linear", 7))
+INFOS = (
+    ModuleInfo("", "Net", 0),
+    ModuleInfo("a", "Sequential", 0),
+    ModuleInfo("a.0", "Linear", 100),
+    ModuleInfo("idle", "Linear", 7),
+)
 
 
 def test_a_module_has_what_happens_while_it_or_a_module_inside_it_runs():
@@ -30,10 +44,26 @@ def test_a_module_has_what_happens_while_it_or_a_module_inside_it_runs():
         Span(B, ("", "a", "a.0"), 1165, 1000, 2000),
     ]
     root, outer, inner, idle = modules_of([spans], INFOS)
-    assert (root.forward.num_runs, root.forward.start_allocated_bytes, root.forward.end_allocated_bytes) == (1, 1000, 1160)
-    assert (root.forward.peak_allocated_bytes, root.kept_bytes, root.backward.peak_allocated_bytes) == (1500, 160, 2000)
-    assert (outer.forward.num_runs, outer.forward.start_allocated_bytes, outer.kept_bytes) == (1, 1010, 140)
-    assert (inner.kept_bytes, inner.forward.peak_allocated_bytes, inner.backward.change_bytes) == (190, 1500, -165)
+    assert (
+        root.forward.num_runs,
+        root.forward.start_allocated_bytes,
+        root.forward.end_allocated_bytes,
+    ) == (1, 1000, 1160)
+    assert (
+        root.forward.peak_allocated_bytes,
+        root.kept_bytes,
+        root.backward.peak_allocated_bytes,
+    ) == (1500, 160, 2000)
+    assert (outer.forward.num_runs, outer.forward.start_allocated_bytes, outer.kept_bytes) == (
+        1,
+        1010,
+        140,
+    )
+    assert (inner.kept_bytes, inner.forward.peak_allocated_bytes, inner.backward.change_bytes) == (
+        190,
+        1500,
+        -165,
+    )
     assert (idle.forward, idle.backward, idle.kept_bytes) == (None, None, None)
     assert [module.parameter_bytes for module in (root, outer, inner, idle)] == [107, 100, 100, 7]
 
@@ -41,7 +71,11 @@ def test_a_module_has_what_happens_while_it_or_a_module_inside_it_runs():
 def test_calls_of_a_module_are_added_up_and_what_is_between_them_is_not():
     spans = [Span(F, ("a",), 0, 10, 30), Span(F, (), 10, 500, 600), Span(F, ("a",), 500, 520, 540)]
     *_, outer, _, _ = modules_of([spans], INFOS)
-    assert (outer.forward.num_runs, outer.kept_bytes, outer.forward.peak_allocated_bytes) == (2, 30, 540)
+    assert (outer.forward.num_runs, outer.kept_bytes, outer.forward.peak_allocated_bytes) == (
+        2,
+        30,
+        540,
+    )
     assert (outer.forward.start_allocated_bytes, outer.forward.end_allocated_bytes) == (0, 520)
 
 
@@ -101,7 +135,11 @@ MARKS = (ModuleMark(3, ("a",)), ModuleMark(6, ()), ModuleMark(9, ("a",), True))
 def test_the_last_step_of_a_trace_is_cut_at_its_marks_by_what_was_handed_out():
     spans = last_step(AllocationTrace(EVENTS, MARKS), dict.fromkeys(range(5), 512))
     assert spans.windows == [
-        [Span(F, (), 512, 512, 512), Span(F, ("a",), 512, 1024, 1536), Span(F, (), 1024, 1536, 1536)],
+        [
+            Span(F, (), 512, 512, 512),
+            Span(F, ("a",), 512, 1024, 1536),
+            Span(F, (), 1024, 1536, 1536),
+        ],
         [Span(B, (), 1536, 1536, 1536), Span(B, ("a",), 1536, 1024, 2048)],
     ]
     assert [standing.alloc.id for standing in spans.saved] == [1, 3]
@@ -110,7 +148,9 @@ def test_the_last_step_of_a_trace_is_cut_at_its_marks_by_what_was_handed_out():
 
 def test_in_a_window_of_both_passes_the_forward_pass_ends_where_autograd_begins():
     both = tuple(
-        PhaseStart(B, (F, B)) if event == PhaseStart(F) else event for event in EVENTS if event not in (PhaseEnd(F), PhaseStart(B))
+        PhaseStart(B, (F, B)) if event == PhaseStart(F) else event
+        for event in EVENTS
+        if event not in (PhaseEnd(F), PhaseStart(B))
     )
     marks = (MARKS[0], MARKS[1], ModuleMark(7, ("a",), True))
     spans = last_step(AllocationTrace(both, marks), dict.fromkeys(range(5), 1))
@@ -138,7 +178,10 @@ def test_a_prediction_by_module_agrees_with_its_phases(prediction):
         assert window.start_allocated_bytes == phases[phase].start.allocated_bytes
         assert window.end_allocated_bytes == phases[phase].end.allocated_bytes
         assert window.peak_allocated_bytes == phases[phase].peak_allocated_bytes
-    assert max(module.backward.peak_allocated_bytes for module in table.children("")) == phases[B].peak_allocated_bytes
+    assert (
+        max(module.backward.peak_allocated_bytes for module in table.children(""))
+        == phases[B].peak_allocated_bytes
+    )
 
 
 def test_a_predicted_module_keeps_what_its_layers_make(prediction):
@@ -155,7 +198,10 @@ def test_a_predicted_module_keeps_what_its_layers_make(prediction):
 
 
 def test_what_is_saved_is_listed_with_its_bytes(prediction):
-    assert sum(standing.block_bytes for standing in prediction.saved) == prediction.modules[""].saved_bytes
+    assert (
+        sum(standing.block_bytes for standing in prediction.saved)
+        == prediction.modules[""].saved_bytes
+    )
     sizes = [standing.block_bytes for standing in prediction.saved]
     assert sizes == sorted(sizes, reverse=True)
     assert {standing.alloc.operator for standing in prediction.saved[:2]} == {"aten::relu"}
@@ -167,7 +213,9 @@ def test_the_modules_at_another_batch_size_are_those_of_a_trace_there(case):
     features, classes = make_batch()
     at_eleven = module_models.predict(make, make_batch, device="24GiB").at(11).modules
     traced = module_models.predict(
-        make, lambda: (features[:1].repeat(11, *[1] * (features.dim() - 1)), classes[:1].repeat(11)), device="24GiB"
+        make,
+        lambda: (features[:1].repeat(11, *[1] * (features.dim() - 1)), classes[:1].repeat(11)),
+        device="24GiB",
     )
     assert at_eleven.modules == traced.modules.modules
     assert at_eleven.batch_size == 11
@@ -176,7 +224,12 @@ def test_the_modules_at_another_batch_size_are_those_of_a_trace_there(case):
 def test_one_row_for_each_module_that_ran_measured_beside_predicted(prediction):
     predicted = prediction.modules
     measured = ModuleTable(
-        step_kind=Kind.MEASURED, source="s", device_name="d", batch_size=128, modules=predicted.modules, notes=("A note.",)
+        step_kind=Kind.MEASURED,
+        source="s",
+        device_name="d",
+        batch_size=128,
+        modules=predicted.modules,
+        notes=("A note.",),
     )
     table = measured.to_table(predicted)
     assert len(table.rows) == len(predicted.ran) == len(predicted.modules) - 1
@@ -189,9 +242,18 @@ def test_one_row_for_each_module_that_ran_measured_beside_predicted(prediction):
 
 
 def test_a_long_list_of_modules_ends_with_the_rest():
-    infos = [ModuleInfo("", "Net", 0), *(ModuleInfo(f"layer{'x' * number}", "Linear", 0) for number in range(14))]
+    infos = [
+        ModuleInfo("", "Net", 0),
+        *(ModuleInfo(f"layer{'x' * number}", "Linear", 0) for number in range(14)),
+    ]
     spans = [Span(F, (info.name,), 0, 100, 100) for info in infos[1:]]
-    table = ModuleTable(step_kind=Kind.MEASURED, source="s", device_name="d", batch_size=None, modules=modules_of([spans], infos))
+    table = ModuleTable(
+        step_kind=Kind.MEASURED,
+        source="s",
+        device_name="d",
+        batch_size=None,
+        modules=modules_of([spans], infos),
+    )
     rows = table.summary().rows
     assert len(rows) == 11
     assert rows[-1] == ("4 more", "", "400 bytes", "", "")
@@ -201,15 +263,28 @@ def test_a_long_list_of_modules_ends_with_the_rest():
 def test_json_has_every_figure_with_its_unit(prediction):
     document = json.loads(json.dumps(prediction.modules.to_dict()))
     row = next(row for row in document["modules"] if row["name"] == "layers.0")
-    assert row["kept_bytes"] == row["forward"]["change_bytes"] == prediction.modules["layers.0"].kept_bytes
+    assert (
+        row["kept_bytes"]
+        == row["forward"]["change_bytes"]
+        == prediction.modules["layers.0"].kept_bytes
+    )
     assert document["kind"] == "predicted"
 
 
 def test_the_icicle_is_drawn_for_one_table_and_for_two(prediction):
-    alone, both = module_icicle(prediction.modules), module_icicle(prediction.modules, prediction.modules)
+    alone, both = (
+        module_icicle(prediction.modules),
+        module_icicle(prediction.modules, prediction.modules),
+    )
     assert alone.shape[2] == both.shape[2] == 3
     assert both.shape[0] == 2 * alone.shape[0]
-    nothing = ModuleTable(step_kind=Kind.MEASURED, source="s", device_name="d", batch_size=None, modules=modules_of([], INFOS))
+    nothing = ModuleTable(
+        step_kind=Kind.MEASURED,
+        source="s",
+        device_name="d",
+        batch_size=None,
+        modules=modules_of([], INFOS),
+    )
     assert module_icicle(nothing).any()
 
 

@@ -1,4 +1,6 @@
-"""What a person sees of a result: its text where it is printed or shown by a notebook, one short line where it is one value of many."""
+"""What a person sees of a result: its text where it is printed or shown by a notebook, one short
+line where it is one value of many.
+"""
 
 import copy
 import io
@@ -48,12 +50,25 @@ def results(step):
 
 
 @pytest.mark.parametrize(
-    "name", ["prediction", "advice", "plan", "modules", "layers", "report", "measured step", "predicted step", "textbook"]
+    "name",
+    [
+        "prediction",
+        "advice",
+        "plan",
+        "modules",
+        "layers",
+        "report",
+        "measured step",
+        "predicted step",
+        "textbook",
+    ],
 )
 def test_a_result_is_printed_as_its_text_and_shown_so_by_a_notebook(results, name):
     result, part = results[name]
     assert part in str(result)
-    assert result._repr_mimebundle_(include=None, exclude=None) == {"text/plain": str(result)}  # which IPython asks for first
+    assert result._repr_mimebundle_(include=None, exclude=None) == {
+        "text/plain": str(result)
+    }  # which IPython asks for first
     assert str(result) == result.to_text().rstrip("\n")
 
 
@@ -76,7 +91,9 @@ def test_a_result_among_other_values_is_short(results, name):
 
 def test_a_predictions_line_names_batch_and_device_and_replays_nothing(step):
     prediction = mc.predict(step, device="24GiB")
-    assert repr(prediction).startswith("<Prediction: batch size 8 on a card of 24.00 GiB, traced step of ")
+    assert repr(prediction).startswith(
+        "<Prediction: batch size 8 on a card of 24.00 GiB, traced step of "
+    )
     assert "_on_device" not in vars(prediction)
     assert len(repr(prediction.trace)) < 800
 
@@ -84,10 +101,16 @@ def test_a_predictions_line_names_batch_and_device_and_replays_nothing(step):
 def test_a_step_is_shown_by_phase_with_reserved_memory_where_there_is_any(results):
     measured, _ = results["measured step"]
     predicted, _ = results["predicted step"]
-    assert [row[0] for row in predicted.to_table().rows] == ["forward", "backward", "optimizer step"]
+    assert [row[0] for row in predicted.to_table().rows] == [
+        "forward",
+        "backward",
+        "optimizer step",
+    ]
     assert predicted.to_table().columns[-1] == "reserved peak"
     assert measured.to_table().columns[-1] == "peak"
-    assert measured.to_table().rows[0][-1] == mc.format_bytes(measured.windows[0].peak_allocated_bytes)
+    assert measured.to_table().rows[0][-1] == mc.format_bytes(
+        measured.windows[0].peak_allocated_bytes
+    )
 
 
 def test_results_are_copied_and_pickled_as_before(results):

@@ -2,7 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory, error_pct, larger, largest, total
+from memcallback.core.step_memory import (
+    DeviceMemory,
+    MemoryStats,
+    PhaseMemory,
+    StepMemory,
+    error_pct,
+    larger,
+    largest,
+    total,
+)
 from memcallback.core.types import Category, Kind, Phase
 
 
@@ -23,9 +32,21 @@ def step(*windows):
 
 
 def test_windows_of_one_phase_merge_from_the_first_start_to_the_last_end():
-    first = window(Phase.FORWARD, 1234, start=MemoryStats(allocated_bytes=1), end=MemoryStats(allocated_bytes=2), retries=1)
+    first = window(
+        Phase.FORWARD,
+        1234,
+        start=MemoryStats(allocated_bytes=1),
+        end=MemoryStats(allocated_bytes=2),
+        retries=1,
+    )
     between = window(Phase.BACKWARD, 4096)
-    second = window(Phase.FORWARD, 1000, start=MemoryStats(allocated_bytes=3), end=MemoryStats(allocated_bytes=4), retries=2)
+    second = window(
+        Phase.FORWARD,
+        1000,
+        start=MemoryStats(allocated_bytes=3),
+        end=MemoryStats(allocated_bytes=4),
+        retries=2,
+    )
     phases = step(first, between, second).phases
     assert list(phases) == [Phase.FORWARD, Phase.BACKWARD]
     forward = phases[Phase.FORWARD]
@@ -35,7 +56,9 @@ def test_windows_of_one_phase_merge_from_the_first_start_to_the_last_end():
 
 
 def test_a_step_peaks_where_its_largest_window_does():
-    recorded = step(window(Phase.FORWARD, 1234), window(Phase.BACKWARD, 4096), window(Phase.OPTIMIZER_STEP, 512))
+    recorded = step(
+        window(Phase.FORWARD, 1234), window(Phase.BACKWARD, 4096), window(Phase.OPTIMIZER_STEP, 512)
+    )
     assert recorded.peak_allocated_bytes == 4096
 
 
@@ -63,14 +86,19 @@ def test_the_rest_is_what_nobody_holds_and_never_negative():
 
 
 def test_what_is_held_at_least_and_at_most_leaves_the_input_out():
-    start = MemoryStats(by_category={Category.PARAMETER: 100, Category.GRADIENT: 0, Category.INPUT: 7})
-    end = MemoryStats(by_category={Category.PARAMETER: 100, Category.GRADIENT: 100, Category.INPUT: 7})
+    start = MemoryStats(
+        by_category={Category.PARAMETER: 100, Category.GRADIENT: 0, Category.INPUT: 7}
+    )
+    end = MemoryStats(
+        by_category={Category.PARAMETER: 100, Category.GRADIENT: 100, Category.INPUT: 7}
+    )
     recorded = step(window(Phase.BACKWARD, 1, start=start, end=end))
     assert (recorded.always_held_bytes, recorded.held_bytes) == (100, 200)
 
 
 @pytest.mark.parametrize(
-    ("predicted", "measured", "error"), [(110, 100, 10.0), (50, 100, -50.0), (None, 100, None), (5, None, None), (5, 0, None)]
+    ("predicted", "measured", "error"),
+    [(110, 100, 10.0), (50, 100, -50.0), (None, 100, None), (5, None, None), (5, 0, None)],
 )
 def test_the_error_is_signed_and_relative_to_what_was_measured(predicted, measured, error):
     assert error_pct(predicted, measured) == error

@@ -23,7 +23,14 @@ def test_bytes_are_written_as_in_pytorchs_oom_message(num_bytes, text):
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("24GiB", 24 * GiB), ("24 GB", 24 * 10**9), ("1.5 MiB", 3 * MiB // 2), ("512", 512), ("1_000kb", 10**6), (4096, 4096)],
+    [
+        ("24GiB", 24 * GiB),
+        ("24 GB", 24 * 10**9),
+        ("1.5 MiB", 3 * MiB // 2),
+        ("512", 512),
+        ("1_000kb", 10**6),
+        (4096, 4096),
+    ],
 )
 def test_a_size_is_read_with_its_unit(text, num_bytes):
     assert parse_bytes(text) == num_bytes
@@ -31,19 +38,26 @@ def test_a_size_is_read_with_its_unit(text, num_bytes):
 
 @pytest.mark.parametrize("text", ["", "GiB", "24 gigs", "1.2.3 MiB", "NVIDIA A100"])
 def test_what_is_not_a_size_is_refused_with_the_way_out(text):
-    with pytest.raises(ValueError, match=r"is not a size. Write a number and a unit .* such as '24GiB'"):
+    with pytest.raises(
+        ValueError, match=r"is not a size. Write a number and a unit .* such as '24GiB'"
+    ):
         parse_bytes(text)
 
 
 def test_a_negative_number_of_bytes_is_refused():
     for size in (-1, "-1", "-3GiB", "- 3 GiB"):
-        with pytest.raises(ValueError, match=f"{size!r} is not a size: a size cannot be negative. Give"):
+        with pytest.raises(
+            ValueError, match=f"{size!r} is not a size: a size cannot be negative. Give"
+        ):
             parse_bytes(size)
 
 
 @pytest.mark.parametrize("size", [True, 1.5, None, b"24GiB"])
 def test_what_is_neither_text_nor_a_whole_number_is_no_size(size):
-    with pytest.raises(TypeError, match=f"A size must be text or a whole number of bytes, got {size!r}. Give .* '24GiB'"):
+    with pytest.raises(
+        TypeError,
+        match=f"A size must be text or a whole number of bytes, got {size!r}. Give .* '24GiB'",
+    ):
         parse_bytes(size)
 
 

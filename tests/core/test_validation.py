@@ -1,4 +1,6 @@
-"""Arguments that are numbers: what is none is refused with the value, the rule and the way out, wherever it is given."""
+"""Arguments that are numbers: what is none is refused with the value, the rule and the way out,
+wherever it is given.
+"""
 
 import re
 
@@ -22,22 +24,46 @@ def predict(name, value):
 
 #: Where a whole number is given -> what it is called there, and the largest that is too small.
 WHOLE = {
-    "TrainingStep(batch_size)": (lambda value: TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 8), batch_size=value), "batch_size", 0),
-    "TrainingStep(accumulate)": (lambda value: TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 8), accumulate=value), "accumulate", 0),
+    "TrainingStep(batch_size)": (
+        lambda value: TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 8), batch_size=value),
+        "batch_size",
+        0,
+    ),
+    "TrainingStep(accumulate)": (
+        lambda value: TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 8), accumulate=value),
+        "accumulate",
+        0,
+    ),
     "TrainingStep(sequence_length)": (
         lambda value: TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 8), sequence_length=value),
         "sequence_length",
         3,
     ),
     "predict(batch_size)": (lambda value: predict("batch_size", value), "batch_size", 0),
-    "predict(sequence_length)": (lambda value: predict("sequence_length", value), "sequence_length", 3),
+    "predict(sequence_length)": (
+        lambda value: predict("sequence_length", value),
+        "sequence_length",
+        3,
+    ),
     "Prediction.at": (lambda value: prediction().at(value), "batch_size", 0),
-    "Prediction.at(sequence_length)": (lambda value: prediction().at(sequence_length=value), "sequence_length", 0),
+    "Prediction.at(sequence_length)": (
+        lambda value: prediction().at(sequence_length=value),
+        "sequence_length",
+        0,
+    ),
     "TextbookPrediction.at": (lambda value: law().at(value), "batch_size", 0),
     "TracedStep": (lambda value: TracedStep(AllocationTrace(()), value), "batch_size", 0),
     "MemoryCallback": (lambda value: MemoryCallback(batch_size=value), "batch_size", 0),
-    "MemoryRecorder": (lambda value: MemoryRecorder(sample_every_n_steps=value), "sample_every_n_steps", 0),
-    "MemoryRecorder.step": (lambda value: MemoryRecorder().begin_step(batch_size=value), "batch_size", 0),
+    "MemoryRecorder": (
+        lambda value: MemoryRecorder(sample_every_n_steps=value),
+        "sample_every_n_steps",
+        0,
+    ),
+    "MemoryRecorder.step": (
+        lambda value: MemoryRecorder().begin_step(batch_size=value),
+        "batch_size",
+        0,
+    ),
 }
 
 
@@ -45,7 +71,9 @@ WHOLE = {
 @pytest.mark.parametrize("where", WHOLE)
 def test_what_is_no_whole_number_is_refused_wherever_one_is_given(where, given):
     take, name, _ = WHOLE[where]
-    with pytest.raises(TypeError, match=f"^{name} must be a whole number, got {re.escape(repr(given))}. [A-Z]"):
+    with pytest.raises(
+        TypeError, match=f"^{name} must be a whole number, got {re.escape(repr(given))}. [A-Z]"
+    ):
         take(given)
 
 
@@ -53,7 +81,9 @@ def test_what_is_no_whole_number_is_refused_wherever_one_is_given(where, given):
 def test_what_is_too_small_is_refused_wherever_it_is_given(where):
     take, name, too_small = WHOLE[where]
     for given in (too_small, -1):
-        with pytest.raises(ValueError, match=f"^{name} must be at least {too_small + 1}, got {given}. [A-Z]"):
+        with pytest.raises(
+            ValueError, match=f"^{name} must be at least {too_small + 1}, got {given}. [A-Z]"
+        ):
             take(given)
 
 
@@ -80,5 +110,7 @@ def test_a_share_is_a_number_from_0_to_below_1(take):
         with pytest.raises(TypeError, match=f"^headroom must be a number, got {given!r}. [0A-Z]"):
             take(given)
     for given in (1, -0.1, float("nan"), 5):
-        with pytest.raises(ValueError, match=f"^headroom must be at least 0 and below 1, got {given}. [0A-Z]"):
+        with pytest.raises(
+            ValueError, match=f"^headroom must be at least 0 and below 1, got {given}. [0A-Z]"
+        ):
             take(given)

@@ -1,4 +1,6 @@
-"""What convolutions take on CUDA: recorded on devices and compared to the byte, and compared anew where there is a device."""
+"""What convolutions take on CUDA: recorded on devices and compared to the byte, and compared anew
+where there is a device.
+"""
 
 from dataclasses import replace
 
@@ -6,12 +8,16 @@ import pytest
 import torch
 from convolution_cases import CARDS, CASES, Case, key, once, predicted, recorded, significant, truth
 
-from memcallback.core.kernel import Give, Make, Multiply, Take
+from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, OpenBlasHandles
 from memcallback.core.types import Category
 from memcallback.cuda.convolution import workspace as convolution_workspace
 from memcallback.cuda.convolution import workspace as cudnn
 from memcallback.cuda.convolution.call import ConvolutionCall
-from memcallback.cuda.convolution.rule import convolution_kernel, convolution_outputs, workspaces_are_known
+from memcallback.cuda.convolution.rule import (
+    convolution_kernel,
+    convolution_outputs,
+    workspaces_are_known,
+)
 from memcallback.cuda.convolution.workspace import Direction, estimated_workspace_bytes
 
 aten = torch.ops.aten
@@ -31,7 +37,10 @@ def ours(case, card):
 def compare(case, card, steps, strides):
     found, found_strides, outputs = ours(case, card)
     shapes = [None if one is None else one[0] for one in outputs]
-    expected = [None if one is None else significant(shape, one) for shape, one in zip(shapes, strides, strict=True)]
+    expected = [
+        None if one is None else significant(shape, one)
+        for shape, one in zip(shapes, strides, strict=True)
+    ]
     assert (found, found_strides) == (once(steps), expected), str(case)
 
 
@@ -57,7 +66,11 @@ def test_every_recorded_convolution_is_known_to_the_byte(device, monkeypatch):
 @pytest.mark.cuda
 def test_a_device_does_what_is_predicted():
     card = CARDS.get(torch.cuda.get_device_name())
-    if card is None or not cudnn.is_available() or cudnn.version() != torch.backends.cudnn.version():
+    if (
+        card is None
+        or not cudnn.is_available()
+        or cudnn.version() != torch.backends.cudnn.version()
+    ):
         pytest.skip("needs a device that is described here, and its cuDNN")
     compared = 0
     for case in CASES[::9]:
@@ -73,7 +86,11 @@ def test_a_device_does_what_is_predicted():
 @pytest.mark.cuda
 def test_a_device_does_what_is_predicted_without_tf32_and_deterministically(monkeypatch):
     card = CARDS.get(torch.cuda.get_device_name())
-    if card is None or not cudnn.is_available() or cudnn.version() != torch.backends.cudnn.version():
+    if (
+        card is None
+        or not cudnn.is_available()
+        or cudnn.version() != torch.backends.cudnn.version()
+    ):
         pytest.skip("needs a device that is described here, and its cuDNN")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
@@ -84,24 +101,30 @@ def test_a_device_does_what_is_predicted_without_tf32_and_deterministically(monk
 def test_the_workspace_is_named(no_cudnn):
     op, args = PLAIN.call("meta")
     make, workspace, give = convolution_kernel(op, args, {}, None, H200)
-    assert (make, give) == (Make(0), Give(0))
-    assert isinstance(workspace, Take)
+    assert (make, give) == (AllocOutput(0), FreeTemp(0))
+    assert isinstance(workspace, AllocTemp)
     assert workspace.category is Category.WORKSPACE
 
 
 def test_keyword_arguments_are_as_good():
     op, args = PLAIN.call("meta")
     names = [argument.name for argument in op._schema.arguments]
-    assert convolution_kernel(op, args[:2], dict(zip(names[2:], args[2:], strict=True)), None, H200) == convolution_kernel(
-        op, args, {}, None, H200
-    )
+    assert convolution_kernel(
+        op, args[:2], dict(zip(names[2:], args[2:], strict=True)), None, H200
+    ) == convolution_kernel(op, args, {}, None, H200)
 
 
 def test_the_inner_operator_carries_its_own_settings(no_cudnn):
     _, args = replace(PLAIN, dtype="float16").call("meta")
-    off = convolution_kernel(aten._convolution.default, (*args, False, False, False, True), {}, None, H200)
-    on = convolution_kernel(aten._convolution.default, (*args, False, False, True, True), {}, None, H200)
-    assert [[step.category for step in kernel if isinstance(step, Take)] for kernel in (off, on)] == [
+    off = convolution_kernel(
+        aten._convolution.default, (*args, False, False, False, True), {}, None, H200
+    )
+    on = convolution_kernel(
+        aten._convolution.default, (*args, False, False, True, True), {}, None, H200
+    )
+    assert [
+        [step.category for step in kernel if isinstance(step, AllocTemp)] for kernel in (off, on)
+    ] == [
         [Category.TEMPORARY],
         [Category.WORKSPACE],
     ]
@@ -110,7 +133,12 @@ def test_the_inner_operator_carries_its_own_settings(no_cudnn):
 def test_cudnn_switched_off_means_columns(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     op, args = PLAIN.call("meta")
-    assert convolution_kernel(op, args, {}, None, H200) == (Make(0), Take(64 * 9 * 28 * 28 * 4), Multiply(), Give(0))
+    assert convolution_kernel(op, args, {}, None, H200) == (
+        AllocOutput(0),
+        AllocTemp(64 * 9 * 28 * 28 * 4),
+        OpenBlasHandles(),
+        FreeTemp(0),
+    )
 
 
 def test_other_operators_and_dtypes_are_not_ours():
@@ -124,7 +152,9 @@ def test_other_operators_and_dtypes_are_not_ours():
 
 def test_the_layout_of_a_weight_decides_that_of_the_output():
     op, args = replace(PLAIN, layouts=("c", "cl", "c")).call("meta")
-    assert convolution_outputs(op, args, {}, H200) == [((8, 32, 28, 28), (25088, 1, 896, 32), torch.float32)]
+    assert convolution_outputs(op, args, {}, H200) == [
+        ((8, 32, 28, 28), (25088, 1, 896, 32), torch.float32)
+    ]
 
 
 def test_gradients_that_are_not_asked_for_are_not_there():

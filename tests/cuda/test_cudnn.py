@@ -1,4 +1,6 @@
-"""The workspace of a convolution: how cuDNN is asked, which plan is taken, and what is said where there is no cuDNN."""
+"""The workspace of a convolution: how cuDNN is asked, which plan is taken, and what is said where
+there is no cuDNN.
+"""
 
 import ctypes
 import json
@@ -35,7 +37,9 @@ class Function:
 
 
 class Library:
-    """As much of cuDNN as a question needs: engines with their notes and workspaces, None for one that the device cannot run."""
+    """As much of cuDNN as a question needs: engines with their notes and workspaces, None for one
+    that the device cannot run.
+    """
 
     def __init__(self, instant=(), fallback=(), version=91900, schema=4):
         self.lists = {0: list(instant), 2: list(fallback)}
@@ -60,17 +64,27 @@ class Library:
         return 0
 
     def set(self, descriptor, attribute, kind, count, values):
-        self.attributes[descriptor][attribute] = values if isinstance(values, bytes) else list(values)
+        self.attributes[descriptor][attribute] = (
+            values if isinstance(values, bytes) else list(values)
+        )
         return 0
 
     def finalize(self, descriptor):
         mine = self.attributes[descriptor]
         if self.kinds[descriptor] == Kind.DEVICE:
-            return 0 if json.loads(mine[Attribute.DEVICE_TEXT])["schemaVersion"] <= self.schema else 2000
+            return (
+                0
+                if json.loads(mine[Attribute.DEVICE_TEXT])["schemaVersion"] <= self.schema
+                else 2000
+            )
         if self.kinds[descriptor] == Kind.HEURISTICS:
             self.asked.append(mine[Attribute.HEURISTICS_MODE][0])
         if self.kinds[descriptor] == Kind.PLAN:
-            return 0 if self.attributes[mine[Attribute.PLAN_CONFIG][0]]["engine"][1] is not None else 3000
+            return (
+                0
+                if self.attributes[mine[Attribute.PLAN_CONFIG][0]]["engine"][1] is not None
+                else 3000
+            )
         return 0
 
     def get(self, descriptor, attribute, kind, room, count, values):
@@ -165,9 +179,15 @@ def test_the_graph_tells_shapes_strides_and_geometry(installed):
     library = installed(Library(instant=[([], 9)]))
     strided = replace(THREE, stride=(2, 2), channels_last=True, dtype="bfloat16")
     assert ask(strided) == 9
-    by_kind = {kind: [library.attributes[n] for n, k in library.kinds.items() if k == kind] for kind in library.kinds.values()}
+    by_kind = {
+        kind: [library.attributes[n] for n, k in library.kinds.items() if k == kind]
+        for kind in library.kinds.values()
+    }
     x, y, w = by_kind[Kind.TENSOR]
-    assert [x[Attribute.TENSOR_SHAPE], y[Attribute.TENSOR_SHAPE]] == [[8, 64, 56, 56], [8, 64, 28, 28]]
+    assert [x[Attribute.TENSOR_SHAPE], y[Attribute.TENSOR_SHAPE]] == [
+        [8, 64, 56, 56],
+        [8, 64, 28, 28],
+    ]
     assert w[Attribute.TENSOR_STRIDES] == [576, 1, 192, 64]
     assert {tensor[Attribute.TENSOR_DTYPE][0] for tensor in (x, y, w)} == {9}
     (geometry,) = by_kind[Kind.CONVOLUTION]
@@ -178,14 +198,21 @@ def test_the_graph_tells_shapes_strides_and_geometry(installed):
 def test_without_cudnn_there_is_no_answer_but_an_estimate(installed):
     installed(None)
     assert (ask(), cudnn.is_available(), cudnn.version()) == (None, False, None)
-    assert workspace_or_estimate_bytes(THREE, (8, 64, 56, 56), H200) == (2 * 8 * 64 * 56 * 56 + 64 * 64 * 9) * 4
+    assert (
+        workspace_or_estimate_bytes(THREE, (8, 64, 56, 56), H200)
+        == (2 * 8 * 64 * 56 * 56 + 64 * 64 * 9) * 4
+    )
 
 
 @pytest.fixture
 def paths(monkeypatch):
     def set_paths(*found, **loaded):
         monkeypatch.setattr(cudnn_library, "_package_libraries", lambda: iter(found))
-        monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded[path] if path in loaded else (_ for _ in ()).throw(OSError(path)))
+        monkeypatch.setattr(
+            ctypes,
+            "CDLL",
+            lambda path: loaded[path] if path in loaded else (_ for _ in ()).throw(OSError(path)),
+        )
         cudnn_library.load.cache_clear()
 
     yield set_paths
@@ -193,7 +220,14 @@ def paths(monkeypatch):
 
 
 def test_a_library_that_is_too_old_or_none_of_cudnn_is_passed_over(paths):
-    paths("none", "old", "good", none=object(), old=Library(version=90100), good=Library(version=91000))
+    paths(
+        "none",
+        "old",
+        "good",
+        none=object(),
+        old=Library(version=90100),
+        good=Library(version=91000),
+    )
     assert cudnn_library.load().version == 91000
 
 
@@ -221,7 +255,10 @@ def test_the_estimate_is_as_good_as_it_says():
     assert len(pairs) == 1969
     assert round(sum(one <= 1 for one in short) / len(short), 2) == 0.84
     assert (round(short[int(0.99 * len(short))]), round(short[-1])) == (25, 128)
-    assert round(sum(estimate for estimate, _ in pairs) / sum(answer for _, answer in pairs), 2) == 1.18
+    assert (
+        round(sum(estimate for estimate, _ in pairs) / sum(answer for _, answer in pairs), 2)
+        == 1.18
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +272,9 @@ def test_the_estimate_is_as_good_as_it_says():
         (H200, "float64", False, False),
     ],
 )
-def test_the_estimate_is_of_copies_where_the_layout_is_not_that_of_the_kernels(card, dtype, channels_last, copies):
+def test_the_estimate_is_of_copies_where_the_layout_is_not_that_of_the_kernels(
+    card, dtype, channels_last, copies
+):
     convolution = replace(THREE, dtype=dtype, channels_last=channels_last)
     assert (estimated_workspace_bytes(convolution, (8, 64, 56, 56), card) > MiB) is copies
 

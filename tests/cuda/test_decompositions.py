@@ -1,4 +1,6 @@
-"""CUDA's decompositions on fake tensors, against lists recorded from PyTorch's CUDA build on (virtual) CUDA devices."""
+"""CUDA's decompositions on fake tensors, against lists recorded from PyTorch's CUDA build on
+(virtual) CUDA devices.
+"""
 
 import json
 import threading
@@ -21,7 +23,9 @@ from memcallback.cuda.decompositions.rnn import dropout_state_bytes, flatten_rnn
 from memcallback.cuda.outputs import output_bytes
 from memcallback.devices.catalogue import DeviceSpec
 
-RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "composites.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "recorded" / "composites.json").read_text(encoding="utf-8")
+)
 WITHOUT_VALUES = {"gaussian-nll"}  # reads a value, which a fake tensor has not
 HELD = [name for name in RECORDED["h200"]["held_bytes"] if name not in WITHOUT_VALUES]
 ALL_CASES = cases.ATTENTION | cases.RECURRENT | cases.SURVEY
@@ -56,9 +60,12 @@ def on_fakes(measure, case, device):
 
 
 def in_place(lines):
-    # A mode makes PyTorch add the mask out of place, and the recording of operators needs a mode; the one of bytes had none.
+    # A mode makes PyTorch add the mask out of place, and the recording of operators needs a mode;
+    # the one of bytes had none.
     return [
-        "add_.Tensor" if line.startswith("add.Tensor") and lines[i + 1].startswith("_safe_softmax") else line
+        "add_.Tensor"
+        if line.startswith("add.Tensor") and lines[i + 1].startswith("_safe_softmax")
+        else line
         for i, line in enumerate(lines)
     ]
 
@@ -68,7 +75,10 @@ def in_place(lines):
 @pytest.mark.parametrize("card", RECORDED)
 def test_attention_calls_and_allocates_what_cuda_does(card, name, as_recorded):
     recorded = in_place(RECORDED[card]["operators"][name].split("|"))
-    assert on_fakes(cases.logged, cases.ATTENTION[name], spec(RECORDED[card]["compute_capability"])) == recorded
+    assert (
+        on_fakes(cases.logged, cases.ATTENTION[name], spec(RECORDED[card]["compute_capability"]))
+        == recorded
+    )
 
 
 @needs_recorded_version
@@ -76,7 +86,8 @@ def test_attention_calls_and_allocates_what_cuda_does(card, name, as_recorded):
 def test_as_much_is_held_after_forward_and_after_backward(name, as_recorded):
     after_forward, _, after_backward = on_fakes(cases.held, ALL_CASES[name], spec())
     recorded_forward, _, recorded_backward = RECORDED["h200"]["held_bytes"][name]
-    # PyTorch keeps cuDNN's dropout state for the rest of the process, so the recording of a second call is without it.
+    # PyTorch keeps cuDNN's dropout state for the rest of the process, so the recording of a second
+    # call is without it.
     state = dropout_state_bytes(spec()) if name.startswith("LSTM") and "dropout" in name else 0
     assert (after_forward - state, after_backward - state) == (recorded_forward, recorded_backward)
 
@@ -84,7 +95,10 @@ def test_as_much_is_held_after_forward_and_after_backward(name, as_recorded):
 @pytest.mark.parametrize("name", cases.RECURRENT)
 def test_recurrent_layers_take_as_much_at_most(name):
     state = dropout_state_bytes(spec()) if "dropout" in name else 0
-    assert on_fakes(cases.held, cases.RECURRENT[name], spec())[1] - state == RECORDED["h200"]["held_bytes"][name][1]
+    assert (
+        on_fakes(cases.held, cases.RECURRENT[name], spec())[1] - state
+        == RECORDED["h200"]["held_bytes"][name][1]
+    )
 
 
 def test_weights_of_a_recurrent_layer_share_one_buffer():
@@ -142,12 +156,18 @@ def test_the_users_flags_decide():
         assert choose_backend(call, a100) == SDPBackend.MATH
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
         assert choose_backend(call, spec((9, 0))) == SDPBackend.MATH
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        pytest.raises(RuntimeError, match="No available kernel"),
+    ):
         choose_backend(AttentionCall(query.float(), query.float(), query.float()), a100)
 
 
 @needs_recorded_version
-@pytest.mark.parametrize(("version", "backend"), [((2, 11), SDPBackend.CUDNN_ATTENTION), ((2, 13), SDPBackend.FLASH_ATTENTION)])
+@pytest.mark.parametrize(
+    ("version", "backend"),
+    [((2, 11), SDPBackend.CUDNN_ATTENTION), ((2, 13), SDPBackend.FLASH_ATTENTION)],
+)
 def test_cudnn_takes_any_dropout_until_211(version, backend, monkeypatch):
     monkeypatch.setattr(cuda_attention_choice, "_torch_version", lambda: version)
     query = torch.empty(2, 4, 64, 64, dtype=torch.float16)
@@ -156,7 +176,14 @@ def test_cudnn_takes_any_dropout_until_211(version, backend, monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "name", ["sdpa-float16-64", "sdpa-float32-bool-60x70", "sdpa-float16-33", "sdpa-float32-gqa", "sdpa-bfloat16-dropout"]
+    "name",
+    [
+        "sdpa-float16-64",
+        "sdpa-float32-bool-60x70",
+        "sdpa-float16-33",
+        "sdpa-float32-gqa",
+        "sdpa-bfloat16-dropout",
+    ],
 )
 def test_attention_on_this_device(name):
     live = cases.logged(cases.ATTENTION[name], cases.Maker())
@@ -172,5 +199,8 @@ def test_attention_on_this_device(name):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}])
 def test_the_choice_is_this_devices(dtype, size, options):
     query = torch.empty(2, 4, 64, size, dtype=dtype, device="cuda")
-    ours = choose_backend(AttentionCall(query, query, query, None, **options), spec(torch.cuda.get_device_capability()))
+    ours = choose_backend(
+        AttentionCall(query, query, query, None, **options),
+        spec(torch.cuda.get_device_capability()),
+    )
     assert int(ours.value) == torch._fused_sdp_choice(query, query, query, None, **options)

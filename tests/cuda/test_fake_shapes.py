@@ -7,7 +7,9 @@ from torch import nn
 import memcallback as mc
 
 CARD = "NVIDIA H200"
-needs_grouped_mm = pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="needs a PyTorch with grouped matrix products")
+needs_grouped_mm = pytest.mark.skipif(
+    not hasattr(torch, "_grouped_mm"), reason="needs a PyTorch with grouped matrix products"
+)
 
 
 class Experts(nn.Module):
@@ -17,14 +19,24 @@ class Experts(nn.Module):
 
     def forward(self, x):
         experts = torch.zeros(len(x), dtype=torch.int32, device=x.device)
-        counts = torch.histc(experts if x.is_cuda else experts.float(), bins=len(self.weights), min=0, max=len(self.weights) - 1)
+        counts = torch.histc(
+            experts if x.is_cuda else experts.float(),
+            bins=len(self.weights),
+            min=0,
+            max=len(self.weights) - 1,
+        )
         return torch._grouped_mm(x, self.weights.mT, offs=counts.cumsum(0, dtype=torch.int32))
 
 
 @needs_grouped_mm
 @pytest.mark.parametrize("device", [CARD, "cpu"])
-@pytest.mark.parametrize(("dtype", "outputs"), [(torch.float32, 64), (torch.float32, 62), (torch.float16, 62), (torch.bfloat16, 62)])
-def test_grouped_products_of_any_type_are_predicted_with_the_layout_that_they_have(device, dtype, outputs):
+@pytest.mark.parametrize(
+    ("dtype", "outputs"),
+    [(torch.float32, 64), (torch.float32, 62), (torch.float16, 62), (torch.bfloat16, 62)],
+)
+def test_grouped_products_of_any_type_are_predicted_with_the_layout_that_they_have(
+    device, dtype, outputs
+):
     model, batch = Experts(outputs=outputs, dtype=dtype), torch.zeros(32, 64, dtype=dtype)
     strides = model(batch).stride()
 
@@ -33,7 +45,9 @@ def test_grouped_products_of_any_type_are_predicted_with_the_layout_that_they_ha
         assert (output.dtype, output.stride()) == (dtype, strides)
         return output.sum()
 
-    assert mc.predict(mc.TrainingStep(model, batch, loss=loss), device=device).peak_allocated_bytes > 0
+    assert (
+        mc.predict(mc.TrainingStep(model, batch, loss=loss), device=device).peak_allocated_bytes > 0
+    )
 
 
 def test_an_integer_histogram_is_predicted_on_a_card():
@@ -43,6 +57,11 @@ def test_an_integer_histogram_is_predicted_on_a_card():
 
     kept = []
     step = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)
-    without = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=lambda model, batch: model(batch).sum())
-    ends = [mc.predict(one, device=CARD).step.phases[mc.Phase.FORWARD].end.allocated_bytes for one in (step, without)]
+    without = mc.TrainingStep(
+        nn.Linear(8, 8), torch.zeros(4, 8), loss=lambda model, batch: model(batch).sum()
+    )
+    ends = [
+        mc.predict(one, device=CARD).step.phases[mc.Phase.FORWARD].end.allocated_bytes
+        for one in (step, without)
+    ]
     assert ends[0] - ends[1] >= 4 << 20

@@ -1,4 +1,6 @@
-"""What the CUDA kernels of operators ask of the allocator, against recordings from the CUDA build of PyTorch."""
+"""What the CUDA kernels of operators ask of the allocator, against recordings from the CUDA build
+of PyTorch.
+"""
 
 import json
 from pathlib import Path
@@ -8,14 +10,22 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memcallback.core.kernel import Give, Make, Take
+from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp
 from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
 from memcallback.cuda.rules import CUBLASLT_WORKSPACE_BYTES, corrected_outputs, kernel, kernel_rule
 from memcallback.devices.catalogue import DeviceSpec
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "kernels"
 #: Whose outputs depend on values: the recording tells their shapes.
-DEPENDS_ON_VALUES = ("nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
+DEPENDS_ON_VALUES = (
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "masked_select",
+    "bincount",
+    "repeat_interleave",
+)
 #: What is not said exactly, and why it is not.
 NOT_SAID = {
     "scratch of CUB and thrust": "_unique2 bincount masked_select multinomial nonzero randperm repeat_interleave unique_dim "
@@ -32,10 +42,24 @@ NOT_SAID = {
     "upsample_nearest2d_backward",
 }
 LEFT_OUT = {op for ops in NOT_SAID.values() for op in ops.split()}
-#: Single calls that are not said exactly: the embedding of very few rows, masks as indices, parts of more than 2 GiB, numbers to half types.
-SINGLE = ("embedding_dense_backward(%[5000,16]", "[b8[", "[262144,3072]", "_foreach_norm.Scalar([2x")
-#: The scratch of CUB for 2-byte keys and cuDNN's workspaces below compute capability 9.0 are not known.
-BELOW_9 = ("sort", "argsort", "median", "nanmedian", "_embedding_bag_dense_backward", "_scaled_dot_product_cudnn")
+#: Single calls that are not said exactly: the embedding of very few rows, masks as indices, parts
+#: of more than 2 GiB, numbers to half types.
+SINGLE = (
+    "embedding_dense_backward(%[5000,16]",
+    "[b8[",
+    "[262144,3072]",
+    "_foreach_norm.Scalar([2x",
+)
+#: The scratch of CUB for 2-byte keys and cuDNN's workspaces below compute capability 9.0 are not
+#: known.
+BELOW_9 = (
+    "sort",
+    "argsort",
+    "median",
+    "nanmedian",
+    "_embedding_bag_dense_backward",
+    "_scaled_dot_product_cudnn",
+)
 
 
 def load(name):
@@ -48,7 +72,9 @@ def said(name, head):
     if op in LEFT_OUT or name not in kernel_zoo.cases():
         return False
     is_sorted_after = op == "topk" and name.endswith(("], 5000)", "], 100000)"))
-    if head["compute_capability"][0] < 9 and (op.startswith(BELOW_9) or (is_sorted_after and "f16" in name)):
+    if head["compute_capability"][0] < 9 and (
+        op.startswith(BELOW_9) or (is_sorted_after and "f16" in name)
+    ):
         return False
     return not any(all(piece in name for piece in single.split("%")) for single in SINGLE)
 
@@ -77,24 +103,33 @@ def described(text):
     dtype, _, shape = head.rstrip("]").partition("[")
     dtypes = {v: k for k, v in kernel_zoo.SHORT.items()}
     whole = tuple(int(s) for s in shape.split(",") if s)
-    return dtypes.get(dtype, dtype), whole, tuple(map(int, strides.split(","))) if strides else None, int(place) if place else None
+    return (
+        dtypes.get(dtype, dtype),
+        whole,
+        tuple(map(int, strides.split(","))) if strides else None,
+        int(place) if place else None,
+    )
 
 
 def events_of(plan, sizes):
-    """A kernel and the sizes of the outputs to make, as a recording has them; and which allocation each output is."""
+    """A kernel and the sizes of the outputs to make, as a recording has them; and which allocation
+    each output is.
+    """
     events, takes, places, count, plan = [], {}, {}, 0, list(plan or ())
-    made = {step.index for step in plan if isinstance(step, Make)}
-    given = {step.index for step in plan if isinstance(step, Give)}
-    plan += [Make(i) for i in range(len(sizes)) if i not in made]
-    plan += [Give(i) for i in range(sum(isinstance(s, Take) for s in plan)) if i not in given]
+    made = {step.index for step in plan if isinstance(step, AllocOutput)}
+    given = {step.index for step in plan if isinstance(step, FreeTemp)}
+    plan += [AllocOutput(i) for i in range(len(sizes)) if i not in made]
+    plan += [
+        FreeTemp(i) for i in range(sum(isinstance(s, AllocTemp) for s in plan)) if i not in given
+    ]
     num_takes = 0
     for step in plan:
-        if isinstance(step, Give):
+        if isinstance(step, FreeTemp):
             if takes[step.index] is not None:
                 events.append(f"-{takes[step.index]}")
             continue
-        size = step.size_bytes if isinstance(step, Take) else sizes[step.index]
-        if isinstance(step, Take):
+        size = step.size_bytes if isinstance(step, AllocTemp) else sizes[step.index]
+        if isinstance(step, AllocTemp):
             takes[num_takes] = count if size else None
             num_takes += 1
         elif size:
@@ -108,7 +143,9 @@ def events_of(plan, sizes):
 def fake_result(case, line, args, kwargs):
     if case.op.split(".")[0] not in DEPENDS_ON_VALUES:
         return case.overload(*args, **kwargs)
-    return tuple(torch.empty(shape, dtype=dtype) for dtype, shape, _, _ in map(described, line[1].split()))
+    return tuple(
+        torch.empty(shape, dtype=dtype) for dtype, shape, _, _ in map(described, line[1].split())
+    )
 
 
 def compare(case, line, spec):
@@ -144,7 +181,8 @@ def _plain(text):
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="recorded with PyTorch 2.11, which has operators that this one has not"
+    not hasattr(torch.ops.aten, "_fused_rms_norm"),
+    reason="recorded with PyTorch 2.11, which has operators that this one has not",
 )
 @pytest.mark.parametrize("device", ["h200", "a100", "t4"])
 def test_every_kernel_asks_for_what_was_recorded(device):
@@ -152,7 +190,11 @@ def test_every_kernel_asks_for_what_was_recorded(device):
     spec = spec_of(head)
     known = {name: line for name, line in head["cases"].items() if said(name, head)}
     assert len(known) > 0.8 * len(head["cases"])
-    differ = {name: found for name, line in known.items() if (found := compare(kernel_zoo.cases()[name], line, spec))}
+    differ = {
+        name: found
+        for name, line in known.items()
+        if (found := compare(kernel_zoo.cases()[name], line, spec))
+    }
     assert differ == {}
 
 
@@ -163,7 +205,16 @@ def test_the_products_that_make_workspaces_are_known(device):
     seen = set()
     for name, line in head["cases"].items():
         op = name.partition("(")[0]
-        if op.partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot"):
+        if op.partition(".")[0] in (
+            "mm",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "_addmm_activation",
+            "mv",
+            "addmv",
+            "dot",
+        ):
             case = kernel_zoo.cases()[name]
             args, kwargs = case.build("meta")
             first = line[2].split() if len(line) > 2 else []
@@ -202,12 +253,37 @@ def test_shared_keys_and_values_have_a_gradient_for_each_head_in_the_workspace_o
     def workspace_bytes(heads):
         q = torch.empty(8, 8, 256, 32, dtype=torch.bfloat16, device="meta")
         k = torch.empty(8, heads, 256, 32, dtype=torch.bfloat16, device="meta")
-        args = (q, q, k, k, q, torch.empty(8, 8, 256, 1, device="meta"), None, None, None, None, None, 256, 256, 0.0, False)
-        steps = kernel(torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default, args, {}, [q, k, k], spec_of(load("h200")))
-        (taken,) = (step.size_bytes for step in steps if isinstance(step, Take))
+        args = (
+            q,
+            q,
+            k,
+            k,
+            q,
+            torch.empty(8, 8, 256, 1, device="meta"),
+            None,
+            None,
+            None,
+            None,
+            None,
+            256,
+            256,
+            0.0,
+            False,
+        )
+        steps = kernel(
+            torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+            args,
+            {},
+            [q, k, k],
+            spec_of(load("h200")),
+        )
+        (taken,) = (step.size_bytes for step in steps if isinstance(step, AllocTemp))
         return taken
 
-    assert (workspace_bytes(8), workspace_bytes(2)) == (2162944, 4260096)  # as PyTorch 2.11 asks for with cuDNN 9.19
+    assert (workspace_bytes(8), workspace_bytes(2)) == (
+        2162944,
+        4260096,
+    )  # as PyTorch 2.11 asks for with cuDNN 9.19
 
 
 @pytest.mark.cuda
@@ -217,7 +293,15 @@ def test_a_live_device_asks_for_what_its_recording_says():
 
     capability = torch.cuda.get_device_capability()
     heads = [load(name) for name in ("h200", "a100", "t4")]
-    head = next((h for h in heads if h["device"] == torch.cuda.get_device_name() and tuple(h["compute_capability"]) == capability), None)
+    head = next(
+        (
+            h
+            for h in heads
+            if h["device"] == torch.cuda.get_device_name()
+            and tuple(h["compute_capability"]) == capability
+        ),
+        None,
+    )
     if head is None:
         pytest.skip(f"no recording of {torch.cuda.get_device_name()}")
     names = [name for name in sorted(head["cases"]) if said(name, head)][::20]

@@ -23,8 +23,12 @@ class Model(nn.Module):
         self.is_sorted = is_sorted
 
     def forward(self, x, lengths):
-        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
-        output, _ = rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
+        packed = rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=self.is_sorted
+        )
+        output, _ = rnn.pad_packed_sequence(
+            self.rnn(packed)[0], batch_first=True, total_length=x.shape[1]
+        )
         return self.head(output.mean(1))
 
 
@@ -34,13 +38,26 @@ def loss_of(lengths):
 
 
 def step(lengths, *, is_sorted=False):
-    batch = {"x": torch.randn(4, 6, 8), "lengths": torch.tensor([1, 2, 3, 4]), "y": torch.zeros(4, dtype=torch.long)}
-    return TrainingStep(Model(is_sorted=is_sorted), batch, loss=loss_of(lengths), optimizer=torch.optim.SGD)
+    batch = {
+        "x": torch.randn(4, 6, 8),
+        "lengths": torch.tensor([1, 2, 3, 4]),
+        "y": torch.zeros(4, dtype=torch.long),
+    }
+    return TrainingStep(
+        Model(is_sorted=is_sorted), batch, loss=loss_of(lengths), optimizer=torch.optim.SGD
+    )
 
 
 def packed_rows(traced):
     """Rows of 8 values in what was packed."""
-    return next(event.size_bytes for event in traced.trace.events if isinstance(event, Alloc) and event.operator == "aten::cat") // 32
+    return (
+        next(
+            event.size_bytes
+            for event in traced.trace.events
+            if isinstance(event, Alloc) and event.operator == "aten::cat"
+        )
+        // 32
+    )
 
 
 @pytest.mark.parametrize("device", [CARD, None])
@@ -48,8 +65,13 @@ def test_sequences_of_unknown_lengths_are_as_long_as_can_be(device):
     unknown = step(lambda batch: batch["lengths"].cpu())
     traced = trace(unknown, device)
     assert packed_rows(traced) == 4 * 6
-    assert "Sequences of unknown lengths are packed: each was taken to be as long as the longest can be" in traced.caveats
-    fitted = BatchTrace.fit(traced, trace(unknown, device, batch_size=5), trace(unknown, device, batch_size=11))
+    assert (
+        "Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"
+        in traced.caveats
+    )
+    fitted = BatchTrace.fit(
+        traced, trace(unknown, device, batch_size=5), trace(unknown, device, batch_size=11)
+    )
     assert fitted.at(8) == trace(unknown, device, batch_size=8).trace
 
 
@@ -62,7 +84,9 @@ def test_lengths_on_the_host_are_read(device, lengths):
 
 
 def test_lengths_for_another_number_of_sequences_are_an_error():
-    with pytest.raises(PredictionError, match="4 lengths are given for 5 packed sequences: give one for each"):
+    with pytest.raises(
+        PredictionError, match="4 lengths are given for 5 packed sequences: give one for each"
+    ):
         trace(step(lambda batch: [5, 3, 2, 1], is_sorted=True), CARD, batch_size=5)
 
 
@@ -70,6 +94,9 @@ def test_without_cudnn_a_packed_layer_is_run_step_by_step(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     known = trace(step(lambda batch: [2, 5, 1, 3]), CARD)
     with_cudnn = trace(step(lambda batch: [2, 5, 1, 3]), None)
-    names = [{event.operator for event in traced.trace.events if isinstance(event, Alloc)} for traced in (known, with_cudnn)]
+    names = [
+        {event.operator for event in traced.trace.events if isinstance(event, Alloc)}
+        for traced in (known, with_cudnn)
+    ]
     assert "aten::tanh" not in names[0] ^ names[1]
     assert any(operator == "aten::addmm" for operator in names[0])

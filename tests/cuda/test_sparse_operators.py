@@ -1,4 +1,6 @@
-"""Operators on sparse and nested tensors: what they ask of CUDA's allocator, against recordings from PyTorch's CUDA build."""
+"""Operators on sparse and nested tensors: what they ask of CUDA's allocator, against recordings
+from PyTorch's CUDA build.
+"""
 
 import json
 
@@ -41,7 +43,11 @@ def asked(make):
 
 # PyTorch's own fake kernel tells what flash attention gives, as that version has it.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_recorded_version if name.startswith("flash") else ()) for name in sparse_cases.CASES]
+    "name",
+    [
+        pytest.param(name, marks=needs_recorded_version if name.startswith("flash") else ())
+        for name in sparse_cases.CASES
+    ],
 )
 def test_operators_ask_for_what_they_ask_for_on_cuda(name):
     assert asked(sparse_cases.CASES[name]) == RECORDED["cases"][name]

@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 
 from memcallback.core.units import GiB, MiB
-from memcallback.devices.catalogue import CATALOGUE, CONTEXT_BYTES, DeviceSpec, HostSpec, find_device
+from memcallback.devices.catalogue import (
+    CATALOGUE,
+    CONTEXT_BYTES,
+    DeviceSpec,
+    HostSpec,
+    find_device,
+)
 
-#: What the CUDA runtime says of eight cards: compute capability, multiprocessors, MiB, shared memory of a block that opts in, threads
-#: and blocks of a multiprocessor, L2 cache, both clocks in kHz.
+#: What the CUDA runtime says of eight cards: compute capability, multiprocessors, MiB, shared
+#: memory of a block that opts in, threads and blocks of a multiprocessor, L2 cache, both clocks in
+#: kHz.
 RUNTIME = {
     "NVIDIA H200": (9, 0, 132, 143771, 232448, 2048, 32, 62914560, 1980000, 3201000),
     "NVIDIA H100 80GB HBM3": (9, 0, 132, 81559, 232448, 2048, 32, 52428800, 1980000, 2619000),
@@ -66,7 +73,10 @@ def test_a_short_name_is_enough(text, name):
 
 def test_of_several_cards_the_first_is_taken_and_the_others_are_named():
     (caveat,) = find_device("v100-16gb").caveats
-    assert caveat == "'v100-16gb' was taken for Tesla V100-SXM2-16GB; it may also mean Tesla V100-PCIE-16GB."
+    assert (
+        caveat
+        == "'v100-16gb' was taken for Tesla V100-SXM2-16GB; it may also mean Tesla V100-PCIE-16GB."
+    )
 
 
 @pytest.mark.parametrize("given", ["24GiB", "24 gib", 24 * GiB, np.int64(24 * GiB), str(24 * GiB)])
@@ -83,7 +93,12 @@ def test_any_size_will_do_and_the_architecture_is_said_to_be_assumed(given):
 def test_a_cpu_has_no_caching_allocator_and_an_unknown_capacity(text):
     host = find_device(text)
     assert isinstance(host, HostSpec)
-    assert (host.name, host.capacity_bytes, host.allocator_capacity_bytes, host.context_bytes) == ("CPU", None, None, 0)
+    assert (host.name, host.capacity_bytes, host.allocator_capacity_bytes, host.context_bytes) == (
+        "CPU",
+        None,
+        None,
+        0,
+    )
     assert "nothing is rounded and nothing reserved" in host.caveats[0]
     assert find_device(host) is host
 
@@ -98,7 +113,10 @@ def test_a_card_is_itself():
     [
         ("rtx 9090", "'rtx 9090' is no card that is known. Near it are NVIDIA GeForce RTX 5090"),
         ("nvidia", "'nvidia' is no card that is known. Near it are NVIDIA B200"),
-        ("80", "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. Give more of the name"),
+        (
+            "80",
+            "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. Give more of the name",
+        ),
         ("", "'' is no card that is known. Near it are NVIDIA B200"),
         ("24 gigs", "'24 gigs' is not a size. Write a number and a unit of B, KB"),
         ("24G", "'24G' is not a size. Write a number and a unit"),
@@ -114,7 +132,10 @@ def test_a_card_is_itself():
         ),
         ("0 GiB", "'0 GiB' is neither a card nor its size"),
         ("100 KiB", "'100 KiB' is neither a card nor its size"),
-        ("cuda:1", "'cuda:1' is a device of this machine, .* Give it to memcallback.predict, .* or here the name of a card"),
+        (
+            "cuda:1",
+            "'cuda:1' is a device of this machine, .* Give it to memcallback.predict, .* or here the name of a card",
+        ),
     ],
 )
 def test_what_is_neither_a_card_nor_a_size_is_refused_with_the_nearest_names(text, message):
@@ -125,7 +146,8 @@ def test_what_is_neither_a_card_nor_a_size_is_refused_with_the_nearest_names(tex
 @pytest.mark.parametrize("given", [True, 1.5, 24e9, b"A100", ["A100"], None, DeviceSpec])
 def test_what_is_of_another_kind_is_refused(given):
     with pytest.raises(
-        TypeError, match=r"device must be the name of a card, a size of memory or 'cpu', got .* Give one such as 'NVIDIA A100"
+        TypeError,
+        match=r"device must be the name of a card, a size of memory or 'cpu', got .* Give one such as 'NVIDIA A100",
     ):
         find_device(given)
 

@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def read():
-    """Two boundaries around an action, with what a model and its optimizer hold; gives the second reading."""
+    """Two boundaries around an action, with what a model and its optimizer hold; gives the second
+    reading.
+    """
 
     def between(action, model=None, optimizers=()):
         meter = CpuMeter()
@@ -91,7 +93,8 @@ def test_boundaries_agree_with_the_sizes_of_the_tensors_that_live(read):
     _, end = read(action, model, [optimizer])
     parameters = sum(p.numel() for p in model.parameters()) * 4
     steps = 4 * 4
-    # Kept for the backward pass: the ReLU's output (the linear layer's own is released) and the result.
+    # Kept for the backward pass: the ReLU's output (the linear layer's own is released) and the
+    # result.
     assert end.allocated_bytes == 3 * parameters + steps + (16 * 70 + 16 * 30) * 4
 
 
@@ -118,7 +121,8 @@ def test_the_resident_peak_belongs_to_its_own_phase():
     meter = CpuMeter()
     meter.begin()
     meter.read(None)
-    # A mapping of its own: what malloc hands out may be memory that was freed before and is resident still.
+    # A mapping of its own: what malloc hands out may be memory that was freed before and is
+    # resident still.
     with mmap.mmap(-1, 64 * MiB) as touched:
         for page in range(0, 64 * MiB, mmap.PAGESIZE):
             touched[page] = 1

@@ -38,7 +38,12 @@ class Driver:
     NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
 
     def __init__(self, processes=(), *, init_error=None, list_error=None, only_first_version=False):
-        self.processes, self.init_error, self.list_error, self.only_first_version = processes, init_error, list_error, only_first_version
+        self.processes, self.init_error, self.list_error, self.only_first_version = (
+            processes,
+            init_error,
+            list_error,
+            only_first_version,
+        )
         self.asked_for = None
 
     def nvmlInit(self):
@@ -76,7 +81,11 @@ def read(monkeypatch):
     def with_driver(driver):
         nvml.initialised.cache_clear()
         monkeypatch.setitem(sys.modules, "pynvml", driver)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=UUID, total_memory=24 * GiB))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda _: SimpleNamespace(uuid=UUID, total_memory=24 * GiB),
+        )
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * GiB, 24 * GiB))
         return cuda_memory(torch.device("cuda", 0))
 
@@ -97,7 +106,10 @@ def test_without_pynvml_the_cuda_driver_tells_what_it_can(read):
     memory = read(None)
     assert (memory.capacity_bytes, memory.used_bytes) == (24 * GiB, 4 * GiB)
     assert memory.this_process_bytes is None
-    assert "NVML is not available: the module pynvml is missing (pip install nvidia-ml-py)" in memory.unavailable
+    assert (
+        "NVML is not available: the module pynvml is missing (pip install nvidia-ml-py)"
+        in memory.unavailable
+    )
 
 
 def test_without_a_driver_the_reason_is_said(read):
@@ -134,7 +146,17 @@ def test_an_old_driver_gives_the_first_version_of_its_figure(read):
 
 def test_the_chip_is_told_too_and_what_is_refused_is_none(read):
     memory = read(Driver([(os.getpid(), GiB)]))
-    assert (memory.utilisation_pct, memory.temperature_celsius, memory.power_watts) == (87, 54, 412.5)
-    memory = read(Driver([(os.getpid(), GiB)], list_error=NVMLError_NoPermission("Insufficient Permissions")))
-    assert (memory.utilisation_pct, memory.temperature_celsius, memory.power_watts) == (87, None, 412.5)
+    assert (memory.utilisation_pct, memory.temperature_celsius, memory.power_watts) == (
+        87,
+        54,
+        412.5,
+    )
+    memory = read(
+        Driver([(os.getpid(), GiB)], list_error=NVMLError_NoPermission("Insufficient Permissions"))
+    )
+    assert (memory.utilisation_pct, memory.temperature_celsius, memory.power_watts) == (
+        87,
+        None,
+        412.5,
+    )
     assert memory.used_bytes == 10 * GiB

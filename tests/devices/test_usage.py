@@ -47,7 +47,10 @@ class Driver:
         return SimpleNamespace(total=self.asked(handle, "total"), used=self.asked(handle, "used"))
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.asked(handle, "processes")]
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=used)
+            for pid, used in self.asked(handle, "processes")
+        ]
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         return SimpleNamespace(gpu=self.asked(handle, "utilisation"))
@@ -65,7 +68,11 @@ class Driver:
         return self.asked(handle, "temperature")
 
     def __getattr__(self, name):
-        key = {"nvmlDeviceGetName": "name", "nvmlDeviceGetUUID": "uuid", "nvmlDeviceGetPowerUsage": "power"}[name]
+        key = {
+            "nvmlDeviceGetName": "name",
+            "nvmlDeviceGetUUID": "uuid",
+            "nvmlDeviceGetPowerUsage": "power",
+        }[name]
         return lambda handle: self.asked(handle, key)
 
     def asked(self, handle, key):
@@ -75,7 +82,13 @@ class Driver:
 
 
 def card(**changes):
-    figures = {"name": "NVIDIA A100", "uuid": "GPU-1", "total": 40 * GiB, "used": 10 * GiB, "processes": [(os.getpid(), 9 * GiB)]}
+    figures = {
+        "name": "NVIDIA A100",
+        "uuid": "GPU-1",
+        "total": 40 * GiB,
+        "used": 10 * GiB,
+        "processes": [(os.getpid(), 9 * GiB)],
+    }
     return {**figures, "utilisation": 87, "temperature": 61, "power": 250_400, **changes}
 
 
@@ -102,7 +115,12 @@ def test_a_process_has_its_user_and_command_where_they_are_visible(driver):
     driver(card(processes=[(GONE, None), (os.getpid(), 9 * GiB)]))
     own, other = device_states().devices[0].processes
     here = psutil.Process()
-    assert (own.pid, own.user, own.command, own.used_bytes) == (os.getpid(), here.username(), " ".join(here.cmdline()), 9 * GiB)
+    assert (own.pid, own.user, own.command, own.used_bytes) == (
+        os.getpid(),
+        here.username(),
+        " ".join(here.cmdline()),
+        9 * GiB,
+    )
     assert (other.pid, other.user, other.command, other.used_bytes) == (GONE, None, None, None)
     text = device_states().to_text()
     assert "not visible from here" in text
@@ -113,7 +131,13 @@ def test_what_the_driver_does_not_tell_is_not_made_up(driver):
     driver({"name": "NVIDIA T4"})
     (device,) = device_states().devices
     assert device.name == "NVIDIA T4"
-    assert (device.uuid, device.capacity_bytes, device.used_bytes, device.power_watts, device.processes) == (None, None, None, None, None)
+    assert (
+        device.uuid,
+        device.capacity_bytes,
+        device.used_bytes,
+        device.power_watts,
+        device.processes,
+    ) == (None, None, None, None, None)
     assert device.notes == ("its processes cannot be listed.",)
     assert "n/a" in device_states().to_text()
 
@@ -126,11 +150,17 @@ def test_a_container_that_hides_processes_is_told_of(driver):
 
 
 def test_a_mig_slice_is_shown_as_one(driver):
-    slices = {number: card(name=f"NVIDIA A100 MIG 3g.20gb {number}", total=20 * GiB, used=GiB) for number in (0, 2)}
+    slices = {
+        number: card(name=f"NVIDIA A100 MIG 3g.20gb {number}", total=20 * GiB, used=GiB)
+        for number in (0, 2)
+    }
     driver(card(slices=slices, processes=[]))
     whole, first, second = device_states().devices
     assert whole.notes == ("divided into 2 MIG slices, which have the processes.",)
-    assert [(one.index, one.capacity_bytes) for one in (first, second)] == [("0.0", 20 * GiB), ("0.2", 20 * GiB)]
+    assert [(one.index, one.capacity_bytes) for one in (first, second)] == [
+        ("0.0", 20 * GiB),
+        ("0.2", 20 * GiB),
+    ]
     assert first.notes == ("a MIG slice of device 0.",)
     assert len(first.processes) == 1
 
@@ -139,7 +169,9 @@ def test_without_nvml_pytorch_tells_of_the_devices_that_it_sees(driver, monkeypa
     driver(init_error=NVMLError("Driver Not Loaded"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA L4", uuid="3"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA L4", uuid="3")
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * GiB, 22 * GiB))
     states = device_states()
     (device,) = states.devices
@@ -163,7 +195,11 @@ def test_as_json_every_figure_has_its_unit(driver, capsys):
     driver(card())
     assert main(["devices", "--json"]) == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
-    assert (device["used_bytes"], device["power_watts"], device["processes"][0]["used_bytes"]) == (10 * GiB, 250.4, 9 * GiB)
+    assert (device["used_bytes"], device["power_watts"], device["processes"][0]["used_bytes"]) == (
+        10 * GiB,
+        250.4,
+        9 * GiB,
+    )
 
 
 def test_watching_shows_them_until_it_is_interrupted(driver, monkeypatch, capsys):
@@ -190,7 +226,9 @@ def test_a_console_of_plain_letters_gets_question_marks(driver, monkeypatch, opt
     driver(card())
     written = io.BytesIO()
     monkeypatch.setattr(cli, "sleep", interrupt)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    )
     assert main(["devices", *options]) == 0
     assert b" ?C" in written.getvalue()
 

@@ -8,13 +8,22 @@ from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory,
 from memcallback.core.types import Kind, Phase
 from memcallback.core.units import GiB, MiB
 from memcallback.diagnose.health.findings import Health, Sign
-from memcallback.diagnose.health.growth import LASTING_STEPS, Growth, Progress, Rise, is_leak
+from memcallback.diagnose.health.growth import LASTING_STEPS, Growth, Progress, Trend, is_leak
 from memcallback.diagnose.health.leaks import filling_lines
 
 CAPACITY = 24 * GiB
 
 
-def step(index, *, retries=0, allocated=10 * GiB, reserved=11 * GiB, split=0, is_warm_up=False, batch_size=64):
+def step(
+    index,
+    *,
+    retries=0,
+    allocated=10 * GiB,
+    reserved=11 * GiB,
+    split=0,
+    is_warm_up=False,
+    batch_size=64,
+):
     end = MemoryStats(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
@@ -43,7 +52,12 @@ def step(index, *, retries=0, allocated=10 * GiB, reserved=11 * GiB, split=0, is
 
 
 def reading(*, used=12 * GiB, reserved=11 * GiB, others=0):
-    return DeviceMemory(capacity_bytes=CAPACITY, used_bytes=used, reserved_bytes=reserved, other_processes_bytes=others)
+    return DeviceMemory(
+        capacity_bytes=CAPACITY,
+        used_bytes=used,
+        reserved_bytes=reserved,
+        other_processes_bytes=others,
+    )
 
 
 def told(steps_and_readings, **options):
@@ -81,7 +95,12 @@ def test_the_setting_that_is_on_already_is_not_recommended():
 @pytest.mark.parametrize(("reserved", "is_told"), [(21 * GiB, False), (22 * GiB, True)])
 def test_less_than_the_headroom_is_told(reserved, is_told):
     # 1 GiB is used outside; 5 % are 1.2 GiB.
-    found = told([step(3, allocated=reserved - GiB, reserved=reserved), reading(used=reserved + GiB, reserved=reserved)])
+    found = told(
+        [
+            step(3, allocated=reserved - GiB, reserved=reserved),
+            reading(used=reserved + GiB, reserved=reserved),
+        ]
+    )
     assert [one.sign for one in found] == [Sign.HEADROOM] * is_told
     if is_told:
         assert "At the peak of step 4 1024.00 MiB of 24.00 GiB (4.2 %) are left" in str(found[0])
@@ -89,9 +108,17 @@ def test_less_than_the_headroom_is_told(reserved, is_told):
 
 
 def test_what_is_reserved_and_split_on_a_full_device_is_told_with_the_setting():
-    found = told([step(3, allocated=15 * GiB, reserved=22 * GiB, split=6 * GiB), reading(used=23 * GiB, reserved=22 * GiB)])
+    found = told(
+        [
+            step(3, allocated=15 * GiB, reserved=22 * GiB, split=6 * GiB),
+            reading(used=23 * GiB, reserved=22 * GiB),
+        ]
+    )
     assert [one.sign for one in found] == [Sign.RESERVED]
-    assert "7.00 GiB of 24.00 GiB are reserved and not allocated, 86 % of it between tensors" in str(found[0])
+    assert (
+        "7.00 GiB of 24.00 GiB are reserved and not allocated, 86 % of it between tensors"
+        in str(found[0])
+    )
     assert "expandable_segments:True" in str(found[0])
 
 
@@ -104,7 +131,15 @@ def test_a_cache_is_told_only_where_others_need_the_device():
 
 
 def test_a_cache_on_a_device_with_room_is_healthy():
-    assert told([step(3, allocated=2 * GiB, reserved=20 * GiB, split=15 * GiB), reading(used=21 * GiB, reserved=20 * GiB)]) == []
+    assert (
+        told(
+            [
+                step(3, allocated=2 * GiB, reserved=20 * GiB, split=15 * GiB),
+                reading(used=21 * GiB, reserved=20 * GiB),
+            ]
+        )
+        == []
+    )
 
 
 def test_a_bound_of_the_allocator_is_the_capacity():
@@ -126,12 +161,25 @@ def test_another_process_is_told_once_it_has_taken_more_than_the_headroom_twice(
 
 def test_a_process_that_was_there_or_comes_for_a_moment_is_not_told():
     for others in ((6, 6, 6, 6), (0, 4, 0, 4), (4, 0, 0, 0)):
-        assert told([one for number, size in enumerate(others) for one in (step(number), reading(others=size * GiB))]) == []
+        assert (
+            told(
+                [
+                    one
+                    for number, size in enumerate(others)
+                    for one in (step(number), reading(others=size * GiB))
+                ]
+            )
+            == []
+        )
 
 
 def test_where_processes_are_hidden_libraries_of_ones_own_are_not_taken_for_another():
     def readings(*outside):
-        return [one for number, size in enumerate(outside) for one in (step(number), reading(used=int(11 * GiB + size * GiB), others=None))]
+        return [
+            one
+            for number, size in enumerate(outside)
+            for one in (step(number), reading(used=int(11 * GiB + size * GiB), others=None))
+        ]
 
     assert told(readings(0.5, 1.5, 2, 2, 2)) == []
     (found,) = told(readings(0.5, 1.5, 6, 6))
@@ -144,7 +192,12 @@ def test_where_processes_are_hidden_libraries_of_ones_own_are_not_taken_for_anot
 def series(figures, *, count=None, epoch_steps=None, readings_per_window=10):
     growth = Growth(readings_per_window)
     for number, figure in enumerate(figures):
-        growth.add(number, figure, number if count is None else count(number), epoch=None if epoch_steps is None else number // epoch_steps)
+        growth.add(
+            number,
+            figure,
+            number if count is None else count(number),
+            epoch=None if epoch_steps is None else number // epoch_steps,
+        )
     return growth.rise
 
 
@@ -185,16 +238,27 @@ def test_a_tensor_in_a_hundred_steps_is_seen_in_time():
 def test_a_list_that_is_emptied_at_the_end_of_an_epoch_never_lasts():
     growth, lasting = Growth(10), []
     for number in range(2000):
-        if growth.add(number, GiB, number % 250, epoch=number // 250) and (rise := growth.rise) is not None:
+        if (
+            growth.add(number, GiB, number % 250, epoch=number // 250)
+            and (rise := growth.rise) is not None
+        ):
             left = 249 - number % 250
             progress = Progress(epoch=number // 250, steps_left_in_epoch=left, steps_left=10_000)
-            lasting.append(is_leak(rise, progress, keeps_graph=True, bytes_per_step=512, free_bytes=GiB))
+            lasting.append(
+                is_leak(rise, progress, keeps_graph=True, bytes_per_step=512, free_bytes=GiB)
+            )
     assert lasting
     assert not any(lasting)
 
 
 def rise_of(num_steps=300, num_epochs=None, is_rising_in_epoch=True):
-    return Rise(first_step=1, last_step=num_steps, grown_bytes=MiB, num_epochs=num_epochs, is_rising_in_epoch=is_rising_in_epoch)
+    return Trend(
+        first_step=1,
+        last_step=num_steps,
+        grown_bytes=MiB,
+        num_epochs=num_epochs,
+        is_rising_in_epoch=is_rising_in_epoch,
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,18 +270,65 @@ def rise_of(num_steps=300, num_epochs=None, is_rising_in_epoch=True):
         (rise_of(300), Progress(), False, 512, False),
         (rise_of(300), Progress(), False, 2 * MiB, True),
         # With epochs, the end of one; this far a dataset may be cached.
-        (rise_of(300, 1), Progress(epoch=0, steps_left_in_epoch=100, steps_left=1000), True, 512, False),
-        (rise_of(300, 1), Progress(epoch=0, steps_left_in_epoch=100, steps_left=1000), False, 2 * MiB, False),
-        (rise_of(300, 2), Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000), True, 512, True),
-        (rise_of(300, 2, False), Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000), True, 512, False),
-        (rise_of(300, 2), Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000), False, 512, False),
-        (rise_of(300, 2), Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000), False, 2 * MiB, True),
+        (
+            rise_of(300, 1),
+            Progress(epoch=0, steps_left_in_epoch=100, steps_left=1000),
+            True,
+            512,
+            False,
+        ),
+        (
+            rise_of(300, 1),
+            Progress(epoch=0, steps_left_in_epoch=100, steps_left=1000),
+            False,
+            2 * MiB,
+            False,
+        ),
+        (
+            rise_of(300, 2),
+            Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000),
+            True,
+            512,
+            True,
+        ),
+        (
+            rise_of(300, 2, False),
+            Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000),
+            True,
+            512,
+            False,
+        ),
+        (
+            rise_of(300, 2),
+            Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000),
+            False,
+            512,
+            False,
+        ),
+        (
+            rise_of(300, 2),
+            Progress(epoch=1, steps_left_in_epoch=100, steps_left=1000),
+            False,
+            2 * MiB,
+            True,
+        ),
         # A device that is full before the epoch ends is told of at once.
-        (rise_of(60, 1), Progress(epoch=0, steps_left_in_epoch=1000, steps_left=9000), False, 2 * MiB, True),
+        (
+            rise_of(60, 1),
+            Progress(epoch=0, steps_left_in_epoch=1000, steps_left=9000),
+            False,
+            2 * MiB,
+            True,
+        ),
     ],
 )
 def test_when_a_rise_is_told(rise, progress, keeps_graph, bytes_per_step, expected):
-    assert is_leak(rise, progress, keeps_graph=keeps_graph, bytes_per_step=bytes_per_step, free_bytes=GiB) is expected
+    assert (
+        is_leak(
+            rise, progress, keeps_graph=keeps_graph, bytes_per_step=bytes_per_step, free_bytes=GiB
+        )
+        is expected
+    )
 
 
 # Lines.

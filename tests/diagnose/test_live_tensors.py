@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 def live(*modules, optimizers=(), batch=None, frames=(), device=CPU):
     """The live tensors by owner; several storages of one owner are an error here."""
-    found = [one for one in live_tensors(modules, optimizers, batch, device, frames=frames) if one.owner]
+    found = [
+        one for one in live_tensors(modules, optimizers, batch, device, frames=frames) if one.owner
+    ]
     return {one.owner: one for one in found}
 
 
@@ -39,8 +41,14 @@ def test_what_a_training_holds_has_the_names_that_a_person_gave_it():
     )
     assert weight.address == model[0].weight.data_ptr()
     assert (found["mean"].category, found["mean"].module) == (Category.BUFFER, "")
-    assert (found["gradient of 2.bias"].category, found["gradient of 2.bias"].module) == (Category.GRADIENT, "2")
-    assert (found["exp_avg of 0.weight"].category, found["exp_avg of 0.weight"].shape) == (Category.OPTIMIZER_STATE, (40, 1234))
+    assert (found["gradient of 2.bias"].category, found["gradient of 2.bias"].module) == (
+        Category.GRADIENT,
+        "2",
+    )
+    assert (found["exp_avg of 0.weight"].category, found["exp_avg of 0.weight"].shape) == (
+        Category.OPTIMIZER_STATE,
+        (40, 1234),
+    )
     assert (found["input"].category, found["input"].size_bytes) == (Category.INPUT, 7 * 1234 * 4)
 
 
@@ -76,10 +84,17 @@ def test_what_is_saved_for_backward_is_an_activation_of_the_module_that_saved_it
     loss = model(torch.ones(7, 1234)).sum()
     found = live(model)
     saved = found["saved for AddmmBackward0 of 2"]
-    assert (saved.size_bytes, saved.shape, saved.category, saved.module) == (7 * 40 * 4, (7, 40), Category.ACTIVATION, "2")
+    assert (saved.size_bytes, saved.shape, saved.category, saved.module) == (
+        7 * 40 * 4,
+        (7, 40),
+        Category.ACTIVATION,
+        "2",
+    )
     assert found["saved for AddmmBackward0 of 0"].shape == (7, 1234)
     loss.backward()
-    assert not [owner for owner in live(model) if owner.startswith("saved for") and " of 0" in owner]
+    assert not [
+        owner for owner in live(model) if owner.startswith("saved for") and " of 0" in owner
+    ]
 
 
 @needs_saved
@@ -87,7 +102,9 @@ def test_the_weight_of_two_modules_tells_neither():
     model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.ReLU(), nn.Linear(40, 40, bias=False))
     model[2].weight = model[0].weight
     loss = model(torch.ones(1234, 40, requires_grad=True)).sum()
-    modules = {one.module for one in live_tensors([model], (), None, CPU) if one.shape == (1234, 40)}
+    modules = {
+        one.module for one in live_tensors([model], (), None, CPU) if one.shape == (1234, 40)
+    }
     assert modules == {None}
     del loss
 
@@ -103,7 +120,9 @@ def test_a_checkpoint_is_not_computed_again(use_reentrant):
             return super().forward(features)
 
     model = Counted(1234, 40)
-    loss = checkpoint(model, torch.ones(7, 1234, requires_grad=True), use_reentrant=use_reentrant).sum()
+    loss = checkpoint(
+        model, torch.ones(7, 1234, requires_grad=True), use_reentrant=use_reentrant
+    ).sum()
     live_tensors([model], (), None, CPU)
     assert len(calls) == 1
     loss.backward()
@@ -113,7 +132,9 @@ def test_a_checkpoint_is_not_computed_again(use_reentrant):
 @needs_saved
 def test_what_hooks_packed_is_found_and_not_unpacked():
     unpacked = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (1, tensor.clone()), unpacked.append):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (1, tensor.clone()), unpacked.append
+    ):
         result = torch.ones(1234, requires_grad=True).exp()
     found = live()
     assert found["saved for ExpBackward0"].shape == (1234,)
@@ -148,7 +169,11 @@ def test_local_variables_and_what_is_in_them_have_their_names():
         def __init__(self):
             self.sums = {"a": torch.ones(1234)}
 
-    losses, deep, statistics = [torch.ones(5) for _ in range(3)], {"x": ([torch.ones(6)],)}, Statistics()
+    losses, deep, statistics = (
+        [torch.ones(5) for _ in range(3)],
+        {"x": ([torch.ones(6)],)},
+        Statistics(),
+    )
     found = live_tensors((), (), None, CPU, frames=[sys._getframe()])
     here = "in test_local_variables_and_what_is_in_them_have_their_names() of test_live_tensors.py"
     by_owner = {}
@@ -164,7 +189,9 @@ AT_THE_TOP = torch.ones(1234)
 
 
 def test_a_variable_of_the_users_file_has_its_name():
-    assert live(frames=[sys._getframe()])["variable 'AT_THE_TOP' in test_live_tensors.py"].shape == (1234,)
+    assert live(frames=[sys._getframe()])[
+        "variable 'AT_THE_TOP' in test_live_tensors.py"
+    ].shape == (1234,)
 
 
 def test_models_and_optimizers_in_variables_count_as_if_they_were_given():
@@ -198,7 +225,10 @@ def test_an_attribute_of_a_module_has_its_name():
     model[1].cache = {"keys": [torch.ones(1234)]}
     model.last = torch.ones(1235)
     found = live(model)
-    assert (found["attribute 'cache' of module '1'"].module, found["attribute 'cache' of module '1'"].category) == ("1", None)
+    assert (
+        found["attribute 'cache' of module '1'"].module,
+        found["attribute 'cache' of module '1'"].category,
+    ) == ("1", None)
     assert found["attribute 'last' of the root module"].shape == (1235,)
 
 
@@ -301,7 +331,10 @@ def test_the_frames_of_an_error_let_go_of_what_they_held():
         fail()
     except ValueError as error:
         frame = error.__traceback__.tb_next.tb_frame
-        assert any(one.owner.startswith("local variable 'values'") for one in live_tensors((), (), None, CPU, frames=[frame]))
+        assert any(
+            one.owner.startswith("local variable 'values'")
+            for one in live_tensors((), (), None, CPU, frames=[frame])
+        )
         frame.clear()
         assert references[0]() is None
 
@@ -348,10 +381,15 @@ def test_what_lies_on_a_full_device_is_found_without_allocating():
     assert torch.cuda.max_memory_allocated() == allocated
     assert found["input"].shape == (7, 1234)
     assert found["saved for AddmmBackward0 of 2"].category is Category.ACTIVATION
-    (filler,) = (one for owner, one in found.items() if owner.startswith("local variable 'fillers'"))
+    (filler,) = (
+        one for owner, one in found.items() if owner.startswith("local variable 'fillers'")
+    )
     assert filler.size_bytes == free - (64 << 20)
     # Beyond what is known there are the workspaces of matrix products alone.
-    rounded = sum(-(-one.size_bytes // 512) * 512 for one in live_tensors([model], (), batch, device, frames=[sys._getframe()]))
+    rounded = sum(
+        -(-one.size_bytes // 512) * 512
+        for one in live_tensors([model], (), batch, device, frames=[sys._getframe()])
+    )
     assert 0 <= allocated - rounded <= 2 * (33 << 20)
     del loss, fillers
 
@@ -359,16 +397,26 @@ def test_what_lies_on_a_full_device_is_found_without_allocating():
 @pytest.mark.cuda
 def test_what_lies_on_the_host_is_not_on_the_device():
     values = torch.ones(1234)
-    assert not [owner for owner in live(frames=[sys._getframe()], device=torch.device("cuda")) if "'values'" in owner]
+    assert not [
+        owner
+        for owner in live(frames=[sys._getframe()], device=torch.device("cuda"))
+        if "'values'" in owner
+    ]
     assert [owner for owner in live(frames=[sys._getframe()]) if "'values'" in owner]
     del values
 
 
 def test_long_collections_of_names_and_numbers_do_not_hide_what_comes_after_them():
-    first, second, third = ([f"{number} {word}" for number in range(50_000)] for word in ("a", "b", "c"))
+    first, second, third = (
+        [f"{number} {word}" for number in range(50_000)] for word in ("a", "b", "c")
+    )
     numbers, more = {number: float(number) for number in range(100_000)}, set(range(70_000))
     history = [torch.ones(4321)]
-    (found,) = (one for one in live_tensors((), (), None, torch.device("cpu"), frames=[sys._getframe()]) if one.shape == (4321,))
+    (found,) = (
+        one
+        for one in live_tensors((), (), None, torch.device("cpu"), frames=[sys._getframe()])
+        if one.shape == (4321,)
+    )
     assert "'history'" in found.owner
     assert len(first) == len(second) == len(third) < len(more) < len(numbers)
     assert len(history) == 1
@@ -377,6 +425,10 @@ def test_long_collections_of_names_and_numbers_do_not_hide_what_comes_after_them
 def test_what_was_cut_short_below_one_variable_is_found_below_another():
     large = {"objects": [[number] for number in range(19_999)], "held": [[torch.ones(5432)]]}
     small = {"held": large["held"]}
-    (found,) = (one for one in live_tensors((), (), None, torch.device("cpu"), frames=[sys._getframe()]) if one.shape == (5432,))
+    (found,) = (
+        one
+        for one in live_tensors((), (), None, torch.device("cpu"), frames=[sys._getframe()])
+        if one.shape == (5432,)
+    )
     assert "'small'" in found.owner
     assert large["held"] is small["held"]

@@ -11,14 +11,26 @@ from memcallback.diagnose.out_of_memory.errors import is_out_of_memory, let_go
 
 #: The words of the libraries, as their users report them.
 OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB"),
+    torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB"
+    ),
     torch.cuda.OutOfMemoryError("Allocation on device 0 would exceed allowed memory."),
-    RuntimeError("CUDA out of memory. Tried to allocate 12.50 GiB (GPU 0; 10.92 GiB total capacity)"),
-    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+    RuntimeError(
+        "CUDA out of memory. Tried to allocate 12.50 GiB (GPU 0; 10.92 GiB total capacity)"
+    ),
+    RuntimeError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+    ),
     RuntimeError("CUDA driver error: out of memory"),
-    RuntimeError("HIP out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 63.98 GiB"),
-    RuntimeError("XPU out of memory, please use `empty_cache` to release all unoccupied cached memory."),
-    RuntimeError("MPS backend out of memory (MPS allocated: 6.04 GB, other allocations: 1.04 GB, max allowed: 6.77 GB)"),
+    RuntimeError(
+        "HIP out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 63.98 GiB"
+    ),
+    RuntimeError(
+        "XPU out of memory, please use `empty_cache` to release all unoccupied cached memory."
+    ),
+    RuntimeError(
+        "MPS backend out of memory (MPS allocated: 6.04 GB, other allocations: 1.04 GB, max allowed: 6.77 GB)"
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
@@ -27,8 +39,12 @@ OUT_OF_MEMORY = [
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
     ),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes."),
-    RuntimeError("NCCL error: unhandled cuda error, Last error: Failed to CUDA calloc 6291456 bytes"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes."
+    ),
+    RuntimeError(
+        "NCCL error: unhandled cuda error, Last error: Failed to CUDA calloc 6291456 bytes"
+    ),
     MemoryError(),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]
@@ -54,7 +70,9 @@ def test_an_allocation_that_no_machine_can_make_is_recognised():
         ),
         RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."),
+        RuntimeError(
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+        ),
         ValueError("out of memory"),
         OSError(errno.ENOSPC, "No space left on device"),
         KeyboardInterrupt(),
@@ -89,8 +107,12 @@ def raised(error, *, cause=None, context=None, is_suppressed=False):
 def test_the_chain_of_an_error_is_followed():
     oom = torch.OutOfMemoryError("CUDA out of memory.")
     assert is_out_of_memory(raised(ValueError("step failed"), cause=oom))
-    assert is_out_of_memory(raised(ValueError("step failed"), context=raised(KeyError("x"), context=oom)))
-    assert not is_out_of_memory(raised(ValueError("mended, then another"), context=oom, is_suppressed=True))
+    assert is_out_of_memory(
+        raised(ValueError("step failed"), context=raised(KeyError("x"), context=oom))
+    )
+    assert not is_out_of_memory(
+        raised(ValueError("mended, then another"), context=oom, is_suppressed=True)
+    )
 
 
 def test_a_chain_that_bites_its_tail_ends():

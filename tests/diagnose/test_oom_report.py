@@ -6,11 +6,16 @@ from dataclasses import replace
 from memcallback import OutOfMemoryReport
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.units import GiB, MiB
-from memcallback.diagnose.out_of_memory.report import Expected, Place, Shortage, StandingTensor
+from memcallback.diagnose.out_of_memory.report import (
+    OomMemoryState,
+    Place,
+    PredictedPeak,
+    StandingTensor,
+)
 from memcallback.savings.plan import PlanRow
 
 LINE = CodeLine("net.py", 34, "forward", "/nowhere/net.py")
-SHORTAGE = Shortage(
+SHORTAGE = OomMemoryState(
     requested_bytes=72 * MiB,
     capacity_bytes=16 * GiB,
     free_bytes=34 * MiB,
@@ -23,28 +28,53 @@ SHORTAGE = Shortage(
 REPORT = OutOfMemoryReport(
     error="CUDA out of memory. Tried to allocate 72.00 MiB.",
     device_name="NVIDIA H200",
-    place=Place(phase="backward pass", step=12, operator="ConvolutionBackward0", module="net.conv1", line=LINE),
+    place=Place(
+        phase="backward pass",
+        step=12,
+        operator="ConvolutionBackward0",
+        module="net.conv1",
+        line=LINE,
+    ),
     shortage=SHORTAGE,
-    by_category=(("parameters", 44 * MiB), ("gradients", 0), ("allocated, of no known tensor", 3 * MiB)),
+    by_category=(
+        ("parameters", 44 * MiB),
+        ("gradients", 0),
+        ("allocated, of no known tensor", 3 * MiB),
+    ),
     tensors=(
-        StandingTensor(size_bytes=2 * GiB, shape=(64, 64, 112, 112), dtype="float32", owner="saved for ReluBackward0", line=LINE),
+        StandingTensor(
+            size_bytes=2 * GiB,
+            shape=(64, 64, 112, 112),
+            dtype="float32",
+            owner="saved for ReluBackward0",
+            line=LINE,
+        ),
         StandingTensor(size_bytes=GiB, shape=(), dtype="int64", owner="", module="net|fc"),
     ),
     num_tensors=208,
     batch=(("[0]", (64, 3, 224, 224), "float32"), ("[1]", (64,), "int64")),
     batch_size=64,
-    expected=Expected(peak_allocated_bytes=17 * GiB, peak_reserved_bytes=20 * GiB, available_bytes=SHORTAGE.available_bytes, fits=False),
+    expected=PredictedPeak(
+        peak_allocated_bytes=17 * GiB,
+        peak_reserved_bytes=20 * GiB,
+        available_bytes=SHORTAGE.available_bytes,
+        fits=False,
+    ),
 )
 
 
 def test_the_text_says_where_what_was_short_and_what_stood():
     text = REPORT.to_text()
-    assert text.startswith("Out of memory on NVIDIA H200 in the backward pass of step 12 (batch size 64).\n")
+    assert text.startswith(
+        "Out of memory on NVIDIA H200 in the backward pass of step 12 (batch size 64).\n"
+    )
     assert "At ConvolutionBackward0 in module 'net.conv1'." in text
     assert "Your line: net.py:34 in forward" in text
     assert "The batch: [0] (64, 3, 224, 224) float32, [1] (64) int64." in text
     figures = dict(
-        line.strip().rsplit("  ", 1) for line in text.splitlines() if line.startswith("  ") and line.endswith("iB") and "made" not in line
+        line.strip().rsplit("  ", 1)
+        for line in text.splitlines()
+        if line.startswith("  ") and line.endswith("iB") and "made" not in line
     )
     figures = {name.strip(): size.strip() for name, size in figures.items()}
     assert figures["asked for"] == "72.00 MiB"
@@ -67,22 +97,44 @@ def test_what_was_predicted_is_held_against_what_there_was():
 
 
 def test_where_it_was_predicted_to_fit_something_else_holds_memory():
-    fitting = Expected(peak_allocated_bytes=GiB, peak_reserved_bytes=2 * GiB, available_bytes=4 * GiB, fits=True)
-    report = OutOfMemoryReport(error="", device_name="card", place=Place(), shortage=Shortage(), expected=fitting)
+    fitting = PredictedPeak(
+        peak_allocated_bytes=GiB, peak_reserved_bytes=2 * GiB, available_bytes=4 * GiB, fits=True
+    )
+    report = OutOfMemoryReport(
+        error="", device_name="card", place=Place(), shortage=OomMemoryState(), expected=fitting
+    )
     assert "It was predicted to fit, so something else holds memory" in report.sentences()[0]
-    scattered = Expected(peak_allocated_bytes=3 * GiB, peak_reserved_bytes=5 * GiB, available_bytes=4 * GiB, fits=False)
-    report = OutOfMemoryReport(error="", device_name="card", place=Place(), shortage=Shortage(), expected=scattered)
+    scattered = PredictedPeak(
+        peak_allocated_bytes=3 * GiB,
+        peak_reserved_bytes=5 * GiB,
+        available_bytes=4 * GiB,
+        fits=False,
+    )
+    report = OutOfMemoryReport(
+        error="", device_name="card", place=Place(), shortage=OomMemoryState(), expected=scattered
+    )
     assert "as they lie it does not" in report.sentences()[0]
 
 
 def row(saving, peak_gib, fits, problem=""):
     return PlanRow(
-        saving=saving, batch_size=64, peak_allocated_bytes=int(peak_gib * GiB), fits=fits, line=f"use({saving})", problem=problem
+        saving=saving,
+        batch_size=64,
+        peak_allocated_bytes=int(peak_gib * GiB),
+        fits=fits,
+        line=f"use({saving})",
+        problem=problem,
     )
 
 
 def test_savings_are_ranked_those_that_fit_first_and_useless_ones_are_left_out():
-    rows = [row("little", 16.9, False), row("half", 8, True), row("worse", 18, False), row("most", 4, True), row("broken", 1, True, "no")]
+    rows = [
+        row("little", 16.9, False),
+        row("half", 8, True),
+        row("worse", 18, False),
+        row("most", 4, True),
+        row("broken", 1, True, "no"),
+    ]
     report = REPORT.with_savings(rows)
     assert [one.saving for one in report.savings] == ["most", "half", "little"]
     text = report.to_text()
@@ -94,16 +146,26 @@ def test_savings_are_ranked_those_that_fit_first_and_useless_ones_are_left_out()
 
 def test_markdown_has_the_error_and_the_tables():
     markdown = REPORT.to_markdown()
-    assert markdown.startswith("# Out of memory on NVIDIA H200 in the backward pass of step 12 (batch size 64).\n")
+    assert markdown.startswith(
+        "# Out of memory on NVIDIA H200 in the backward pass of step 12 (batch size 64).\n"
+    )
     assert "Tried to allocate 72.00 MiB." in markdown
     assert "| asked for | 72.00 MiB |" in markdown
-    assert "| saved for ReluBackward0 | 2.00 GiB | float32 (64, 64, 112, 112) | `net.py:34 in forward` |" in markdown
+    assert (
+        "| saved for ReluBackward0 | 2.00 GiB | float32 (64, 64, 112, 112) | `net.py:34 in forward` |"
+        in markdown
+    )
     assert "net\\|fc" in markdown
 
 
 def test_json_has_every_figure_with_its_unit():
     data = json.loads(json.dumps(REPORT.with_savings([row("half", 8, True)]).to_dict()))
-    assert (data["phase"], data["step"], data["operator"], data["module"]) == ("backward pass", 12, "ConvolutionBackward0", "net.conv1")
+    assert (data["phase"], data["step"], data["operator"], data["module"]) == (
+        "backward pass",
+        12,
+        "ConvolutionBackward0",
+        "net.conv1",
+    )
     assert data["line"] == {"file": "net.py", "line": 34, "function": "forward", "text": ""}
     assert data["requested_bytes"] == 72 * MiB
     assert data["reserved_but_unallocated_bytes"] == 512 * MiB
@@ -115,7 +177,9 @@ def test_json_has_every_figure_with_its_unit():
 
 
 def test_little_is_said_where_little_is_known():
-    report = OutOfMemoryReport(error="out of memory", device_name="cuda:0", place=Place(), shortage=Shortage())
+    report = OutOfMemoryReport(
+        error="out of memory", device_name="cuda:0", place=Place(), shortage=OomMemoryState()
+    )
     assert report.to_text() == "Out of memory on cuda:0.\nAt that moment, measured\n"
     assert json.dumps(report.to_dict())
 

@@ -1,4 +1,6 @@
-"""On a CPU: an error that says that memory ran out is told with what stood, whoever trains; every other error goes its way."""
+"""On a CPU: an error that says that memory ran out is told with what stood, whoever trains; every
+other error goes its way.
+"""
 
 import gc
 import json
@@ -41,7 +43,9 @@ class Hungry(training.Automatic):
 
 def run(module, folder, **options):
     callback = mc.MemoryCallback(predict=False, **options)
-    trainer = training.trainer(folder, callbacks=[callback], max_epochs=1, logger=False, num_sanity_val_steps=0)
+    trainer = training.trainer(
+        folder, callbacks=[callback], max_epochs=1, logger=False, num_sanity_val_steps=0
+    )
     with pytest.raises(RuntimeError, match="allocate memory") as failed:
         trainer.fit(module, training.loader(), training.loader())
     return callback, failed.value
@@ -50,7 +54,11 @@ def run(module, folder, **options):
 def test_in_a_training_step(tmp_path, capsys):
     callback, error = run(Hungry(where="training"), tmp_path)
     report = callback.out_of_memory
-    assert (report.place.phase, report.place.step, report.place.module) == ("forward pass", 3, "layer")
+    assert (report.place.phase, report.place.step, report.place.module) == (
+        "forward pass",
+        3,
+        "layer",
+    )
     if sys.version_info >= (3, 11):  # before, Python does not say which part of a line failed
         assert report.place.operator == "torch.empty"
     assert report.place.line.text.startswith("return torch.empty(2**60")
@@ -60,7 +68,9 @@ def test_in_a_training_step(tmp_path, capsys):
     assert report.tensors[0].owner.startswith("local variable 'kept' in forward()")
     assert report.tensors[0].size_bytes == 8 * MiB
     # Parameters of models that others have left behind count too.
-    assert dict(report.by_category)["parameters"] >= sum(p.numel() * 4 for p in training.network().parameters())
+    assert dict(report.by_category)["parameters"] >= sum(
+        p.numel() * 4 for p in training.network().parameters()
+    )
     assert report.error in str(error)
     (path,) = (tmp_path / "memcallback").rglob("out_of_memory_step3.json")
     assert json.loads(path.read_text())["step"] == 3
@@ -69,7 +79,10 @@ def test_in_a_training_step(tmp_path, capsys):
 
 def test_in_validation(tmp_path):
     callback, _ = run(Hungry(where="validation"), tmp_path)
-    assert (callback.out_of_memory.place.phase, callback.out_of_memory.place.step) == ("validation", None)
+    assert (callback.out_of_memory.place.phase, callback.out_of_memory.place.step) == (
+        "validation",
+        None,
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_the_error_goes_on(tmp_path):
@@ -101,14 +114,19 @@ def test_a_report_keeps_nothing_alive():
     def step():
         with recorder.step(torch.ones(2, 4)), recorder.phase(mc.Phase.FORWARD):
             activations = model(torch.ones(1_000_000, 4)).exp()
-            references.extend([weakref.ref(activations), weakref.ref(activations.untyped_storage())])
+            references.extend(
+                [weakref.ref(activations), weakref.ref(activations.untyped_storage())]
+            )
             raise MemoryError
 
     with pytest.raises(MemoryError):
         step()
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-    assert any(tensor.owner.startswith("local variable 'activations'") for tensor in recorder.out_of_memory.tensors)
+    assert any(
+        tensor.owner.startswith("local variable 'activations'")
+        for tensor in recorder.out_of_memory.tensors
+    )
 
 
 @pytest.mark.parametrize("kind", ["steps", "watch", "log"])
@@ -310,7 +328,9 @@ def test_an_error_that_nothing_catches_is_told_by_a_watch_that_nobody_closes(tmp
     )
     script = tmp_path / "train.py"
     script.write_text(program)
-    failed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    failed = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
     assert failed.returncode == 1
     assert failed.stderr.count("Out of memory on CPU in the optimizer step of step 1") == 1
     assert "Traceback (most recent call last)" in failed.stderr

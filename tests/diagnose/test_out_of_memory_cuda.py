@@ -39,7 +39,12 @@ class Net(LightningModule):
 
     def __init__(self, rows, optimizer=torch.optim.Adam, greedy_in=""):
         super().__init__()
-        self.table, self.head, self.make_optimizer, self.greedy_in = nn.Embedding(rows, 256), nn.Linear(256, 4), optimizer, greedy_in
+        self.table, self.head, self.make_optimizer, self.greedy_in = (
+            nn.Embedding(rows, 256),
+            nn.Linear(256, 4),
+            optimizer,
+            greedy_in,
+        )
         self.inner = nn.Sequential(nn.Identity(), Greedy() if greedy_in else nn.Identity())
 
     def training_step(self, batch, batch_idx):
@@ -102,7 +107,11 @@ def test_in_the_forward_pass(tmp_path, capsys):
 def test_in_the_backward_pass(tmp_path):
     report = run(Net(2 * ROWS_OF_300_MIB), tmp_path)
     assert report.place.forward_line.text == "hidden = self.table(batch)"
-    assert (report.place.phase, report.place.operator, report.place.module) == ("backward pass", "EmbeddingBackward0", "table")
+    assert (report.place.phase, report.place.operator, report.place.module) == (
+        "backward pass",
+        "EmbeddingBackward0",
+        "table",
+    )
     assert not report.place.is_near
     assert report.shortage.requested_bytes == 600 * MiB
     assert dict(report.by_category)["parameters"] > 600 * MiB
@@ -135,7 +144,13 @@ def test_in_validation_before_training(tmp_path):
     module, callback = Net(1024, greedy_in="validation"), mc.MemoryCallback()
     data = torch.utils.data.DataLoader(torch.zeros(16, dtype=torch.long), batch_size=8)
     trainer = Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, default_root_dir=tmp_path, logger=False, callbacks=[callback], enable_progress_bar=False
+        accelerator="gpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        callbacks=[callback],
+        enable_progress_bar=False,
     )
     with pytest.raises(torch.OutOfMemoryError):
         trainer.fit(module, data, data)
@@ -148,7 +163,9 @@ def test_what_was_predicted_and_what_would_help(tmp_path, capsys):
     assert not expected.fits
     # Weight, gradient and two states of Adam, of which the memory holds three.
     assert expected.peak_allocated_bytes > 1200 * MiB
-    assert expected.shortfall_bytes == expected.peak_allocated_bytes - report.shortage.available_bytes
+    assert (
+        expected.shortfall_bytes == expected.peak_allocated_bytes - report.shortage.available_bytes
+    )
     assert report.savings == ()
     report = run(Net(ROWS_OF_300_MIB // 2, greedy_in="training"), tmp_path, device="2GiB")
     assert [row.saving for row in report.savings]

@@ -20,7 +20,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 def network(device="cpu"):
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 100, 40)
+    layers = (
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(8 * 100, 40),
+    )
     return nn.Sequential(*layers).to(device)
 
 
@@ -59,15 +66,25 @@ def test_what_each_part_of_a_step_brings_and_takes_is_told(device):
     cleared = diff.mark("zero_grad")
     if READS_SAVED:
         saved = the(forward.appeared, "saved for AddmmBackward0 of 5")
-        assert (saved.category, saved.shape, saved.modules) == (mc.Category.ACTIVATION, (16, 800), ("5",))
-        assert {name for name in owners(backward.vanished) if "of 5" in name} == {"saved for AddmmBackward0 of 5"}
+        assert (saved.category, saved.shape, saved.modules) == (
+            mc.Category.ACTIVATION,
+            (16, 800),
+            ("5",),
+        )
+        assert {name for name in owners(backward.vanished) if "of 5" in name} == {
+            "saved for AddmmBackward0 of 5"
+        }
     gradients = [group for group in backward.appeared if group.category is mc.Category.GRADIENT]
-    assert sum(group.size_bytes for group in gradients) == sum(p.numel() * 4 for p in model.parameters())
+    assert sum(group.size_bytes for group in gradients) == sum(
+        p.numel() * 4 for p in model.parameters()
+    )
     weights = the(step.appeared, "exp_avg of 5.weight")
     assert (weights.count, weights.shape, weights.size_bytes) == (2, (40, 800), 2 * 40 * 800 * 4)
     assert weights.owners == ("exp_avg of 5.weight", "exp_avg_sq of 5.weight")
     assert step.vanished == ()
-    assert sorted(owners(cleared.vanished)) == sorted(f"gradient of {name}" for name, _ in model.named_parameters())
+    assert sorted(owners(cleared.vanished)) == sorted(
+        f"gradient of {name}" for name, _ in model.named_parameters()
+    )
     assert "loss" in owners(forward.appeared)[-1]
 
 
@@ -79,7 +96,11 @@ def test_a_mark_has_the_line_where_it_is(ledger):
         change = diff.mark("here")
         at = line() - 1
     first, second, third = diff.changes
-    assert (first.after.at.number, change.after.at.number, third.after.at.number) == (begun, at, begun)
+    assert (first.after.at.number, change.after.at.number, third.after.at.number) == (
+        begun,
+        at,
+        begun,
+    )
     assert second is change
     assert change.after.at.path == __file__
     assert change.after.at.function == "test_a_mark_has_the_line_where_it_is"
@@ -109,7 +130,11 @@ def test_a_backward_pass_has_the_line_that_called_it(device):
     with mc.TensorDiff(model, ledger=True) as diff:
         loss.backward()
         at = line() - 1
-    assert {group.made_at.number for group in diff.changes[-1].appeared if group.category is mc.Category.GRADIENT} == {at}
+    assert {
+        group.made_at.number
+        for group in diff.changes[-1].appeared
+        if group.category is mc.Category.GRADIENT
+    } == {at}
 
 
 class Cubed(torch.autograd.Function):
@@ -140,7 +165,11 @@ class Model(nn.Module):
 @pytest.mark.parametrize("make", [lambda: network("cuda"), lambda: Model().cuda()])
 def test_all_that_a_forward_pass_leaves_in_the_allocator_is_attributed(make, ledger):
     model = make()
-    batch = images("cuda") if isinstance(model, nn.Sequential) else torch.randn(8, 32, 64, device="cuda")
+    batch = (
+        images("cuda")
+        if isinstance(model, nn.Sequential)
+        else torch.randn(8, 32, 64, device="cuda")
+    )
     model(batch).sum().backward()  # workspaces
     with mc.TensorDiff(model, ledger=ledger) as diff:
         before = torch.cuda.memory_allocated()
@@ -150,8 +179,17 @@ def test_all_that_a_forward_pass_leaves_in_the_allocator_is_attributed(make, led
     assert change.vanished == ()
     assert change.after.unattributed_bytes == change.before.unattributed_bytes
     assert change.after.allocated_bytes - change.before.allocated_bytes == allocated
-    assert sum(group.count * round_up(group.size_bytes // group.count, 512) for group in change.appeared) == allocated
-    assert change.after.rounding_bytes - change.before.rounding_bytes == allocated - change.appeared_bytes
+    assert (
+        sum(
+            group.count * round_up(group.size_bytes // group.count, 512)
+            for group in change.appeared
+        )
+        == allocated
+    )
+    assert (
+        change.after.rounding_bytes - change.before.rounding_bytes
+        == allocated - change.appeared_bytes
+    )
     assert len(change.appeared) > 3
     del loss
 
@@ -168,8 +206,9 @@ def test_workspaces_are_unattributed():
     workspace = torch.cuda.memory_allocated() - before - 64 * 64 * 4
     assert workspace > 1 << 20
     assert change.after.unattributed_bytes - change.before.unattributed_bytes == workspace
-    assert f"Unattributed: {mc.format_bytes(change.after.unattributed_bytes)} (+{mc.format_bytes(workspace)}), which is workspaces" in str(
-        change
+    assert (
+        f"Unattributed: {mc.format_bytes(change.after.unattributed_bytes)} (+{mc.format_bytes(workspace)}), which is workspaces"
+        in str(change)
     )
     assert change.after.reserved_bytes == torch.cuda.memory_reserved()
     del product
@@ -223,11 +262,16 @@ def test_a_storage_of_another_size_came_and_went():
     diff.mark()
     values.untyped_storage().resize_(9000)
     change = diff.mark()
-    assert (the(change.vanished, "local").size_bytes, the(change.appeared, "local").size_bytes) == (1234 * 4, 9000)
+    assert (the(change.vanished, "local").size_bytes, the(change.appeared, "local").size_bytes) == (
+        1234 * 4,
+        9000,
+    )
 
 
 def test_compiled_code_runs_as_compiled():
-    compiled = torch.compile(lambda values: torch.compiler.is_compiling(), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda values: torch.compiler.is_compiling(), backend="eager", fullgraph=True
+    )
     assert compiled(torch.ones(3))
     with mc.TensorDiff(ledger=True):
         assert compiled(torch.ones(4))
@@ -252,7 +296,9 @@ def test_losses_that_are_kept_are_found():
         losses.append(loss)
     kept = the(diff.mark().appeared, "local variable 'losses'")
     assert (kept.count, kept.shape, kept.size_bytes) == (3, (1234, 1), 3 * 1234 * 4)
-    assert kept.owners == ("local variable 'losses' in test_losses_that_are_kept_are_found() of test_tensor_diff.py",)
+    assert kept.owners == (
+        "local variable 'losses' in test_losses_that_are_kept_are_found() of test_tensor_diff.py",
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -283,11 +329,16 @@ def test_nothing_is_kept_alive(device, ledger):
             output = model(images(device))
             references.append(weakref.ref(output.untyped_storage()))
             if READS_SAVED:
-                references.append(weakref.ref(output.grad_fn._raw_saved_mat1.data.untyped_storage()))
+                references.append(
+                    weakref.ref(output.grad_fn._raw_saved_mat1.data.untyped_storage())
+                )
             diff.mark()
             output.sum().backward()
             optimizer.step()
-            references += [weakref.ref(state["exp_avg"].untyped_storage()) for state in optimizer.state.values()]
+            references += [
+                weakref.ref(state["exp_avg"].untyped_storage())
+                for state in optimizer.state.values()
+            ]
             diff.mark()
             del output
             optimizer.zero_grad()
@@ -329,7 +380,12 @@ def train(watch, device):
             diff.mark()
             optimizer.step()
         losses.append(loss.detach())
-    return [*losses, *model.state_dict().values(), torch.get_rng_state(), *(p.grad for p in model.parameters())]
+    return [
+        *losses,
+        *model.state_dict().values(),
+        torch.get_rng_state(),
+        *(p.grad for p in model.parameters()),
+    ]
 
 
 class Nothing:
@@ -377,7 +433,10 @@ def test_an_error_in_the_block_goes_on_and_nothing_is_left_of_it():
 
 
 def test_a_block_inside_itself_is_refused():
-    with mc.TensorDiff() as diff, pytest.raises(RuntimeError, match=r"in a `with` block already\. Make another one"):
+    with (
+        mc.TensorDiff() as diff,
+        pytest.raises(RuntimeError, match=r"in a `with` block already\. Make another one"),
+    ):
         diff.__enter__()
 
 
@@ -398,10 +457,16 @@ def test_a_ledger_needs_a_block():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "network"}, r"model must be a torch.nn.Module or several of them, got 'network'\. Leave it out"),
+        (
+            {"model": "network"},
+            r"model must be a torch.nn.Module or several of them, got 'network'\. Leave it out",
+        ),
         ({"model": [nn.Linear(1, 1), 3]}, r"model must be .*, got 3\."),
         ({"model": nn.Linear}, r"model must be .*, got the class Linear\."),
-        ({"optimizer": nn.Linear(1, 1)}, r"optimizer must be a torch.optim.Optimizer or several of them, got a Linear\."),
+        (
+            {"optimizer": nn.Linear(1, 1)},
+            r"optimizer must be a torch.optim.Optimizer or several of them, got a Linear\.",
+        ),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(arguments, message):
@@ -410,7 +475,9 @@ def test_what_is_no_model_or_optimizer_is_refused(arguments, message):
 
 
 def test_a_label_is_a_text():
-    with pytest.raises(TypeError, match=r"label must be a text, got 5\. Write mark\('after forward'\)"):
+    with pytest.raises(
+        TypeError, match=r"label must be a text, got 5\. Write mark\('after forward'\)"
+    ):
         mc.TensorDiff().mark(5)
 
 
@@ -459,7 +526,15 @@ def test_small_groups_are_summed_up():
     assert len(change.appeared) == 30
     # The 20 largest have 110 to 129 elements each.
     (row,) = (row for row in str(change).splitlines() if "smaller groups" in row)
-    assert row.split() == ["+", "10", "x", *mc.format_bytes(sum(range(100, 110)) * 4).split(), "10", "smaller", "groups"]
+    assert row.split() == [
+        "+",
+        "10",
+        "x",
+        *mc.format_bytes(sum(range(100, 110)) * 4).split(),
+        "10",
+        "smaller",
+        "groups",
+    ]
     del values
 
 

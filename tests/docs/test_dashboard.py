@@ -1,4 +1,6 @@
-"""What a person sees in TensorBoard after the example: asked of the real server, by the calls that its pages make."""
+"""What a person sees in TensorBoard after the example: asked of the real server, by the calls that
+its pages make.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("forward", "backward", "optimizer_step")
 MEASURED = {f"memory/{phase}/peak_allocated_gib" for phase in PHASES}
 PREDICTED = {f"memory/predicted/{phase}/peak_allocated_gib" for phase in PHASES}
-OF_THE_DEVICE = {"memory/peak_resident_gib", "memory/capacity_gib", "memory/capacity_used_pct", "memory/prediction_error_pct"}
+OF_THE_DEVICE = {
+    "memory/peak_resident_gib",
+    "memory/capacity_gib",
+    "memory/capacity_used_pct",
+    "memory/prediction_error_pct",
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,8 @@ def example(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     options = ["--epochs", "1", "--what-if", "--per-module", "--log-dir", str(folder)]
     command = [sys.executable, str(ROOT / "examples" / "digits.py"), *options]
-    # A machine's GPU stays out of it: on a CPU the set of tags is known. One thread, since tests share the cores.
+    # A machine's GPU stays out of it: on a CPU the set of tags is known. One thread, since tests
+    # share the cores.
     done = subprocess.run(
         command,
         capture_output=True,
@@ -52,7 +60,10 @@ def dashboard(example, server):
         yield SimpleNamespace(
             url=url,
             layout=server.ask(url, "plugin/custom_scalars/layout"),
-            scalars={run: {tag for tag in tags if tag.startswith("memory/")} for run, tags in scalars.items()},
+            scalars={
+                run: {tag for tag in tags if tag.startswith("memory/")}
+                for run, tags in scalars.items()
+            },
             texts={run: set(tags) for run, tags in texts.items()},
             images={run: set(tags) for run, tags in images.items()},
         )
@@ -73,10 +84,19 @@ def test_the_run_has_exactly_the_tags_of_a_cpu_and_no_more_than_fifteen(dashboar
 
 
 def test_each_phase_has_a_chart_with_its_measured_peak_beside_the_predicted_one(dashboard):
-    (category,) = [category for category in dashboard.layout["category"] if "beside the predicted ones" in category["title"]]
-    lines = {chart["title"].partition(":")[0]: chart["multiline"]["tag"] for chart in category["chart"]}
+    (category,) = [
+        category
+        for category in dashboard.layout["category"]
+        if "beside the predicted ones" in category["title"]
+    ]
+    lines = {
+        chart["title"].partition(":")[0]: chart["multiline"]["tag"] for chart in category["chart"]
+    }
     assert lines == {
-        phase.replace("_", " "): [f"memory/predicted/{phase}/peak_allocated_gib$", f"memory/{phase}/peak_allocated_gib$"]
+        phase.replace("_", " "): [
+            f"memory/predicted/{phase}/peak_allocated_gib$",
+            f"memory/{phase}/peak_allocated_gib$",
+        ]
         for phase in PHASES
     }
 
@@ -90,7 +110,10 @@ def test_every_chart_of_lines_has_a_line_and_only_accelerators_figures_are_missi
     assert patterns
     without_line = set()
     for of_chart in patterns:
-        found = {pattern: [tag for tag in dashboard.scalars["version_0"] if re.match(pattern, tag)] for pattern in of_chart}
+        found = {
+            pattern: [tag for tag in dashboard.scalars["version_0"] if re.match(pattern, tag)]
+            for pattern in of_chart
+        }
         assert any(found.values()), of_chart
         without_line |= {pattern.rstrip("$") for pattern, tags in found.items() if not tags}
     assert without_line <= {
@@ -103,8 +126,14 @@ def test_every_chart_of_lines_has_a_line_and_only_accelerators_figures_are_missi
 
 def test_predicted_and_measured_lines_have_the_same_steps_and_agree(dashboard, server):
     for phase in PHASES:
-        tags = (f"memory/{phase}/peak_allocated_gib", f"memory/predicted/{phase}/peak_allocated_gib")
-        measured, predicted = (server.ask(dashboard.url, "plugin/scalars/scalars", run="version_0", tag=tag) for tag in tags)
+        tags = (
+            f"memory/{phase}/peak_allocated_gib",
+            f"memory/predicted/{phase}/peak_allocated_gib",
+        )
+        measured, predicted = (
+            server.ask(dashboard.url, "plugin/scalars/scalars", run="version_0", tag=tag)
+            for tag in tags
+        )
         assert [step for _, step, _ in measured] == [step for _, step, _ in predicted]
         assert len(measured) > 1
         # What operators take for themselves on a CPU is not predicted.
@@ -119,13 +148,24 @@ def band_layout(folder):
 
     write_layout(folder, has_band=True)
     events = EventAccumulator(str(folder / LAYOUT_RUN)).Reload()
-    return Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    return Layout.FromString(
+        events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    )
 
 
 def test_the_textbook_law_has_a_chart_for_each_phase_with_the_measured_peak_in_its_band(tmp_path):
-    in_band = [chart for category in band_layout(tmp_path).category for chart in category.chart if chart.HasField("margin")]
+    in_band = [
+        chart
+        for category in band_layout(tmp_path).category
+        for chart in category.chart
+        if chart.HasField("margin")
+    ]
     # One band a chart, since bands of one run share their colour.
-    bands = [(series.value, series.lower, series.upper) for chart in in_band for series in chart.margin.series]
+    bands = [
+        (series.value, series.lower, series.upper)
+        for chart in in_band
+        for series in chart.margin.series
+    ]
     assert len(in_band) == len(bands) == 3
     assert set(bands) == {
         (
@@ -139,11 +179,31 @@ def test_the_textbook_law_has_a_chart_for_each_phase_with_the_measured_peak_in_i
 
 def test_the_report_is_there_as_text_with_every_phase(dashboard, server):
     modules, tag, plan = sorted(dashboard.texts["version_0"])
-    assert [one.rpartition("/")[0] for one in (modules, tag, plan)] == ["memory/modules", "memory/report", "memory/what_if"]
-    assert "network.13" in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=modules)[-1]["text"]
-    assert "accumulate 2 batches" in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=plan)[-1]["text"]
+    assert [one.rpartition("/")[0] for one in (modules, tag, plan)] == [
+        "memory/modules",
+        "memory/report",
+        "memory/what_if",
+    ]
+    assert (
+        "network.13"
+        in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=modules)[-1]["text"]
+    )
+    assert (
+        "accumulate 2 batches"
+        in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=plan)[-1]["text"]
+    )
     text = server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=tag)[-1]["text"]
-    assert all(word in text for word in ("forward", "backward", "optimizer step", "predicted", "measured", "Largest batch size"))
+    assert all(
+        word in text
+        for word in (
+            "forward",
+            "backward",
+            "optimizer step",
+            "predicted",
+            "measured",
+            "Largest batch size",
+        )
+    )
 
 
 def test_the_figures_are_there_as_pictures(dashboard, server):

@@ -1,8 +1,10 @@
 """The documentation: its programs run and say what the page says, its names and pictures are there.
 
-A program is a Python block under the comment `<!-- program -->`; one that needs a device stands under `<!-- program: cuda -->`. The code in
-the comments `<!-- setup ... -->` above it, which a reader does not see, comes before it. A text block right after it is its output, with
-`...` for what may differ or is left out; a program is called `train.py` in it. `pytest --overwrite-golden` writes the outputs anew.
+A program is a Python block under the comment `<!-- program -->`; one that needs a device stands
+under `<!-- program: cuda -->`. The code in the comments `<!-- setup ... -->` above it, which a
+reader does not see, comes before it. A text block right after it is its output, with `...` for what
+may differ or is left out; a program is called `train.py` in it. `pytest --overwrite-golden` writes
+the outputs anew.
 """
 
 from __future__ import annotations
@@ -57,17 +59,22 @@ def programs(page):
             setup += match["setup"]
             continue
         line = text.count("\n", 0, match.start("code"))
-        yield Program(page, line, setup + match["code"], match["output"], match.span("output"), match["mark"])
+        yield Program(
+            page, line, setup + match["code"], match["output"], match.span("output"), match["mark"]
+        )
 
 
 ALL = [program for page in [*PAGES, ROOT / "README.md"] for program in programs(page)]
 
 
 def on(mark):
-    return pytest.mark.parametrize("program", [pytest.param(one, id=one.name) for one in ALL if one.mark == mark])
+    return pytest.mark.parametrize(
+        "program", [pytest.param(one, id=one.name) for one in ALL if one.mark == mark]
+    )
 
 
-#: Runs programs one after the other in one process, since most of a program's time is the import of PyTorch; each has names of its own.
+#: Runs programs one after the other in one process, since most of a program's time is the import of
+#: PyTorch; each has names of its own.
 RUNNER = """
 import contextlib, io, json, linecache, traceback
 for code in json.load(open("programs.json")):
@@ -85,8 +92,19 @@ for code in json.load(open("programs.json")):
 def run(codes, folder, **environment):
     """Output and error of each program."""
     (folder / "programs.json").write_text(json.dumps(codes))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | environment
-    done = subprocess.run([sys.executable, "-c", RUNNER], capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+    environment = (
+        os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        | environment
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -99,9 +117,13 @@ def outputs_of_page(page):
 
 
 def is_said(wanted, output):
-    """Whether an output is that of the page. A figure of the machine makes a table's column wider or narrower."""
+    """Whether an output is that of the page. A figure of the machine makes a table's column wider
+    or narrower.
+    """
     wanted, output = (re.sub("─+", "─", text) for text in (wanted, output))
-    return doctest.OutputChecker().check_output(wanted, output, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    return doctest.OutputChecker().check_output(
+        wanted, output, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
 
 
 def check(program, output, error, overwrites):
@@ -110,7 +132,10 @@ def check(program, output, error, overwrites):
         return
     if overwrites:
         # Outputs above it may have become longer, so its place is looked for anew.
-        (start, end), text = next(one.output_at for one in programs(program.page) if one.code == program.code), program.page.read_text()
+        (start, end), text = (
+            next(one.output_at for one in programs(program.page) if one.code == program.code),
+            program.page.read_text(),
+        )
         program.page.write_text(text[:start] + output + text[end:])
         return
     assert output == program.output, program.name
@@ -122,7 +147,11 @@ def test_a_program_says_what_the_page_says(program, request):
 
     if program.output is not None and not torch.__version__.startswith(TORCH):
         pytest.skip(f"the page's figures are those of PyTorch {TORCH}")
-    check(program, *outputs_of_page(program.page)[program.code], request.config.getoption("--overwrite-golden"))
+    check(
+        program,
+        *outputs_of_page(program.page)[program.code],
+        request.config.getoption("--overwrite-golden"),
+    )
 
 
 @pytest.mark.cuda
@@ -130,7 +159,9 @@ def test_a_program_says_what_the_page_says(program, request):
 def test_a_program_on_a_device_says_what_the_page_says(program, tmp_path, request):
     import torch
 
-    is_of_the_page = torch.__version__.startswith(CUDA_TORCH) and torch.cuda.get_device_name() == CUDA_DEVICE
+    is_of_the_page = (
+        torch.__version__.startswith(CUDA_TORCH) and torch.cuda.get_device_name() == CUDA_DEVICE
+    )
     if program.output is not None and not is_of_the_page:
         pytest.skip(f"the page's figures are those of PyTorch {CUDA_TORCH} and an {CUDA_DEVICE}")
     # In a process of its own, so that the allocator begins empty.
@@ -151,17 +182,25 @@ def test_every_picture_of_a_page_is_there(page):
 
 
 def test_every_picture_is_shown_somewhere():
-    shown = {Path(name).name for page in [*PAGES, ROOT / "README.md"] for name in re.findall(r"images/([\w-]+\.png)", page.read_text())}
+    shown = {
+        Path(name).name
+        for page in [*PAGES, ROOT / "README.md"]
+        for name in re.findall(r"images/([\w-]+\.png)", page.read_text())
+    }
     assert {picture.name for picture in (ROOT / "docs" / "images").iterdir()} == shown
 
 
 def test_every_public_name_is_in_the_reference():
-    named = re.findall(r"^::: memcallback\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    named = re.findall(
+        r"^::: memcallback\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE
+    )
     assert sorted(named) == sorted(memcallback.__all__)
 
 
 def test_every_logged_tag_is_explained():
-    scalars, images, rest = (ROOT / "docs" / "tensorboard.md").read_text().partition("\n## Images\n")
+    scalars, images, rest = (
+        (ROOT / "docs" / "tensorboard.md").read_text().partition("\n## Images\n")
+    )
     row = re.compile(r"^\| `((?:memory|device)/[^`]+)` \|", flags=re.MULTILINE)
     assert row.findall(scalars) == row.findall(tensorboard.__doc__)
     named = [value for name, value in vars(tensorboard).items() if name.endswith("_TAG")]
@@ -170,15 +209,33 @@ def test_every_logged_tag_is_explained():
 
 
 def test_every_command_is_in_the_reference():
-    (commands,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
-    named = re.findall(r"^<!-- help (\S+) -->$", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
+    (commands,) = (
+        action
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    named = re.findall(
+        r"^<!-- help (\S+) -->$",
+        (ROOT / "docs" / "command-line.md").read_text(),
+        flags=re.MULTILINE,
+    )
     assert sorted(named) == sorted(commands.choices)
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "api" / "index.html").is_file()

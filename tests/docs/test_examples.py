@@ -17,7 +17,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(folder, name, *arguments):
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -29,7 +31,11 @@ def output(tmp_path_factory):
 
 def test_the_plain_loop_predicts_before_the_first_step(output):
     # On a slow machine it says before that how far the tracing is.
-    assert re.search(r"^Traced the step in .*\nBefore the first step: a peak of [\d.]+ MiB is predicted\.", output, flags=re.MULTILINE)
+    assert re.search(
+        r"^Traced the step in .*\nBefore the first step: a peak of [\d.]+ MiB is predicted\.",
+        output,
+        flags=re.MULTILINE,
+    )
     assert output.index("Before the first step") < output.index("Memory of one training step")
 
 
@@ -57,7 +63,10 @@ def test_the_plain_loop_learns_the_digits(output):
 def test_two_cards_are_compared_without_either(tmp_path):
     output = run(tmp_path, "predict_without_gpu.py")
     assert output.startswith("GPT of 124 million parameters, batch size 16, 512 tokens, bf16-mixed")
-    for card, capacity in (("NVIDIA GeForce RTX 4090", "23.99 GiB"), ("NVIDIA A100-SXM4-80GB", "80.00 GiB")):
+    for card, capacity in (
+        ("NVIDIA GeForce RTX 4090", "23.99 GiB"),
+        ("NVIDIA A100-SXM4-80GB", "80.00 GiB"),
+    ):
         (row,) = re.findall(rf"^{card} .*$", output, flags=re.MULTILINE)
         assert re.search(rf"[\d.]+ GiB +{capacity} +yes +\d+$", row), row
     for label in ("forward", "backward", "optimizer step", "activations", "parameters"):
@@ -66,7 +75,11 @@ def test_two_cards_are_compared_without_either(tmp_path):
 
 def test_a_batch_size_is_found_and_trained_with(tmp_path):
     output = run(tmp_path, "fit_batch_size.py")
-    (size,) = re.findall(r"^Batch size (\d+) \(it was 8\) is the largest found to fit CPU", output, flags=re.MULTILINE)
+    (size,) = re.findall(
+        r"^Batch size (\d+) \(it was 8\) is the largest found to fit CPU",
+        output,
+        flags=re.MULTILINE,
+    )
     assert int(size) > 100
     (row,) = re.findall(rf"^ ?{size} .*$", output, flags=re.MULTILINE)
     assert re.search(r"[\d.]+ MiB +[\d.]+ MiB +Fits", row), row
@@ -79,9 +92,13 @@ def test_a_batch_size_is_found_and_trained_with(tmp_path):
 def test_savings_are_predicted_and_measured_to_the_same_peak(tmp_path):
     output = run(tmp_path, "savings.py", "--epochs", "6")
     assert "with accumulate=4, amp='bf16-mixed', checkpoint of (root module)" in output
-    without, peak = re.search(r"^ allocated +([\d.]+) MiB +([\d.]+) MiB", output, flags=re.MULTILINE).groups()
+    without, peak = re.search(
+        r"^ allocated +([\d.]+) MiB +([\d.]+) MiB", output, flags=re.MULTILINE
+    ).groups()
     assert float(peak) < float(without) / 2
-    measured, predicted = re.search(r"Peak with all three: ([\d.]+) MiB measured, ([\d.]+) MiB predicted", output).groups()
+    measured, predicted = re.search(
+        r"Peak with all three: ([\d.]+) MiB measured, ([\d.]+) MiB predicted", output
+    ).groups()
     assert predicted == peak
     assert abs(float(measured) - float(predicted)) <= 0.01
     assert float(re.search(r"Validation accuracy: ([\d.]+)", output)[1]) > 0.9
@@ -92,42 +109,67 @@ def test_tensors_between_two_lines_are_told(tmp_path):
     output = run(tmp_path, "tensor_diff.py")
     forward, backward, step, leak = re.split(r"^(?=From )", output, flags=re.MULTILINE)[1:]
     # A convolution's input of 8 x 64 x 32 x 32 float32.
-    assert re.search(r"\+ +1 x +\(8, 64, 32, 32\) +float32 +2\.00 MiB +activations +saved for ConvolutionBackward0 of 2", forward)
+    assert re.search(
+        r"\+ +1 x +\(8, 64, 32, 32\) +float32 +2\.00 MiB +activations +saved for ConvolutionBackward0 of 2",
+        forward,
+    )
     assert re.search(r"\+ +1 x .* gradients +gradient of 5\.weight", backward)
     assert re.search(r"- +1 x .* activations +saved for ConvolutionBackward0 of 2", backward)
-    assert re.search(r"\+ +2 x .* optimizer state +exp_avg of 5\.weight, exp_avg_sq of 5\.weight", step)
-    assert re.search(r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .*tensor_diff\.py:\d+ in \w+$", leak, flags=re.MULTILINE)
-    assert re.search(r"\+ +3 x +\(\) .* local variable 'losses' in several_steps\(\) of tensor_diff\.py", leak)
+    assert re.search(
+        r"\+ +2 x .* optimizer state +exp_avg of 5\.weight, exp_avg_sq of 5\.weight", step
+    )
+    assert re.search(
+        r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .*tensor_diff\.py:\d+ in \w+$",
+        leak,
+        flags=re.MULTILINE,
+    )
+    assert re.search(
+        r"\+ +3 x +\(\) .* local variable 'losses' in several_steps\(\) of tensor_diff\.py", leak
+    )
 
 
 PHASES = ("forward", "backward", "optimizer step")
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("ddp.py", ["--epochs", "1"]), pytest.param("fsdp2.py", ["--steps", "4"], marks=[needs_fsdp2, needs_ranks])]
+    ("name", "arguments"),
+    [
+        ("ddp.py", ["--epochs", "1"]),
+        pytest.param("fsdp2.py", ["--steps", "4"], marks=[needs_fsdp2, needs_ranks]),
+    ],
 )
 def test_two_processes_record_each_its_own_and_rank_zero_tells_the_range(tmp_path, name, arguments):
     output = run(tmp_path, name, *arguments)
     assert output.count("Memory of one training step (steady") == 2
     *_, last = output.split("Memory over 2 ranks, step ")
     for phase in PHASES:
-        sizes = re.search(rf"^ +{phase} +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", last, flags=re.MULTILINE).groups()
+        sizes = re.search(
+            rf"^ +{phase} +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", last, flags=re.MULTILINE
+        ).groups()
         low, mean, high = map(float, sizes)
         assert 0 < low <= mean <= high
-    assert re.search(r"^Rank [01] \(CPU of .*\) took most of its capacity", last, flags=re.MULTILINE)
+    assert re.search(
+        r"^Rank [01] \(CPU of .*\) took most of its capacity", last, flags=re.MULTILINE
+    )
     (run_folder,) = tmp_path.rglob("version_0")
     assert list(run_folder.glob("events*"))
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("fabric_loop.py", ["--epochs", "1"]), ("accelerate_loop.py", ["--epochs", "1"]), ("huggingface_trainer.py", ["--epochs", "1"])],
+    [
+        ("fabric_loop.py", ["--epochs", "1"]),
+        ("accelerate_loop.py", ["--epochs", "1"]),
+        ("huggingface_trainer.py", ["--epochs", "1"]),
+    ],
 )
 def test_the_loops_of_other_libraries_are_predicted_and_measured(tmp_path, name, arguments):
     output = run(tmp_path, name, *arguments)
     assert output.count("Memory of one training step (steady") == 2
     for phase in PHASES:
-        error = re.findall(rf"^ *{phase} +[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", output, flags=re.MULTILINE)[-1]
+        error = re.findall(
+            rf"^ *{phase} +[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", output, flags=re.MULTILINE
+        )[-1]
         assert abs(float(error)) < 2
     (run_folder,) = tmp_path.rglob("version_0")
     assert "Memory curves: tensorboard --logdir" in output

@@ -1,4 +1,6 @@
-"""`MemoryCallback` in real Trainers on a CPU: every way in which a loop can run is recorded as it ran."""
+"""`MemoryCallback` in real Trainers on a CPU: every way in which a loop can run is recorded as it
+ran.
+"""
 
 import gc
 import re
@@ -16,11 +18,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from memcallback import MemoryCallback, MemoryRecorder, MemoryWarning, Phase, Prediction, TextbookPrediction
+from memcallback import (
+    MemoryCallback,
+    MemoryRecorder,
+    MemoryWarning,
+    Phase,
+    Prediction,
+    TextbookPrediction,
+)
 from memcallback.core.allocation_trace import Alloc
 from memcallback.core.types import Category, Kind
 from memcallback.devices.catalogue import find_device
-from memcallback.record.monitor import Journal
+from memcallback.record.monitor import Monitor
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
 
@@ -28,7 +37,9 @@ F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
 def fit(tmp_path, module=None, *, num_batches=4, data=None, callback=None, **options):
     callback = callback or MemoryCallback()
     module = module or training.Automatic()
-    training.trainer(tmp_path, [callback], **options).fit(module, data if data is not None else training.loader(num_batches))
+    training.trainer(tmp_path, [callback], **options).fit(
+        module, data if data is not None else training.loader(num_batches)
+    )
     return callback
 
 
@@ -49,7 +60,11 @@ def test_gradients_live_through_the_forward_pass_and_are_gone_when_backward_begi
     steady = callback.recorder.steps[2].phases
     gradients = [steady[F].end, steady[B].start, steady[B].end]
     parameters = steady[F].end.by_category[Category.PARAMETER]
-    assert [stats.by_category[Category.GRADIENT] for stats in gradients] == [parameters, 0, parameters]
+    assert [stats.by_category[Category.GRADIENT] for stats in gradients] == [
+        parameters,
+        0,
+        parameters,
+    ]
 
 
 def test_an_accumulation_window_has_its_update_in_the_last_batch_and_the_partial_one_too(tmp_path):
@@ -61,7 +76,13 @@ def test_an_accumulation_window_has_its_update_in_the_last_batch_and_the_partial
         [(F,), (B,), (O,)],
         [(F,), (B,), (O,)],
     ]
-    assert [step.is_warm_up for step in callback.recorder.steps] == [True, True, False, False, False]
+    assert [step.is_warm_up for step in callback.recorder.steps] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_an_update_that_the_grad_scaler_skips_is_a_step_without_update(tmp_path):
@@ -81,7 +102,9 @@ def test_two_optimizers_by_hand_are_two_cycles_in_one_step(tmp_path):
 
 def test_two_backward_passes_by_hand_have_a_forward_pass_each(tmp_path):
     callback = fit(tmp_path, training.ManualTwoBackwards())
-    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (F,), (B,), (O,)]] * 4
+    assert [windows(step) for step in callback.recorder.steps] == [
+        [(F,), (B,), (F,), (B,), (O,)]
+    ] * 4
 
 
 def test_a_bare_backward_by_hand_is_recorded_as_one_window_of_two_phases(tmp_path):
@@ -93,7 +116,9 @@ def test_a_bare_backward_by_hand_is_recorded_as_one_window_of_two_phases(tmp_pat
 
 def test_lbfgs_calls_its_closure_again_inside_the_optimizer_step(tmp_path):
     def lbfgs(parameters, lr):
-        return torch.optim.LBFGS(parameters, lr=lr, max_iter=3, tolerance_grad=0, tolerance_change=0)
+        return torch.optim.LBFGS(
+            parameters, lr=lr, max_iter=3, tolerance_grad=0, tolerance_change=0
+        )
 
     callback = fit(tmp_path, training.Automatic(lbfgs))
     again = [(O, F), (B,)]
@@ -104,10 +129,15 @@ def test_a_training_step_that_returns_none_has_no_backward_pass(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*returned `None`.*")
         callback = fit(tmp_path, training.SkipsOddBatches())
-    assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)], [(F,), (O,)]] * 2
+    assert [windows(step) for step in callback.recorder.steps] == [
+        [(F,), (B,), (O,)],
+        [(F,), (O,)],
+    ] * 2
 
 
-def test_a_training_step_that_returns_none_at_the_end_of_a_window_has_no_backward_pass_either(tmp_path):
+def test_a_training_step_that_returns_none_at_the_end_of_a_window_has_no_backward_pass_either(
+    tmp_path,
+):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*returned `None`.*")
         callback = fit(tmp_path, training.SkipsOddBatches(), accumulate_grad_batches=2)
@@ -116,7 +146,9 @@ def test_a_training_step_that_returns_none_at_the_end_of_a_window_has_no_backwar
 
 def test_sanity_validation_and_validation_in_between_are_not_steps(tmp_path):
     callback = MemoryCallback()
-    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=2, val_check_interval=2, max_epochs=2)
+    loop = training.trainer(
+        tmp_path, [callback], num_sanity_val_steps=2, val_check_interval=2, max_epochs=2
+    )
     loop.fit(training.Automatic(), training.loader(4), training.loader(2))
     assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 8
 
@@ -144,14 +176,18 @@ def assert_boundaries_agree(predicted, measured, phases=tuple(Phase)):
         if window.phase not in phases:
             continue
         of_phase = [one for one in measured.windows if one.phase is window.phase]
-        theirs = [one for one in predicted.windows if one.phase is window.phase][of_phase.index(window)]
+        theirs = [one for one in predicted.windows if one.phase is window.phase][
+            of_phase.index(window)
+        ]
         for moment in ("start", "end"):
             ours, other = getattr(window, moment), getattr(theirs, moment)
             assert ours.by_category == other.by_category, (window.label, moment)
             assert abs(ours.allocated_bytes - other.allocated_bytes) <= 64, (window.label, moment)
 
 
-def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(tmp_path, capsys, monkeypatch):
+def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("memcallback.prediction.predict.SLOW_S", float("inf"))
     callback = fit(tmp_path)
     assert isinstance(callback.prediction, Prediction)
@@ -168,7 +204,10 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
 def test_a_trace_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("memcallback.prediction.predict.SLOW_S", -1)
     fit(tmp_path)
-    told = re.findall(r"Tracing the step before it first runs: (\d) of 3 traces after \d+\.\d s\.", capsys.readouterr().out)
+    told = re.findall(
+        r"Tracing the step before it first runs: (\d) of 3 traces after \d+\.\d s\.",
+        capsys.readouterr().out,
+    )
     assert told == ["1", "2"]
 
 
@@ -177,14 +216,23 @@ class Scheduled(training.Automatic):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        }
 
 
 MODES = {
     "accumulation": (training.Automatic, {"accumulate_grad_batches": 2}),
-    "accumulation by a scheduler": (training.Automatic, {"callbacks": [GradientAccumulationScheduler({0: 3})]}),
+    "accumulation by a scheduler": (
+        training.Automatic,
+        {"callbacks": [GradientAccumulationScheduler({0: 3})]},
+    ),
     "clipping by norm": (training.Automatic, {"gradient_clip_val": 0.5}),
-    "clipping by value": (training.Automatic, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    "clipping by value": (
+        training.Automatic,
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    ),
     "bf16-mixed": (training.Automatic, {"precision": "bf16-mixed"}),
     "16-mixed, which a CPU runs as bf16-mixed": (training.Automatic, {"precision": "16-mixed"}),
     "bf16-true": (training.Automatic, {"precision": "bf16-true"}),
@@ -194,7 +242,9 @@ MODES = {
 }
 
 
-def test_the_report_is_not_of_a_step_after_validation_which_has_no_gradients_in_its_forward_pass(tmp_path):
+def test_the_report_is_not_of_a_step_after_validation_which_has_no_gradients_in_its_forward_pass(
+    tmp_path,
+):
     callback = MemoryCallback()
     loop = training.trainer(tmp_path, [callback], max_epochs=3, val_check_interval=2)
     loop.fit(training.Automatic(), training.loader(4), training.loader(2))
@@ -234,7 +284,9 @@ class KeepsTheGraphByHand(KeepsTheGraph):
 
 
 class LooksAtWhatIsClipped(training.Automatic):
-    """A second of all gradients, for as long as the hook runs; of the Trainer's settings it hands on those with a name."""
+    """A second of all gradients, for as long as the hook runs; of the Trainer's settings it hands
+    on those with a name.
+    """
 
     handed_on = ("gradient_clip_val", "gradient_clip_algorithm")
 
@@ -263,13 +315,19 @@ def test_a_modules_own_clipping_is_in_the_trace(tmp_path, limit):
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("handed_on", [(), ("gradient_clip_val",)])
-def test_what_a_modules_own_clipping_does_not_say_is_the_trainers_setting(tmp_path, algorithm, handed_on):
+def test_what_a_modules_own_clipping_does_not_say_is_the_trainers_setting(
+    tmp_path, algorithm, handed_on
+):
     def events(names):
         module = LooksAtWhatIsClipped(torch.optim.SGD)
         module.handed_on = names
         settings = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
         callback = fit(tmp_path / "-".join(names), module, **settings)
-        return [(event.operator, event.size_bytes) for event in callback.prediction.trace.traced.trace.events if isinstance(event, Alloc)]
+        return [
+            (event.operator, event.size_bytes)
+            for event in callback.prediction.trace.traced.trace.events
+            if isinstance(event, Alloc)
+        ]
 
     assert events(handed_on) == events(LooksAtWhatIsClipped.handed_on)
 
@@ -278,7 +336,10 @@ def test_what_a_modules_own_clipping_does_not_say_is_the_trainers_setting(tmp_pa
 def test_a_backward_of_the_modules_own_is_in_the_trace(tmp_path, make):
     callback = fit(tmp_path, make())
     usual = fit(tmp_path / "usual")
-    measured, predicted = callback.report.measured.phases[B].end, callback.prediction.step.phases[B].end
+    measured, predicted = (
+        callback.report.measured.phases[B].end,
+        callback.prediction.step.phases[B].end,
+    )
     assert predicted.allocated_bytes > usual.prediction.step.phases[B].end.allocated_bytes
     assert abs(measured.allocated_bytes - predicted.allocated_bytes) <= 64
 
@@ -289,9 +350,11 @@ def test_the_trace_is_made_of_the_trainers_own_settings(tmp_path, mode):
     make, options = MODES[mode]
     callback = MemoryCallback()
     more = options.get("callbacks", [])
-    training.trainer(tmp_path, [*more, callback], **{name: value for name, value in options.items() if name != "callbacks"}).fit(
-        make(), training.loader(12)
-    )
+    training.trainer(
+        tmp_path,
+        [*more, callback],
+        **{name: value for name, value in options.items() if name != "callbacks"},
+    ).fit(make(), training.loader(12))
     assert isinstance(callback.prediction, Prediction)
     assert_boundaries_agree(callback.prediction.step, callback.report.measured)
 
@@ -310,7 +373,12 @@ class Gan(training.Automatic):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.network = nn.ModuleDict({"generator": nn.Linear(16, training.NUM_FEATURES), "critic": nn.Linear(training.NUM_FEATURES, 1)})
+        self.network = nn.ModuleDict(
+            {
+                "generator": nn.Linear(16, training.NUM_FEATURES),
+                "critic": nn.Linear(training.NUM_FEATURES, 1),
+            }
+        )
 
     forward = None
 
@@ -318,7 +386,10 @@ class Gan(training.Automatic):
         of_generator, of_critic = self.optimizers()
         noise = torch.randn(len(batch[0]), 16)
         self.toggle_optimizer(of_critic)
-        loss = self.network["critic"](batch[0]).mean() - self.network["critic"](self.network["generator"](noise).detach()).mean()
+        loss = (
+            self.network["critic"](batch[0]).mean()
+            - self.network["critic"](self.network["generator"](noise).detach()).mean()
+        )
         of_critic.zero_grad()
         self.manual_backward(loss)
         of_critic.step()
@@ -331,11 +402,15 @@ class Gan(training.Automatic):
         self.log("lr", of_critic.param_groups[0]["lr"])
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.network[name].parameters()) for name in ("generator", "critic")]
+        return [
+            torch.optim.Adam(self.network[name].parameters()) for name in ("generator", "critic")
+        ]
 
 
 class ByHand(training.ManualRaw):
-    """A closure in Lightning's optimizer, then a bare backward pass and torch's own optimizer, and something after that."""
+    """A closure in Lightning's optimizer, then a bare backward pass and torch's own optimizer, and
+    something after that.
+    """
 
     def training_step(self, batch, batch_idx):
         optimizer, raw = self.optimizers(), self.optimizers(use_pl_optimizer=False)
@@ -417,22 +492,43 @@ class OneBatchSize(training.Automatic):
 def test_a_prediction_that_knows_only_its_own_batch_size_is_shown_for_that_alone(tmp_path):
     logged = []
     logger = DummyLogger()
-    logger.log_metrics = lambda metrics, step: logged.append(metrics) if "memory/capacity_gib" in metrics else None
+    logger.log_metrics = lambda metrics, step: (
+        logged.append(metrics) if "memory/capacity_gib" in metrics else None
+    )
     sizes = [8, 8, 3]
-    data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
+    data = DataLoader(
+        [
+            (torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long))
+            for size in sizes
+        ],
+        batch_size=None,
+    )
     callback = fit(tmp_path, OneBatchSize(), data=data, logger=logger)
     assert any("Only batch size 8 is predicted" in caveat for caveat in callback.prediction.caveats)
     assert not callback._is_broken
-    assert ["memory/predicted/forward/peak_allocated_gib" in metrics for metrics in logged] == [True, True, False]
+    assert ["memory/predicted/forward/peak_allocated_gib" in metrics for metrics in logged] == [
+        True,
+        True,
+        False,
+    ]
     assert callback.report.prediction.batch_size == 8
 
 
 def test_the_report_of_a_step_that_the_prediction_does_not_know_has_none_and_says_so(tmp_path):
     sizes = [8, 3, 3]
-    data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
+    data = DataLoader(
+        [
+            (torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long))
+            for size in sizes
+        ],
+        batch_size=None,
+    )
     callback = fit(tmp_path, OneBatchSize(), data=data)
     assert callback.report.prediction is None
-    assert any("Nothing is predicted for batch size 3: the step was traced at batch size 8 alone" in note for note in callback.report.notes)
+    assert any(
+        "Nothing is predicted for batch size 3: the step was traced at batch size 8 alone" in note
+        for note in callback.report.notes
+    )
 
 
 def test_a_batch_size_is_replayed_once(tmp_path, monkeypatch):
@@ -445,9 +541,15 @@ def test_a_batch_size_is_replayed_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Prediction, "at", spy)
     monkeypatch.setattr(MemoryRecorder, "report", lambda *_, **__: None)
-    monkeypatch.setattr(Journal, "_write_report", lambda *_: None)
+    monkeypatch.setattr(Monitor, "_write_report", lambda *_: None)
     sizes = [8, 8, 5, 5, 8, 5, 8]
-    data = DataLoader([(torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long)) for size in sizes], batch_size=None)
+    data = DataLoader(
+        [
+            (torch.ones(size, training.NUM_FEATURES), torch.zeros(size, dtype=torch.long))
+            for size in sizes
+        ],
+        batch_size=None,
+    )
     fit(tmp_path, data=data)
     assert replayed == [8, 5]
 
@@ -467,14 +569,24 @@ def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why
     assert max(len(str(one.message)) for one in warned) < 400
     assert isinstance(callback.prediction, TextbookPrediction)
     for phase in (F, B):
-        predicted, measured = callback.prediction.phases[phase], callback.report.measured.phases[phase]
-        assert predicted.low_bytes <= measured.peak_allocated_bytes <= predicted.peak_allocated_bytes
+        predicted, measured = (
+            callback.prediction.phases[phase],
+            callback.report.measured.phases[phase],
+        )
+        assert (
+            predicted.low_bytes <= measured.peak_allocated_bytes <= predicted.peak_allocated_bytes
+        )
 
 
 def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
     fit(tmp_path)
     printed = capsys.readouterr().out
-    assert printed.count("Memory of one training step (steady, batch size 8) on CPU\nmeasured by CPU allocation events") == 2
+    assert (
+        printed.count(
+            "Memory of one training step (steady, batch size 8) on CPU\nmeasured by CPU allocation events"
+        )
+        == 2
+    )
     assert printed.count("Largest batch size:") == 2
     assert "Memory curves: tensorboard --logdir" in printed
 
@@ -489,7 +601,10 @@ def test_a_capacity_to_plan_for_takes_the_place_of_the_devices_own(tmp_path):
 def test_the_memory_to_plan_for_may_be_that_of_a_card_by_name(tmp_path):
     callback = fit(tmp_path, callback=MemoryCallback(device="a100-80"))
     assert callback.report.advice.capacity_bytes == 81_920 << 20
-    assert any(line.startswith("'a100-80' was taken for NVIDIA A100-SXM4-80GB; it may also mean") for line in callback.report.lines())
+    assert any(
+        line.startswith("'a100-80' was taken for NVIDIA A100-SXM4-80GB; it may also mean")
+        for line in callback.report.lines()
+    )
     callback = fit(tmp_path, callback=MemoryCallback(device=find_device("T4")))
     assert callback.report.advice.capacity_bytes == 15_360 << 20
     assert not any("T4" in line for line in callback.report.lines())
@@ -499,7 +614,10 @@ def test_without_a_logger_it_writes_a_run_of_its_own(tmp_path):
     fit(tmp_path)
     assert [path.name for path in (tmp_path / "memcallback").iterdir()] == ["version_0"]
     fit(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "memcallback").iterdir()) == ["version_0", "version_1"]
+    assert sorted(path.name for path in (tmp_path / "memcallback").iterdir()) == [
+        "version_0",
+        "version_1",
+    ]
 
 
 def test_every_logger_gets_the_same_figures(tmp_path):
@@ -510,7 +628,12 @@ def test_every_logger_gets_the_same_figures(tmp_path):
     fit(tmp_path, logger=[board, table])
     events = EventAccumulator(board.log_dir).Reload()
     ours = {tag for tag in events.Tags()["scalars"] if tag.startswith("memory/")}
-    header = (tmp_path / "table" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    header = (
+        (tmp_path / "table" / "lightning_logs" / "version_0" / "metrics.csv")
+        .read_text()
+        .splitlines()[0]
+        .split(",")
+    )
     assert ours == {name for name in header if name.startswith("memory/")}
     assert not (tmp_path / "memcallback").exists()
     assert len(ours) <= 15
@@ -522,7 +645,10 @@ def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_pat
     callback = MemoryCallback(device="1GiB", what_if=True)
     fit(tmp_path, callback=callback, num_batches=2)
     by_hand = {row.saving: row for row in callback.plan.rows}
-    assert by_hand["zero_grad before forward"].peak_allocated_bytes <= callback.plan.current.peak_allocated_bytes
+    assert (
+        by_hand["zero_grad before forward"].peak_allocated_bytes
+        <= callback.plan.current.peak_allocated_bytes
+    )
     assert callback.plan.current.peak_allocated_bytes == callback.prediction.peak_allocated_bytes
     assert callback.plan.capacity_bytes == 2**30
     assert callback.plan.to_text() in capsys.readouterr().out
@@ -535,7 +661,9 @@ def test_savings_that_cannot_be_tried_are_a_warning(tmp_path):
     callback = MemoryCallback(what_if=True)
     with pytest.warns(MemoryWarning) as warned:
         fit(tmp_path, CallsNumPy(), callback=callback, num_batches=2)
-    assert [str(one.message).startswith("No savings could be tried.") for one in warned].count(True) == 1
+    assert [str(one.message).startswith("No savings could be tried.") for one in warned].count(
+        True
+    ) == 1
     assert callback.plan is None
     assert callback.recorder.steps
 
@@ -546,7 +674,9 @@ def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_s
     class Spy:
         def __init__(self):
             self.logger = DummyLogger()
-            self.logger.log_metrics = lambda metrics, step: logged.append((step, metrics)) if "memory/capacity_gib" in metrics else None
+            self.logger.log_metrics = lambda metrics, step: (
+                logged.append((step, metrics)) if "memory/capacity_gib" in metrics else None
+            )
 
     fit(tmp_path, num_batches=12, logger=Spy().logger, log_every_n_steps=5)
     # On a CPU nothing is recorded after the last of them, so there is no point at the end.
@@ -624,15 +754,30 @@ def test_an_error_of_ours_in_an_optimizers_hook_does_not_reach_the_training(tmp_
     assert not torch.autograd._profiler_enabled()
 
 
-def test_while_the_user_profiles_on_a_cpu_the_resident_size_is_recorded_and_the_profile_is_whole(tmp_path):
+def test_while_the_user_profiles_on_a_cpu_the_resident_size_is_recorded_and_the_profile_is_whole(
+    tmp_path,
+):
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with profile as profiler, pytest.warns(MemoryWarning, match=r"A profile of PyTorch is running or prepared.*Train without the profiler"):
+    with (
+        profile as profiler,
+        pytest.warns(
+            MemoryWarning,
+            match=r"A profile of PyTorch is running or prepared.*Train without the profiler",
+        ),
+    ):
         callback = fit(tmp_path)
     assert len(callback.recorder.steps) == 4
     assert not callback._is_broken
     assert callback.report.measured.peak_resident_bytes > 0
     assert callback.report.measured.peak_allocated_bytes is None
-    assert sum(event.count for event in profiler.key_averages() if event.key == "Optimizer.step#Adam.step") == 4
+    assert (
+        sum(
+            event.count
+            for event in profiler.key_averages()
+            if event.key == "Optimizer.step#Adam.step"
+        )
+        == 4
+    )
 
 
 class Batches(Callback):
@@ -668,13 +813,22 @@ def test_after_the_fit_recorder_and_report_keep_neither_model_nor_optimizer_aliv
 
 
 @pytest.mark.parametrize("num_batches_in_window", [2, 4])
-def test_the_report_of_an_accumulation_has_a_steady_window_with_its_update(tmp_path, num_batches_in_window):
-    callback = fit(tmp_path, num_batches=8 * num_batches_in_window, accumulate_grad_batches=num_batches_in_window, log_every_n_steps=50)
+def test_the_report_of_an_accumulation_has_a_steady_window_with_its_update(
+    tmp_path, num_batches_in_window
+):
+    callback = fit(
+        tmp_path,
+        num_batches=8 * num_batches_in_window,
+        accumulate_grad_batches=num_batches_in_window,
+        log_every_n_steps=50,
+    )
     measured = callback.report.measured
     assert not measured.is_warm_up
     assert list(measured.phases) == [F, B, O]
     assert measured.held_bytes is not None
-    assert callback.report.advice.basis.startswith("replayed from the traced step, which the measured step bears out")
+    assert callback.report.advice.basis.startswith(
+        "replayed from the traced step, which the measured step bears out"
+    )
 
 
 def test_a_warm_up_step_is_compared_with_nothing(tmp_path):
@@ -710,7 +864,9 @@ def test_a_fit_after_one_that_failed_on_us_is_recorded(tmp_path, monkeypatch):
 
 @pytest.fixture
 def collects():
-    """A trainer holds its callbacks in a cycle, and a profile in one of them would be in the way of later tests."""
+    """A trainer holds its callbacks in a cycle, and a profile in one of them would be in the way of
+    later tests.
+    """
     yield
     gc.collect()
 
@@ -729,7 +885,9 @@ def test_a_scheduled_profiler_in_another_callback_and_the_callback_do_not_meet(t
     class Profiles(Callback):
         def on_train_start(self, trainer, pl_module):
             schedule = torch.profiler.schedule(wait=1, warmup=1, active=2)
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True)
+            self.profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True
+            )
             self.profiler.start()
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -740,7 +898,9 @@ def test_a_scheduled_profiler_in_another_callback_and_the_callback_do_not_meet(t
 
     callback, profiles = MemoryCallback(), Profiles()
     with pytest.warns(MemoryWarning, match="A profile of PyTorch is running or prepared"):
-        training.trainer(tmp_path, [profiles, callback]).fit(training.Automatic(), training.loader(8))
+        training.trainer(tmp_path, [profiles, callback]).fit(
+            training.Automatic(), training.loader(8)
+        )
     assert len(callback.recorder.steps) == 8
     assert not callback._is_broken
     assert any(event.key.startswith("Optimizer.step") for event in profiles.profiler.key_averages())
@@ -805,12 +965,18 @@ def test_a_batch_whose_own_batch_size_fails_is_taken_by_its_tensors(tmp_path):
         def training_step(self, batch, batch_idx):
             return self.network(batch["x"]).sum()
 
-    data = DataLoader([Batch(x=torch.ones(8, training.NUM_FEATURES))] * 3, batch_size=None, collate_fn=lambda batch: batch)
+    data = DataLoader(
+        [Batch(x=torch.ones(8, training.NUM_FEATURES))] * 3,
+        batch_size=None,
+        collate_fn=lambda batch: batch,
+    )
     callback = fit(tmp_path, Uses(), data=data)
     assert [step.batch_size for step in callback.recorder.steps] == [8, 8, 8]
 
 
-def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training(tmp_path, monkeypatch):
+def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("memcallback.record.monitor.scalars", None)
     module = training.Automatic()
     fit(tmp_path, module, callback=MemoryCallback())
@@ -821,7 +987,9 @@ def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training
 
 
 def test_a_dataloader_with_one_batch_has_no_steady_step_and_says_so(tmp_path):
-    with pytest.warns(MemoryWarning, match=r"Only 1 optimizer update was made.*Train for at least 2 steps"):
+    with pytest.warns(
+        MemoryWarning, match=r"Only 1 optimizer update was made.*Train for at least 2 steps"
+    ):
         callback = fit(tmp_path, num_batches=1)
     assert callback.report.measured.is_warm_up
 
@@ -836,14 +1004,27 @@ def test_batches_of_nested_dicts_and_dataclasses_are_recorded_and_predicted(tmp_
     class Nested(training.Automatic):
         def training_step(self, batch, batch_idx):
             sample = batch["samples"][0]
-            return nn.functional.cross_entropy(self.network(sample.features), sample.extras["classes"]["fine"])
+            return nn.functional.cross_entropy(
+                self.network(sample.features), sample.extras["classes"]["fine"]
+            )
 
     batches = [
-        {"samples": [Sample(torch.ones(8, training.NUM_FEATURES), {"classes": {"fine": torch.zeros(8, dtype=torch.long)}})], "name": "a"}
+        {
+            "samples": [
+                Sample(
+                    torch.ones(8, training.NUM_FEATURES),
+                    {"classes": {"fine": torch.zeros(8, dtype=torch.long)}},
+                )
+            ],
+            "name": "a",
+        }
     ] * 3
     callback = fit(tmp_path, Nested(), data=DataLoader(batches, batch_size=None))
     assert callback.prediction.batch_size == 8
-    assert callback.report.measured.phases[F].start.by_category[Category.INPUT] == 8 * training.NUM_FEATURES * 4 + 8 * 8
+    assert (
+        callback.report.measured.phases[F].start.by_category[Category.INPUT]
+        == 8 * training.NUM_FEATURES * 4 + 8 * 8
+    )
 
 
 def test_a_batch_whose_size_cannot_be_inferred_is_recorded_without_prediction(tmp_path):
@@ -852,7 +1033,10 @@ def test_a_batch_whose_size_cannot_be_inferred_is_recorded_without_prediction(tm
             return self.network(torch.ones(3, training.NUM_FEATURES)).sum() * batch["scale"]
 
     data = DataLoader([{"scale": torch.tensor(1.0)}] * 3, batch_size=None)
-    with pytest.warns(MemoryWarning, match=r"batch of type dict: no tensor in it has a first dimension.*MemoryCallback\(batch_size=32\)"):
+    with pytest.warns(
+        MemoryWarning,
+        match=r"batch of type dict: no tensor in it has a first dimension.*MemoryCallback\(batch_size=32\)",
+    ):
         callback = fit(tmp_path, NoBatch(), data=data)
     assert callback.prediction is None
     assert callback.report.advice is None
@@ -865,7 +1049,10 @@ def test_a_batch_size_that_is_given_needs_no_inference(tmp_path):
             return self.network(torch.ones(3, training.NUM_FEATURES)).sum() * batch["scale"]
 
     callback = fit(
-        tmp_path, NoBatch(), data=DataLoader([{"scale": torch.tensor(1.0)}] * 3, batch_size=None), callback=MemoryCallback(batch_size=3)
+        tmp_path,
+        NoBatch(),
+        data=DataLoader([{"scale": torch.tensor(1.0)}] * 3, batch_size=None),
+        callback=MemoryCallback(batch_size=3),
     )
     assert callback.recorder.steps[0].batch_size == 3
     assert callback.prediction.batch_size == 3
@@ -877,7 +1064,9 @@ def test_an_ambiguous_batch_is_said_to_be_one(tmp_path):
             return self.network(batch[0]).sum() + batch[1].sum()
 
     data = DataLoader([[torch.ones(8, training.NUM_FEATURES), torch.ones(5)]] * 3, batch_size=None)
-    with pytest.warns(MemoryWarning, match=r"differ in their first dimension; 8, the most frequent"):
+    with pytest.warns(
+        MemoryWarning, match=r"differ in their first dimension; 8, the most frequent"
+    ):
         fit(tmp_path, Uneven(), data=data)
 
 
@@ -893,16 +1082,23 @@ def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_pat
                 raise TypeError("strings only")
 
     table = CSVLogger(tmp_path)
-    with pytest.warns(MemoryWarning, match=r"could not log \d+ float metrics to Picky: TypeError: strings only"):
+    with pytest.warns(
+        MemoryWarning, match=r"could not log \d+ float metrics to Picky: TypeError: strings only"
+    ):
         callback = fit(tmp_path, logger=[Picky(), table])
     assert Picky.num_calls == 1
-    assert "memory/capacity_gib" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert (
+        "memory/capacity_gib"
+        in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    )
     assert len(callback.recorder.steps) == 4
 
 
 def test_a_folder_that_cannot_be_written_costs_the_curves_and_nothing_else(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    with pytest.warns(MemoryWarning, match=r"could not write to .*file.*Set default_root_dir of the Trainer"):
+    with pytest.warns(
+        MemoryWarning, match=r"could not write to .*file.*Set default_root_dir of the Trainer"
+    ):
         callback = fit(tmp_path / "file")
     assert len(callback.recorder.steps) == 4
     assert "Memory of one training step" in capsys.readouterr().out
@@ -935,10 +1131,18 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
 
     callback = MemoryCallback()
     with (
-        pytest.warns(MemoryWarning, match=r"parameters are on 2 devices \(cpu, meta\); memory of cpu alone is recorded"),
-        pytest.warns(MemoryWarning, match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. The textbook law stands in"),
+        pytest.warns(
+            MemoryWarning,
+            match=r"parameters are on 2 devices \(cpu, meta\); memory of cpu alone is recorded",
+        ),
+        pytest.warns(
+            MemoryWarning,
+            match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. The textbook law stands in",
+        ),
     ):
-        training.trainer(tmp_path, [Elsewhere(), callback]).fit(training.Automatic(), training.loader())
+        training.trainer(tmp_path, [Elsewhere(), callback]).fit(
+            training.Automatic(), training.loader()
+        )
     assert len(callback.recorder.steps) == 4
     parameters = sum(p.numel() for p in training.network().parameters()) * 4
     assert callback.prediction.held[Category.GRADIENT] == parameters
@@ -974,7 +1178,8 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
 
     monkeypatch.setattr("memcallback.record.monitor.scalars", broken)
     with pytest.warns(
-        MemoryWarning, match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. Training goes on"
+        MemoryWarning,
+        match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. Training goes on",
     ):
         callback = fit(tmp_path)
     assert len(callback.recorder.steps) == 1
@@ -988,7 +1193,10 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
         ({"device": "big"}, "'big' is no card that is known"),
         ({"device": "-1GiB"}, "'-1GiB' is not a size: a size cannot be negative"),
         ({"device": 0}, "0 is neither a card nor its size"),
-        ({"device": "cpu"}, "'cpu' does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out"),
+        (
+            {"device": "cpu"},
+            "'cpu' does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):

@@ -63,7 +63,9 @@ class Sized(training.Automatic):
 
 
 class Stateful(Sized):
-    """Changes whatever a module can: buffers, metrics, counters, lists, every random generator, its own hooks."""
+    """Changes whatever a module can: buffers, metrics, counters, lists, every random generator, its
+    own hooks.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -78,7 +80,12 @@ class Stateful(Sized):
         self.calls += 1
         self.seen += 1
         features, classes = batch
-        noise = torch.randn_like(features) * random.random() * float(np.random.rand()) * torch.rand(1, generator=self.generator)
+        noise = (
+            torch.randn_like(features)
+            * random.random()
+            * float(np.random.rand())
+            * torch.rand(1, generator=self.generator)
+        )
         loss = nn.functional.cross_entropy(self.network(self.norm(features + noise)), classes)
         self.metric.update(loss.detach())
         self.outputs.append(loss.detach())
@@ -96,7 +103,9 @@ class Stateful(Sized):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+        ]
 
 
 class Heavy(Sized):
@@ -111,7 +120,9 @@ class RunsOut(Sized):
     """Memory runs out in the backward pass of a batch that is larger than it should be."""
 
     limit = 60
-    error: BaseException = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    error: BaseException = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB."
+    )
 
     def on_after_backward(self):
         if self.num_in_batch > self.limit:
@@ -122,7 +133,16 @@ class RunsOut(Sized):
         return super().training_step(batch, batch_idx)
 
 
-def fit(tmp_path, module=None, *, capacity="4MiB", callbacks=(), data=None, trainer_options=None, **options):
+def fit(
+    tmp_path,
+    module=None,
+    *,
+    capacity="4MiB",
+    callbacks=(),
+    data=None,
+    trainer_options=None,
+    **options,
+):
     loop = training.trainer(tmp_path, callbacks, **(SHORT | (trainer_options or {})))
     return mc.fit_batch_size(loop, module or Sized(), data, capacity=capacity, **options), loop
 
@@ -134,7 +154,13 @@ def test_the_predicted_size_is_run_once_and_is_the_largest(tmp_path):
     module = Sized()
     found, _ = fit(tmp_path, module)
     (trial,) = found.trials
-    assert found.batch_size == module.batch_size == trial.batch_size == found.predicted_batch_size > 700
+    assert (
+        found.batch_size
+        == module.batch_size
+        == trial.batch_size
+        == found.predicted_batch_size
+        > 700
+    )
     assert found.previous_batch_size == 8
     assert (found.num_ooms, found.corrections, found.counts) == (0, (), "allocated")
     budget = int(4 * MiB * 0.95)
@@ -143,7 +169,12 @@ def test_the_predicted_size_is_run_once_and_is_the_largest(tmp_path):
     assert found.batch_size % 8 == 0
     assert fit(tmp_path, multiple_of=100)[0].batch_size % 100 == 0
     # One step larger takes more than there is.
-    more, _ = fit(tmp_path, Sized(batch_size=int(1.1 * found.batch_size)), capacity="1GiB", max_batch_size=int(1.1 * found.batch_size))
+    more, _ = fit(
+        tmp_path,
+        Sized(batch_size=int(1.1 * found.batch_size)),
+        capacity="1GiB",
+        max_batch_size=int(1.1 * found.batch_size),
+    )
     assert more.trials[-1].peak_bytes > budget
 
 
@@ -189,7 +220,9 @@ def test_loaders_that_were_given_come_back_larger(tmp_path):
     loader = DataLoader(Samples(), 8, shuffle=True, generator=generator, drop_last=True)
     module = training.Automatic()
     state = generator.get_state()
-    found, _ = fit(tmp_path, module, train_dataloaders=loader, val_dataloaders=DataLoader(Samples(100), 4))
+    found, _ = fit(
+        tmp_path, module, train_dataloaders=loader, val_dataloaders=DataLoader(Samples(100), 4)
+    )
     assert torch.equal(generator.get_state(), state)
     assert found.train_dataloaders.batch_size == found.batch_size > 700
     assert (loader.batch_size, loader.batch_sampler.batch_size) == (8, 8)
@@ -222,8 +255,12 @@ def test_accumulation_clipping_and_validation_are_part_of_a_trial(tmp_path):
         def validation_step(self, batch, batch_idx):
             torch.empty(len(batch[0]) * 8192, dtype=torch.uint8)
 
-    plain, _ = fit(tmp_path, trainer_options={"accumulate_grad_batches": 3, "gradient_clip_val": 1.0})
-    found, _ = fit(tmp_path, Greedy(), trainer_options={"accumulate_grad_batches": 3, "gradient_clip_val": 1.0})
+    plain, _ = fit(
+        tmp_path, trainer_options={"accumulate_grad_batches": 3, "gradient_clip_val": 1.0}
+    )
+    found, _ = fit(
+        tmp_path, Greedy(), trainer_options={"accumulate_grad_batches": 3, "gradient_clip_val": 1.0}
+    )
     assert found.has_validation
     assert found.batch_size < plain.batch_size / 1.5
     assert found.trials[0].batch_size == plain.batch_size
@@ -249,12 +286,19 @@ def test_a_step_that_cannot_be_traced_is_estimated_and_the_estimate_corrected(tm
 
 
 def test_without_any_prediction_the_search_starts_from_the_size_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("memcallback.integrations.lightning.fit.search.foretell", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        "memcallback.integrations.lightning.fit.search.predict_or_warn",
+        lambda *args, **kwargs: None,
+    )
     found, _ = fit(tmp_path)
     assert found.predicted_batch_size is None
     assert found.trials[0].batch_size == 8
     assert found.trials[0].predicted_bytes is None
-    assert 0.8 * found.trials[-1].budget_bytes < found.trials[-1].peak_bytes <= found.trials[-1].budget_bytes
+    assert (
+        0.8 * found.trials[-1].budget_bytes
+        < found.trials[-1].peak_bytes
+        <= found.trials[-1].budget_bytes
+    )
     assert len(found.trials) <= 6
 
 
@@ -336,25 +380,45 @@ def everything(*roots):
     found, seen, pending = {}, set(), [(str(position), root) for position, root in enumerate(roots)]
     while pending:
         path, value = pending.pop()
-        atom = value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device))
+        atom = value is None or isinstance(
+            value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)
+        )
         found[path] = repr(value) if atom else (type(value).__name__, id(value))
         if atom or id(value) in seen:
             continue
         seen.add(id(value))
         keep.append(value)
         if isinstance(value, torch.Tensor):
-            found[f"{path}#"] = (value.detach().clone(), value.requires_grad, id(value.grad), value.data_ptr())
+            found[f"{path}#"] = (
+                value.detach().clone(),
+                value.requires_grad,
+                id(value.grad),
+                value.data_ptr(),
+            )
         elif isinstance(value, torch.Generator):
             found[f"{path}#"] = value.get_state()
         elif isinstance(value, dict):
-            pending += [(f"{path}[{key!r}]" if isinstance(key, str) else f"{path}[{n}]", one) for n, (key, one) in enumerate(value.items())]
+            pending += [
+                (f"{path}[{key!r}]" if isinstance(key, str) else f"{path}[{n}]", one)
+                for n, (key, one) in enumerate(value.items())
+            ]
         elif isinstance(value, (list, tuple)):
             pending += [(f"{path}[{n}]", one) for n, one in enumerate(value)]
         elif isinstance(value, set):
             found[f"{path}#"] = sorted(map(str, value))
-        elif type(value).__module__.startswith(("lightning", "torch.", "torchmetrics", "test_", "training", "observer")):
-            pending += [(f"{path}.{name}", one) for name, one in vars(value).items()] if hasattr(value, "__dict__") else []
-    return found | {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        elif type(value).__module__.startswith(
+            ("lightning", "torch.", "torchmetrics", "test_", "training", "observer")
+        ):
+            pending += (
+                [(f"{path}.{name}", one) for name, one in vars(value).items()]
+                if hasattr(value, "__dict__")
+                else []
+            )
+    return found | {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
 
 
 #: What was looked at stays alive, so that an id means one object.
@@ -387,19 +451,29 @@ CASES = {
     "fp32": lambda: {},
     "accumulation": lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
     "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-    "16-mixed": lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
+    "16-mixed": lambda: {
+        "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+    },
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "runs_out"), [*((case, False) for case in CASES), ("fp32", True), ("16-mixed", True)], ids=lambda one: str(one)
+    ("case", "runs_out"),
+    [*((case, False) for case in CASES), ("fp32", True), ("16-mixed", True)],
+    ids=lambda one: str(one),
 )
-def test_trainer_module_generators_loggers_and_disk_are_as_before(tmp_path, case, runs_out, monkeypatch):
+def test_trainer_module_generators_loggers_and_disk_are_as_before(
+    tmp_path, case, runs_out, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     memo, counts = Memo(), Counts()
     module = (type("RunsOutToo", (RunsOut, Stateful), {}) if runs_out else Stateful)()
     callbacks = [counts, ModelCheckpoint(), LearningRateMonitor()]
-    visible = {"logger": [memo, CSVLogger(tmp_path)], "enable_checkpointing": True, "enable_progress_bar": True}
+    visible = {
+        "logger": [memo, CSVLogger(tmp_path)],
+        "enable_checkpointing": True,
+        "enable_progress_bar": True,
+    }
     loop = training.trainer(tmp_path, callbacks, **(SHORT | visible | CASES[case]()))
     random.seed(1)
     np.random.seed(1)
@@ -408,7 +482,10 @@ def test_trainer_module_generators_loggers_and_disk_are_as_before(tmp_path, case
     before = everything(loop, module)
     found = mc.fit_batch_size(loop, module, capacity="1MiB")
     assert (found.num_ooms > 0) == runs_out
-    assert not any(name.startswith(("on_train", "on_validation", "on_save", "on_exception")) for name in counts.hooks)
+    assert not any(
+        name.startswith(("on_train", "on_validation", "on_save", "on_exception"))
+        for name in counts.hooks
+    )
     counts.hooks.clear()
     module.batch_size = 8
     assert changes(before, everything(loop, module)) == []
@@ -470,7 +547,12 @@ def test_training_goes_the_same_way_after_a_search(tmp_path, case):
         assert (found.batch_size, module.batch_size) == (96, 96)
         module.batch_size = 20
 
-    assert differences(trained(tmp_path, before=search, **CASES[case]()), trained(tmp_path, **CASES[case]())) == []
+    assert (
+        differences(
+            trained(tmp_path, before=search, **CASES[case]()), trained(tmp_path, **CASES[case]())
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -481,7 +563,9 @@ def test_training_with_the_callback_is_training_with_the_size_that_it_found(tmp_
     assert callback.recorder.steps[-1].batch_size == 96
     given = trained(tmp_path, batch_size=96, **CASES[case]())
     assert [step for step, _ in found["logged"]] == [step for step, _ in given["logged"]]
-    found["logged"], given["logged"] = ([row for _, row in rows] for rows in (found["logged"], given["logged"]))
+    found["logged"], given["logged"] = (
+        [row for _, row in rows] for rows in (found["logged"], given["logged"])
+    )
     assert differences(found, given) == []
 
 
@@ -506,10 +590,16 @@ def test_a_search_is_deterministic(tmp_path):
 def test_savings_of_the_callback_are_in_force_in_the_search(tmp_path):
     plain, _ = fit(tmp_path, callbacks=[mc.MemoryCallback()])
     module = Sized()
-    found, loop = fit(tmp_path, module, callbacks=[mc.MemoryCallback(accumulate=2, amp="bf16-mixed", checkpoint=True)])
+    found, loop = fit(
+        tmp_path,
+        module,
+        callbacks=[mc.MemoryCallback(accumulate=2, amp="bf16-mixed", checkpoint=True)],
+    )
     assert found.batch_size > 1.3 * plain.batch_size
     assert (loop.accumulate_grad_batches, loop.precision) == (1, "32-true")
-    callback = mc.MemoryCallback(accumulate=2, amp="bf16-mixed", checkpoint=True, fit_batch_size=True, device="4MiB")
+    callback = mc.MemoryCallback(
+        accumulate=2, amp="bf16-mixed", checkpoint=True, fit_batch_size=True, device="4MiB"
+    )
     module = Sized()
     training.trainer(tmp_path, [callback], max_steps=2, **SHORT).fit(module)
     assert callback.fitted.batch_size == module.batch_size == found.batch_size
@@ -524,39 +614,67 @@ def test_the_callback_trains_with_given_loaders_resized(tmp_path, capsys):
     assert "Batch size 304 (it was 8) is the largest found to fit CPU" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:.*was made.*no steady step was measured:memcallback.MemoryWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*was made.*no steady step was measured:memcallback.MemoryWarning"
+)
 def test_a_schedule_is_made_for_the_number_of_steps_that_there_will_be(tmp_path):
     class Scheduled(Sized):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
             self.total_steps = self.trainer.estimated_stepping_batches
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total_steps)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=self.total_steps
+            )
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     module = Scheduled(num_samples=304)
-    loop = training.trainer(tmp_path, [mc.MemoryCallback(fit_batch_size=True, device="4MiB")], max_epochs=10)
+    loop = training.trainer(
+        tmp_path, [mc.MemoryCallback(fit_batch_size=True, device="4MiB")], max_epochs=10
+    )
     loop.fit(module)
     assert module.batch_size == 304
-    assert module.total_steps == loop.global_step == loop.lr_scheduler_configs[0].scheduler.total_steps == 10
+    assert (
+        module.total_steps
+        == loop.global_step
+        == loop.lr_scheduler_configs[0].scheduler.total_steps
+        == 10
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "device", "text"),
     [
-        (RunsOut(batch_size=4), None, r"ValueError: The module trains on a CPU.*Say how much may be used, such as capacity='8GiB'"),
+        (
+            RunsOut(batch_size=4),
+            None,
+            r"ValueError: The module trains on a CPU.*Say how much may be used, such as capacity='8GiB'",
+        ),
         (training.Automatic(), "4MiB", r"ValueError: The training DataLoader has batch_size=None"),
-        (Heavy(batch_size=4, num_samples=40), "1MiB", r"RuntimeError: No batch size fits CPU: 1 is the smallest"),
+        (
+            Heavy(batch_size=4, num_samples=40),
+            "1MiB",
+            r"RuntimeError: No batch size fits CPU: 1 is the smallest",
+        ),
     ],
 )
 def test_where_nothing_is_found_training_goes_on_as_it_was(tmp_path, module, device, text):
     callback = mc.MemoryCallback(fit_batch_size=True, device=device, predict=False)
     loop = training.trainer(tmp_path, [callback], max_steps=3)
-    loaders = [] if isinstance(module, Sized) else [DataLoader([(torch.ones(8, 64), torch.ones(8).long())] * 5, batch_size=None)]
-    with pytest.warns(mc.MemoryWarning, match=rf"No batch size was found, and training goes on with the size as it is. {text}"):
+    loaders = (
+        []
+        if isinstance(module, Sized)
+        else [DataLoader([(torch.ones(8, 64), torch.ones(8).long())] * 5, batch_size=None)]
+    )
+    with pytest.warns(
+        mc.MemoryWarning,
+        match=rf"No batch size was found, and training goes on with the size as it is. {text}",
+    ):
         loop.fit(module, *loaders)
     assert callback.fitted is None
     assert loop.global_step == 3
-    assert [step.batch_size for step in callback.recorder.steps] == [4 if isinstance(module, Sized) else 8] * 3
+    assert [step.batch_size for step in callback.recorder.steps] == [
+        4 if isinstance(module, Sized) else 8
+    ] * 3
 
 
 def test_the_callback_leaves_the_search_to_the_function(tmp_path):
@@ -567,7 +685,10 @@ def test_the_callback_leaves_the_search_to_the_function(tmp_path):
 
 
 def test_a_batch_size_and_a_search_for_one_contradict_each_other():
-    with pytest.raises(ValueError, match="batch_size=8 says how many samples a batch has, and fit_batch_size=True is to find that out"):
+    with pytest.raises(
+        ValueError,
+        match="batch_size=8 says how many samples a batch has, and fit_batch_size=True is to find that out",
+    ):
         mc.MemoryCallback(batch_size=8, fit_batch_size=True)
 
 
@@ -615,11 +736,29 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("in_callback", "runs_out"), [(False, True), (True, False)], ids=["function, one runs out", "callback"])
-def test_ranks_agree_on_a_size_and_none_waits_for_another_that_ran_out(tmp_path, in_callback, runs_out):
+@pytest.mark.parametrize(
+    ("in_callback", "runs_out"),
+    [(False, True), (True, False)],
+    ids=["function, one runs out", "callback"],
+)
+def test_ranks_agree_on_a_size_and_none_waits_for_another_that_ran_out(
+    tmp_path, in_callback, runs_out
+):
     script = tmp_path / "train.py"
-    script.write_text(RANKS.format(tests=[str(TESTS), str(TESTS / "integrations")], in_callback=in_callback, runs_out=runs_out))
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False, timeout=300)
+    script.write_text(
+        RANKS.format(
+            tests=[str(TESTS), str(TESTS / "integrations")],
+            in_callback=in_callback,
+            runs_out=runs_out,
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     # Each rank tells it in a file of its own: what several processes print mixes.
     (first_size, first_ooms, first_steps), (second_size, second_ooms, second_steps) = (
@@ -662,7 +801,13 @@ assert trainer.train_dataloader.batch_size == found.batch_size
 
 
 def test_a_trainer_of_the_other_package_is_fitted_without_lightning(tmp_path):
-    done = subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -704,22 +849,43 @@ def given(**options):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"module": HardCoded()}, r"train_dataloader\(\) gives batches of 8 samples where module.batch_size is \d+: it does not use it"),
-        ({"module": training.Automatic()}, r"Neither the module nor its data module has the attribute or hyperparameter batch_size"),
-        ({"capacity": None}, r"The module trains on a CPU, whose memory the whole machine shares.*capacity='8GiB'"),
+        (
+            {"module": HardCoded()},
+            r"train_dataloader\(\) gives batches of 8 samples where module.batch_size is \d+: it does not use it",
+        ),
+        (
+            {"module": training.Automatic()},
+            r"Neither the module nor its data module has the attribute or hyperparameter batch_size",
+        ),
+        (
+            {"capacity": None},
+            r"The module trains on a CPU, whose memory the whole machine shares.*capacity='8GiB'",
+        ),
         ({"capacity": "-1GiB"}, r"-1GiB"),
         ({"headroom": 1.0}, r"headroom must be at least 0 and below 1, got 1.0"),
         ({"num_updates": 1}, r"num_updates must be at least 2, got 1"),
         ({"max_batch_size": 0}, r"max_batch_size must be at least 1, got 0"),
         ({"multiple_of": 0}, r"multiple_of must be at least 1, got 0"),
-        (given(dataset=Samples(), batch_size=None), r"has batch_size=None: its dataset gives whole batches"),
-        (given(dataset=Exhausted(), batch_size=4), r"The dataset Exhausted keeps a running iterator in its attribute 'samples'"),
-        (given(dataset=Stream(100), batch_size=4), r"was asked for batches of \d+ samples, and its first one has 100"),
+        (
+            given(dataset=Samples(), batch_size=None),
+            r"has batch_size=None: its dataset gives whole batches",
+        ),
+        (
+            given(dataset=Exhausted(), batch_size=4),
+            r"The dataset Exhausted keeps a running iterator in its attribute 'samples'",
+        ),
+        (
+            given(dataset=Stream(100), batch_size=4),
+            r"was asked for batches of \d+ samples, and its first one has 100",
+        ),
         (
             given(dataset=Samples(), batch_sampler=Wholesale(range(100), 8, False)),
             r"was asked for batches of \d+ samples, and its first one has 8. Let its batch sampler use its batch_size",
         ),
-        ({"trainer_options": {"fast_dev_run": True}}, r"Trainer\(fast_dev_run=True\) trains with a few batches"),
+        (
+            {"trainer_options": {"fast_dev_run": True}},
+            r"Trainer\(fast_dev_run=True\) trains with a few batches",
+        ),
         ({"trainer_options": {"limit_train_batches": 0}}, r"gives no batch"),
         (
             {"trainer_options": {"strategy": "ddp_spawn", "devices": 2}},
@@ -768,7 +934,10 @@ def test_memory_that_does_not_grow_with_the_batch_is_no_limit(tmp_path):
     found, _ = fit(tmp_path, module, **without)
     assert found.batch_size == 56
     assert found.notes[0] == "The memory of a step does not grow with the batch size."
-    with pytest.raises(ValueError, match=r"does not grow with the batch size, so every size is predicted to fit.*max_batch_size=\.\.\."):
+    with pytest.raises(
+        ValueError,
+        match=r"does not grow with the batch size, so every size is predicted to fit.*max_batch_size=\.\.\.",
+    ):
         fit(tmp_path, Constant(), train_dataloaders=DataLoader(Endless(1), 4), **without)
 
 
@@ -778,7 +947,10 @@ def test_a_trainer_of_another_kind_is_refused():
 
 
 def test_a_loader_in_the_place_of_a_data_module_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"datamodule must be a LightningDataModule, got DataLoader. Give loaders as train_dataloaders=..."):
+    with pytest.raises(
+        TypeError,
+        match=r"datamodule must be a LightningDataModule, got DataLoader. Give loaders as train_dataloaders=...",
+    ):
         fit(tmp_path, data=DataLoader(Samples(), 8))
 
 

@@ -1,4 +1,6 @@
-"""On a CUDA device, real or virtual: the size that is found runs, a larger one does not fit, and no memory is left behind."""
+"""On a CUDA device, real or virtual: the size that is found runs, a larger one does not fit, and no
+memory is left behind.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Transformer(Convolutions):
         super().__init__(batch_size)
         layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=True)
         self.network = nn.Sequential(
-            nn.Embedding(500, 128), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(128, 500)
+            nn.Embedding(500, 128),
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.Linear(128, 500),
         )
 
     def loss(self, batch):
@@ -114,10 +118,18 @@ def reserved_peak(tmp_path, module, **options):
 @pytest.mark.parametrize("has_validation", [False, True], ids=["training alone", "with validation"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("make", [Convolutions, Transformer])
-def test_the_size_that_is_found_runs_and_a_larger_one_does_not_fit(tmp_path, make, precision, has_validation):
+def test_the_size_that_is_found_runs_and_a_larger_one_does_not_fit(
+    tmp_path, make, precision, has_validation
+):
     module = make()
-    options = {"precision": precision, "accumulate_grad_batches": 2, "limit_val_batches": 2 if has_validation else 0}
-    found = mc.fit_batch_size(trainer(tmp_path, **options), module, capacity=LIMIT_BYTES + CONTEXT_BYTES)
+    options = {
+        "precision": precision,
+        "accumulate_grad_batches": 2,
+        "limit_val_batches": 2 if has_validation else 0,
+    }
+    found = mc.fit_batch_size(
+        trainer(tmp_path, **options), module, capacity=LIMIT_BYTES + CONTEXT_BYTES
+    )
     assert found.counts == "reserved"
     assert found.num_ooms == 0
     # What validation leaves in the allocator's cache is not predicted.
@@ -141,7 +153,11 @@ def test_memory_that_runs_out_is_given_back_and_a_smaller_size_found(tmp_path):
     assert found.trials[0].peak_bytes > LIMIT_BYTES / 2
     assert found.batch_size < found.predicted_batch_size
     assert len(found.trials) <= 8
-    assert LIMIT_BYTES / 2 < max(trial.peak_bytes for trial in found.trials if trial.fits) <= LIMIT_BYTES
+    assert (
+        LIMIT_BYTES / 2
+        < max(trial.peak_bytes for trial in found.trials if trial.fits)
+        <= LIMIT_BYTES
+    )
     assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
     # cuBLAS keeps a workspace for each of its two handles.
     assert torch.cuda.memory_allocated() - before[0] <= 2 * 33 * MiB
@@ -150,9 +166,13 @@ def test_memory_that_runs_out_is_given_back_and_a_smaller_size_found(tmp_path):
 
 
 def test_what_else_is_allocated_on_the_device_leaves_less(tmp_path):
-    alone = mc.fit_batch_size(trainer(tmp_path, limit_val_batches=0), Convolutions(), capacity=LIMIT_BYTES + CONTEXT_BYTES)
+    alone = mc.fit_batch_size(
+        trainer(tmp_path, limit_val_batches=0), Convolutions(), capacity=LIMIT_BYTES + CONTEXT_BYTES
+    )
     other = torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
-    found = mc.fit_batch_size(trainer(tmp_path, limit_val_batches=0), Convolutions(), capacity=LIMIT_BYTES + CONTEXT_BYTES)
+    found = mc.fit_batch_size(
+        trainer(tmp_path, limit_val_batches=0), Convolutions(), capacity=LIMIT_BYTES + CONTEXT_BYTES
+    )
     assert other.nbytes == 512 * MiB
     assert 0.6 * alone.batch_size < found.batch_size < 0.8 * alone.batch_size
     assert (len(found.trials), found.num_ooms) == (1, 0)
@@ -180,13 +200,17 @@ def test_of_a_bounded_allocator_the_bound_is_planned_for(tmp_path, monkeypatch):
     assert (found.num_ooms, len(found.trials)) == (0, 1)
     assert LIMIT_BYTES / 2 < found.trials[0].peak_bytes <= LIMIT_BYTES
     batch = (torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.long))
-    advice = mc.suggest_batch_size(mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0)
+    advice = mc.suggest_batch_size(
+        mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0
+    )
     assert 0.9 * found.batch_size < advice.batch_size < 1.1 * found.batch_size
     # What others use of the device leaves as much, where the bound is less than what is left.
     memory = device_here.device_memory(torch.device("cuda"))
     used = replace(memory, used_bytes=memory.used_bytes + 60 * GiB, other_processes_bytes=60 * GiB)
     monkeypatch.setattr(device_here, "device_memory", lambda _: used)
-    beside = mc.suggest_batch_size(mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0)
+    beside = mc.suggest_batch_size(
+        mc.TrainingStep.from_lightning(Convolutions(), batch), device="cuda", headroom=0
+    )
     assert 0.9 * advice.batch_size < beside.batch_size < 1.1 * advice.batch_size
     monkeypatch.undo()
     callback = mc.MemoryCallback(headroom=0)
@@ -208,7 +232,9 @@ class Looks(Callback):
 
 def test_the_device_is_as_before_when_training_begins(tmp_path):
     before, after = Looks(), Looks()
-    callback = mc.MemoryCallback(fit_batch_size=True, device=LIMIT_BYTES + CONTEXT_BYTES, predict=False)
+    callback = mc.MemoryCallback(
+        fit_batch_size=True, device=LIMIT_BYTES + CONTEXT_BYTES, predict=False
+    )
     module = Convolutions()
     with torch.no_grad():
         module.network[1].running_mean.fill_(3)

@@ -25,12 +25,17 @@ from memcallback.integrations.lightning.fit.callbacks import notes_on_callbacks
 
 
 class Wide(Sized):
-    """Its gradients are a good part of what it takes, so that those that live through a forward pass show."""
+    """Its gradients are a good part of what it takes, so that those that live through a forward
+    pass show.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
         self.network = nn.Sequential(
-            nn.Linear(training.NUM_FEATURES, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, training.NUM_CLASSES)
+            nn.Linear(training.NUM_FEATURES, 512),
+            nn.ReLU(),
+            nn.Linear(512, 512),
+            nn.Linear(512, training.NUM_CLASSES),
         )
 
 
@@ -40,7 +45,9 @@ OPTIONS = {"max_epochs": 2, "limit_train_batches": 8}
 
 
 def found_with(tmp_path, callbacks=(), **options):
-    return fit(tmp_path, Wide(), capacity=CAPACITY, callbacks=callbacks, trainer_options=OPTIONS | options)
+    return fit(
+        tmp_path, Wide(), capacity=CAPACITY, callbacks=callbacks, trainer_options=OPTIONS | options
+    )
 
 
 def test_a_schedule_of_accumulation_is_tried_as_the_number_that_it_reaches(tmp_path):
@@ -49,7 +56,10 @@ def test_a_schedule_of_accumulation_is_tried_as_the_number_that_it_reaches(tmp_p
     assert four.batch_size < 0.95 * once.batch_size
     for schedule, expected in (({0: 4}, four), ({1: 3}, four), ({0: 1, 2: 4}, once)):
         found, loop = found_with(tmp_path, [GradientAccumulationScheduler(schedule)])
-        assert (found.trials, found.predicted_batch_size) == (expected.trials, expected.predicted_batch_size)
+        assert (found.trials, found.predicted_batch_size) == (
+            expected.trials,
+            expected.predicted_batch_size,
+        )
         assert loop.accumulate_grad_batches == 1
         assert [type(one) for one in loop.callbacks] == [GradientAccumulationScheduler]
 
@@ -57,9 +67,14 @@ def test_a_schedule_of_accumulation_is_tried_as_the_number_that_it_reaches(tmp_p
 @pytest.mark.parametrize("is_the_callbacks_own", [True, False])
 def test_training_with_a_schedule_takes_what_the_trial_took(tmp_path, is_the_callbacks_own):
     schedule = {0: 2, 1: 4}
-    own = mc.MemoryCallback(accumulate=schedule if is_the_callbacks_own else None, fit_batch_size=True, device=CAPACITY)
+    own = mc.MemoryCallback(
+        accumulate=schedule if is_the_callbacks_own else None, fit_batch_size=True, device=CAPACITY
+    )
     callbacks = [own] if is_the_callbacks_own else [GradientAccumulationScheduler(schedule), own]
-    loop, module = training.trainer(tmp_path, callbacks, log_every_n_steps=1, **(SHORT | OPTIONS)), Wide()
+    loop, module = (
+        training.trainer(tmp_path, callbacks, log_every_n_steps=1, **(SHORT | OPTIONS)),
+        Wide(),
+    )
     loop.fit(module)
     peak = max(step.peak_allocated_bytes for step in own.recorder.steps)
     assert own.recorder.steps[-1].batch_size == own.fitted.batch_size == module.batch_size
@@ -68,7 +83,9 @@ def test_training_with_a_schedule_takes_what_the_trial_took(tmp_path, is_the_cal
     assert loop.accumulate_grad_batches == (1 if is_the_callbacks_own else 4)
 
 
-def test_a_trainer_that_accumulates_without_end_of_epochs_is_tried_with_all_of_its_schedule(tmp_path):
+def test_a_trainer_that_accumulates_without_end_of_epochs_is_tried_with_all_of_its_schedule(
+    tmp_path,
+):
     four, _ = found_with(tmp_path, accumulate_grad_batches=4)
     found, _ = found_with(tmp_path, [GradientAccumulationScheduler({0: 1, 900: 4})], max_epochs=-1)
     assert found.batch_size == four.batch_size
@@ -95,13 +112,26 @@ class TrainsWhatCanBeTrained(Sized):
 
 def test_callbacks_that_change_what_trains_later_are_named():
     later = [Freezes(), StochasticWeightAveraging(swa_lrs=0.01), ModelPruning("l1_unstructured")]
-    for callbacks, names in ((later[:1], "Freezes"), (later, "Freezes, StochasticWeightAveraging, ModelPruning")):
-        loop = Trainer(callbacks=[LearningRateMonitor(), *callbacks], accelerator="cpu", logger=False, enable_checkpointing=False)
+    for callbacks, names in (
+        (later[:1], "Freezes"),
+        (later, "Freezes, StochasticWeightAveraging, ModelPruning"),
+    ):
+        loop = Trainer(
+            callbacks=[LearningRateMonitor(), *callbacks],
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+        )
         assert notes_on_callbacks(loop) == (
             f"With {names} later steps may take much more memory than the trials, which run the first ones alone: leave room for that with "
             "a larger headroom, or look with a Trainer and a module as they will be by then.",
         )
-    assert notes_on_callbacks(Trainer(callbacks=[LearningRateMonitor()], accelerator="cpu", logger=False)) == ()
+    assert (
+        notes_on_callbacks(
+            Trainer(callbacks=[LearningRateMonitor()], accelerator="cpu", logger=False)
+        )
+        == ()
+    )
 
 
 def test_a_search_with_such_a_callback_says_so(tmp_path):
@@ -113,9 +143,16 @@ def test_a_search_with_such_a_callback_says_so(tmp_path):
 
 def test_how_many_samples_make_an_update_is_said_where_batches_are_accumulated(tmp_path, capsys):
     found, _ = fit(tmp_path, max_batch_size=64, trainer_options={"accumulate_grad_batches": 4})
-    assert found.notes[-1] == "One update is made from 256 samples, 4 batches of 64; before it was made from 32."
-    own = mc.MemoryCallback(accumulate={0: 1, 1: 3}, fit_batch_size=True, device="4MiB", predict=False)
-    training.trainer(tmp_path, [own], **(SHORT | {"max_epochs": 2, "limit_val_batches": 0})).fit(Sized(num_samples=120))
+    assert (
+        found.notes[-1]
+        == "One update is made from 256 samples, 4 batches of 64; before it was made from 32."
+    )
+    own = mc.MemoryCallback(
+        accumulate={0: 1, 1: 3}, fit_batch_size=True, device="4MiB", predict=False
+    )
+    training.trainer(tmp_path, [own], **(SHORT | {"max_epochs": 2, "limit_val_batches": 0})).fit(
+        Sized(num_samples=120)
+    )
     note = "One update is made from up to 120 samples, all of an epoch; before it was made from up to 24."
     assert own.fitted.notes[-1] == note
     assert note in capsys.readouterr().out
@@ -138,7 +175,9 @@ class Endless(IterableDataset):
         return repeat(torch.empty(0))
 
 
-@pytest.mark.parametrize(("module", "data"), [(Unused, Endless), (training.Automatic, lambda: Stream(40))])
+@pytest.mark.parametrize(
+    ("module", "data"), [(Unused, Endless), (training.Automatic, lambda: Stream(40))]
+)
 def test_the_words_of_the_callback_name_a_way_out_that_it_has(tmp_path, module, data):
     own = mc.MemoryCallback(fit_batch_size=True, device="4MiB", predict=False)
     loop = training.trainer(tmp_path, [own], max_steps=3, limit_val_batches=0)
@@ -151,5 +190,7 @@ def test_the_words_of_the_callback_name_a_way_out_that_it_has(tmp_path, module, 
     assert loop.global_step == 3
     # As it says.
     loop = training.trainer(tmp_path, limit_val_batches=0)
-    found = mc.fit_batch_size(loop, module(), train_dataloaders=DataLoader(data(), 8), capacity="4MiB", max_batch_size=40)
+    found = mc.fit_batch_size(
+        loop, module(), train_dataloaders=DataLoader(data(), 8), capacity="4MiB", max_batch_size=40
+    )
     assert found.batch_size == 40

@@ -9,7 +9,10 @@ from memcallback.core.units import MiB
 
 def search(first, limit, *, expect=lambda size: None, cap=None, multiple_of=1):
     """The sizes tried where those up to a limit fit."""
-    looking, tried = BatchSizeSearch(first, BatchSizeBounds(multiple_of=multiple_of, max_batch_size=cap)), []
+    looking, tried = (
+        BatchSizeSearch(first, BatchSizeBounds(multiple_of=multiple_of, max_batch_size=cap)),
+        [],
+    )
     while looking.next is not None:
         size = looking.next
         tried.append(size)
@@ -23,7 +26,9 @@ def test_a_prediction_that_holds_takes_one_trial():
 
 def test_after_an_error_the_middle_is_tried_and_what_is_expected_then():
     # At 617 the measured peak tells of 990.
-    assert search(1234, 1000, expect=lambda size: 990 if size == 617 else None if size == 1234 else size) == (990, [1234, 617, 990])
+    assert search(
+        1234, 1000, expect=lambda size: 990 if size == 617 else None if size == 1234 else size
+    ) == (990, [1234, 617, 990])
 
 
 def test_a_peak_above_the_budget_corrects_the_size_downwards():
@@ -72,7 +77,13 @@ def test_every_size_that_is_tried_is_a_multiple_where_so_many_fit():
 
 
 def trial(size, peak, **options):
-    return Trial(batch_size=size, peak_bytes=peak, predicted_bytes=900 * MiB, budget_bytes=1000 * MiB, **options)
+    return Trial(
+        batch_size=size,
+        peak_bytes=peak,
+        predicted_bytes=900 * MiB,
+        budget_bytes=1000 * MiB,
+        **options,
+    )
 
 
 def fitted(*trials, **options):
@@ -100,16 +111,25 @@ def test_a_trial_fits_within_its_budget_without_an_error_or_a_retry():
 
 
 def test_the_text_says_what_was_tried_and_why_it_was_corrected():
-    found = fitted(trial(1234, 990 * MiB, is_out_of_memory=True), trial(617, 500 * MiB), trial(1100, 950 * MiB), notes=("A note.",))
+    found = fitted(
+        trial(1234, 990 * MiB, is_out_of_memory=True),
+        trial(617, 500 * MiB),
+        trial(1100, 950 * MiB),
+        notes=("A note.",),
+    )
     text = found.to_text()
     assert text.startswith(
         "Batch size 1100 (it was 32) is the largest found to fit Tesla T4: run for 3 optimizer updates and validation within"
     )
-    assert "Batch size 1234 ran out of memory, and the error was caught: 617 was tried next." in text
+    assert (
+        "Batch size 1234 ran out of memory, and the error was caught: 617 was tried next." in text
+    )
     assert "Batch size 617 took 500.00 MiB and left room: 1100 was tried next." in text
     assert text.endswith("A note.\n")
     assert found.num_ooms == 1
-    assert [row.split()[0] for row in text.splitlines() if row.split()[:1] and row.split()[0].isdigit()] == ["1234", "617", "1100"]
+    assert [
+        row.split()[0] for row in text.splitlines() if row.split()[:1] and row.split()[0].isdigit()
+    ] == ["1234", "617", "1100"]
 
 
 def test_the_data_has_every_trial():
@@ -118,7 +138,9 @@ def test_the_data_has_every_trial():
     assert found["headroom_pct"] == 5.0
     assert "headroom" not in found
     assert [one["fits"] for one in found["trials"]] == [False, True]
-    assert found["corrections"] == ["Batch size 1234 took 1010.00 MiB, more than the 1000.00 MiB that may be used: 1190 was tried next."]
+    assert found["corrections"] == [
+        "Batch size 1234 took 1010.00 MiB, more than the 1000.00 MiB that may be used: 1190 was tried next."
+    ]
 
 
 def test_one_trial_has_no_corrections():

@@ -1,4 +1,6 @@
-"""`MemoryTrainerCallback` in the Trainer of transformers, on a CPU and on a CUDA device, real or virtual."""
+"""`MemoryTrainerCallback` in the Trainer of transformers, on a CPU and on a CUDA device, real or
+virtual.
+"""
 
 import subprocess
 import sys
@@ -24,7 +26,15 @@ VOCABULARY, LENGTH = 500, 32
 
 def model():
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=64,
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -34,7 +44,9 @@ def data(num_samples=24):
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def train(folder, callback=None, *, trained=None, kind=Trainer, samples=None, num_devices=1, **options):
+def train(
+    folder, callback=None, *, trained=None, kind=Trainer, samples=None, num_devices=1, **options
+):
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -82,8 +94,11 @@ def test_the_step_is_predicted_before_it_first_runs_and_is_what_is_measured(trai
     assert isinstance(callback.prediction, mc.Prediction)
     measured, predicted = callback.report.measured, callback.report.prediction
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        # Beyond it are the loss that the Trainer logs and the number of tokens that it counts, and little of the CPU's operators.
-        assert predicted.phases[phase].peak_allocated_bytes == pytest.approx(measured.phases[phase].peak_allocated_bytes, rel=0.001)
+        # Beyond it are the loss that the Trainer logs and the number of tokens that it counts, and
+        # little of the CPU's operators.
+        assert predicted.phases[phase].peak_allocated_bytes == pytest.approx(
+            measured.phases[phase].peak_allocated_bytes, rel=0.001
+        )
 
 
 def test_the_curves_go_to_a_run_under_the_output_folder(trained):
@@ -94,7 +109,9 @@ def test_the_curves_go_to_a_run_under_the_output_folder(trained):
     points = run.Scalars("memory/backward/peak_allocated_gib")
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
     assert trainer.state.global_step == 6
-    assert {"memory/predicted/backward/peak_allocated_gib", "memory/prediction_error_pct"} <= set(run.Tags()["scalars"])
+    assert {"memory/predicted/backward/peak_allocated_gib", "memory/prediction_error_pct"} <= set(
+        run.Tags()["scalars"]
+    )
 
 
 def test_nothing_is_left_behind(trained):
@@ -104,11 +121,16 @@ def test_nothing_is_left_behind(trained):
     assert not hasattr(torch.autograd.backward, "__wrapped__")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}], ids=str
+)
 def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path, options):
     def run(callback):
         trainer = train(tmp_path, callback, **options)
-        logged = [{name: value for name, value in row.items() if "loss" in name or "norm" in name} for row in trainer.state.log_history]
+        logged = [
+            {name: value for name, value in row.items() if "loss" in name or "norm" in name}
+            for row in trainer.state.log_history
+        ]
         return list(trainer.model.parameters()), torch.get_rng_state(), logged
 
     callback = mc.MemoryTrainerCallback()
@@ -144,7 +166,13 @@ def test_evaluation_between_steps_is_no_step(tmp_path):
         disable_tqdm=True,
         use_cpu=True,
     )
-    Trainer(model=model(), args=arguments, train_dataset=data(), eval_dataset=data(4), callbacks=[callback]).train()
+    Trainer(
+        model=model(),
+        args=arguments,
+        train_dataset=data(),
+        eval_dataset=data(4),
+        callbacks=[callback],
+    ).train()
     assert labels(callback) == [[F, B, O]] * 3
 
 
@@ -153,14 +181,18 @@ class OwnLoss(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
-        loss = torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model(**inputs).logits.flatten(0, 1), labels.flatten()
+        )
         return loss
 
 
 def test_a_loss_of_the_trainers_own_can_be_given(tmp_path):
     def loss(model, inputs):
         logits = model(**inputs).logits.flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+        return torch.nn.functional.cross_entropy(
+            logits, torch.zeros(logits.shape[0], dtype=torch.long)
+        )
 
     callback = mc.MemoryTrainerCallback(loss=loss)
     train(tmp_path, callback, kind=OwnLoss)
@@ -169,7 +201,10 @@ def test_a_loss_of_the_trainers_own_can_be_given(tmp_path):
 
 def test_where_the_loss_is_not_known_the_law_stands_in_and_the_way_out_is_named(tmp_path):
     callback = mc.MemoryTrainerCallback()
-    with pytest.warns(MemoryWarning, match=r"MemoryTrainerCallback\(loss=lambda model, inputs: .*textbook law stands in"):
+    with pytest.warns(
+        MemoryWarning,
+        match=r"MemoryTrainerCallback\(loss=lambda model, inputs: .*textbook law stands in",
+    ):
         train(tmp_path, callback, kind=OwnLoss)
     assert isinstance(callback.prediction, mc.TextbookPrediction)
     assert labels(callback) == [[F, B, O]] * 6
@@ -179,7 +214,9 @@ class FailsOnce(Trainer):
     """An exception in the second forward pass."""
 
     def training_step(self, model, *args, **kwargs):
-        hook = model.lm_head.register_forward_hook(self.fail) if self.state.global_step == 1 else None
+        hook = (
+            model.lm_head.register_forward_hook(self.fail) if self.state.global_step == 1 else None
+        )
         try:
             return super().training_step(model, *args, **kwargs)
         finally:
@@ -198,14 +235,18 @@ def test_an_exception_of_the_training_goes_on_and_is_reported(tmp_path, capsys):
     ):
         train(tmp_path, callback, kind=FailsOnce)
     assert callback.recorder.steps[-1].is_interrupted
-    assert "The last step ended with ZeroDivisionError." in " ".join(capsys.readouterr().out.split())
+    assert "The last step ended with ZeroDivisionError." in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert not hasattr(torch.autograd.backward, "__wrapped__")
 
 
 def test_an_error_of_ours_does_not_stop_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr("memcallback.record.monitor.scalars", None)
     callback = mc.MemoryTrainerCallback(predict=False)
-    with pytest.warns(MemoryWarning, match="MemoryTrainerCallback has stopped recording: TypeError"):
+    with pytest.warns(
+        MemoryWarning, match="MemoryTrainerCallback has stopped recording: TypeError"
+    ):
         trainer = train(tmp_path, callback)
     assert trainer.state.global_step == 6
     assert not trainer.model._forward_pre_hooks
@@ -234,18 +275,28 @@ def test_without_transformers_the_way_out_is_named():
         "try:\n    memcallback.MemoryTrainerCallback\n"
         "except ModuleNotFoundError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "MemoryTrainerCallback needs transformers: pip install transformers accelerate.\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout
+        == "MemoryTrainerCallback needs transformers: pip install transformers accelerate.\n"
+    )
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str
+)
 def test_on_a_device_the_prediction_is_off_by_the_trainers_own_scalars(tmp_path, options):
     callback = mc.MemoryTrainerCallback()
     train(tmp_path, callback, use_cpu=False, **options)
     measured, predicted = callback.report.measured, callback.report.prediction.step
     for phase in measured.phases:
-        off = measured.phases[phase].peak_allocated_bytes - predicted.phases[phase].peak_allocated_bytes
+        off = (
+            measured.phases[phase].peak_allocated_bytes
+            - predicted.phases[phase].peak_allocated_bytes
+        )
         assert abs(off) <= 32 * 512, (phase, off)
     assert measured.peak_reserved_bytes == predicted.peak_reserved_bytes
 
@@ -264,7 +315,9 @@ def test_on_several_devices_in_one_process_each_step_is_recorded_on_the_first(tm
 
 @pytest.mark.parametrize("device", ["NVIDIA H200", "cpu"])
 @pytest.mark.parametrize("has_positions", [False, True])
-def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(device, has_positions):
+def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(
+    device, has_positions
+):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def loss(model, batch):
@@ -276,7 +329,13 @@ def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(
         hook.remove()
         return value
 
-    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
     if has_positions:

@@ -1,4 +1,6 @@
-"""Lightning's strategies for several CUDA devices, real or virtual: what the callback predicts of each rank is what it measures."""
+"""Lightning's strategies for several CUDA devices, real or virtual: what the callback predicts of
+each rank is what it measures.
+"""
 
 import json
 import socket
@@ -11,7 +13,10 @@ from needs import needs_ranks
 pytestmark = [
     pytest.mark.cuda,
     needs_ranks,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2,
+        reason="needs two CUDA devices",
+    ),
 ]
 WORLD_SIZE = 2
 
@@ -21,7 +26,9 @@ def test_the_callback_predicts_each_rank(strategy, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(lightning_rank_cases.run, (WORLD_SIZE, str(tmp_path), strategy, port), nprocs=WORLD_SIZE)
+    torch.multiprocessing.spawn(
+        lightning_rank_cases.run, (WORLD_SIZE, str(tmp_path), strategy, port), nprocs=WORLD_SIZE
+    )
     for rank in range(WORLD_SIZE):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         for ours, theirs in zip(found["predicted"], found["measured"], strict=True):

@@ -4,9 +4,23 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
-from memcallback.integrations.lightning.fit.loaders import batch_size_of, check_can_be_read_again, num_samples, places, resized
+from memcallback.integrations.lightning.fit.loaders import (
+    batch_size_of,
+    check_can_be_read_again,
+    num_samples,
+    places,
+    resized,
+)
 
 DATA = TensorDataset(torch.arange(100))
 
@@ -17,12 +31,22 @@ def sizes(loader):
 
 def test_a_resized_loader_is_the_same_but_for_its_batches():
     generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(DATA, 8, shuffle=True, drop_last=True, collate_fn=list, generator=generator, timeout=0)
+    loader = DataLoader(
+        DATA, 8, shuffle=True, drop_last=True, collate_fn=list, generator=generator, timeout=0
+    )
     larger = resized(loader, 30)
     assert batch_size_of(larger) == larger.batch_size == larger.batch_sampler.batch_size == 30
     assert batch_size_of(loader) == 8
     assert [len(batch) for batch in larger] == [30, 30, 30]
-    for name in ("dataset", "sampler", "collate_fn", "generator", "drop_last", "num_workers", "persistent_workers"):
+    for name in (
+        "dataset",
+        "sampler",
+        "collate_fn",
+        "generator",
+        "drop_last",
+        "num_workers",
+        "persistent_workers",
+    ):
         assert getattr(larger, name) is getattr(loader, name)
 
 
@@ -74,7 +98,10 @@ def test_several_loaders_are_resized_together():
 def test_samples_are_those_of_the_sampler():
     assert num_samples(DataLoader(DATA, 8)) == 100
     assert num_samples(DataLoader(DATA, 8, sampler=SubsetRandomSampler(range(10)))) == 10
-    assert num_samples({"a": DataLoader(DATA, 8), "b": DataLoader(TensorDataset(torch.ones(7)), 8)}) == 7
+    assert (
+        num_samples({"a": DataLoader(DATA, 8), "b": DataLoader(TensorDataset(torch.ones(7)), 8)})
+        == 7
+    )
     assert num_samples(DataLoader(Fresh(), 8)) is None
 
 
@@ -112,8 +139,14 @@ def test_a_stream_that_begins_anew_can_be_tried():
 @pytest.mark.parametrize(
     ("dataset", "text"),
     [
-        (Once(), r"The dataset Once keeps a running iterator in its attribute 'stream': the samples that a trial reads would be missing"),
-        (Itself(), r"The dataset Itself is its own iterator.*Make the iterator in its __iter__, or use worker processes \(num_workers=1\)"),
+        (
+            Once(),
+            r"The dataset Once keeps a running iterator in its attribute 'stream': the samples that a trial reads would be missing",
+        ),
+        (
+            Itself(),
+            r"The dataset Itself is its own iterator.*Make the iterator in its __iter__, or use worker processes \(num_workers=1\)",
+        ),
     ],
 )
 def test_a_stream_that_can_be_read_once_is_refused(dataset, text):
@@ -138,8 +171,14 @@ class NoSize:
             DataLoader(DATA, batch_sampler=NoSize()),
             r"a batch sampler of class NoSize without a number as its batch_size. Give it the attribute",
         ),
-        ([DataLoader(DATA, 8), DataLoader(DATA, 9)], r"batches of 8 and 9 samples, and one size is looked for"),
-        ([torch.ones(3)], r"A training loader is a Tensor, whose batch size cannot be set. Give a torch.utils.data.DataLoader"),
+        (
+            [DataLoader(DATA, 8), DataLoader(DATA, 9)],
+            r"batches of 8 and 9 samples, and one size is looked for",
+        ),
+        (
+            [torch.ones(3)],
+            r"A training loader is a Tensor, whose batch size cannot be set. Give a torch.utils.data.DataLoader",
+        ),
         ([], r"There is no training loader"),
     ],
 )
@@ -161,7 +200,10 @@ def test_the_places_are_attributes_and_hyperparameters_of_module_and_data_module
 
     module, data = Module(8), Data()
     found = places(module, data)
-    assert [place.label for place in found] == ["module.hparams.batch_size", "datamodule.batch_size"]
+    assert [place.label for place in found] == [
+        "module.hparams.batch_size",
+        "datamodule.batch_size",
+    ]
     for place in found:
         place.set(77)
     assert (module.hparams.batch_size, data.batch_size) == (77, 77)

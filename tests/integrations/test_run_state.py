@@ -42,8 +42,12 @@ def test_parameters_buffers_and_what_shares_their_memory_are_put_back_in_place()
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.register_buffer("average", torch.ones(4), persistent=False)
     view = model[0].weight.detach()[1:3]
-    before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
-    identities = {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    before = {
+        name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
+    identities = {
+        name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
     pointer = model[0].weight.data_ptr()
 
     def change(root):
@@ -56,7 +60,9 @@ def test_parameters_buffers_and_what_shares_their_memory_are_put_back_in_place()
     after = dict((*root.model.named_parameters(), *root.model.named_buffers()))
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert {name: id(value) for name, value in after.items()} == identities
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in root.model.parameters())
+    assert all(
+        parameter.grad is None and parameter.requires_grad for parameter in root.model.parameters()
+    )
     assert model[0].weight.data_ptr() == pointer == view.data_ptr() - view.storage_offset() * 4
 
 
@@ -77,7 +83,10 @@ def test_a_parameter_whose_memory_was_exchanged_has_its_own_again():
 def test_a_single_bit_of_a_tensor_that_is_not_a_number_is_put_back():
     values = torch.tensor([float("nan"), -0.0, 0.0, float("inf")])
     bits = values.view(torch.int32).clone()
-    restored(Owner(values=values), lambda root: root.values.copy_(torch.tensor([float("nan"), 0.0, -0.0, 1.0])))
+    restored(
+        Owner(values=values),
+        lambda root: root.values.copy_(torch.tensor([float("nan"), 0.0, -0.0, 1.0])),
+    )
     assert torch.equal(values.view(torch.int32), bits)
 
 
@@ -117,9 +126,15 @@ def test_an_optimizer_is_as_new_and_has_the_same_parameters():
 
 CONTAINERS = {
     "list": ([1, [2]], lambda value: (value.append(3), value[1].append(4))),
-    "dict": ({"b": 1, "a": [2]}, lambda value: (value.pop("b"), value.update(c=3), value["a"].clear())),
+    "dict": (
+        {"b": 1, "a": [2]},
+        lambda value: (value.pop("b"), value.update(c=3), value["a"].clear()),
+    ),
     "ordered": (OrderedDict(b=1, a=2), lambda value: value.move_to_end("b")),
-    "default": (defaultdict(list, a=[1]), lambda value: (value["b"].append(1), value["a"].append(2))),
+    "default": (
+        defaultdict(list, a=[1]),
+        lambda value: (value["b"].append(1), value["a"].append(2)),
+    ),
     "deque": (deque([1, 2], maxlen=2), lambda value: value.append(3)),
     "set": ({1, 2}, lambda value: (value.discard(1), value.add(3))),
     "tuple": (([1], 2), lambda value: value[0].append(2)),
@@ -132,7 +147,9 @@ CONTAINERS = {
 def test_every_container_is_put_back_and_stays_itself(name):
     value, change = CONTAINERS[name]
     text = repr(value)
-    root = restored(Owner(value=value), lambda root: (change(root.value), setattr(root, "value", None)))
+    root = restored(
+        Owner(value=value), lambda root: (change(root.value), setattr(root, "value", None))
+    )
     assert root.value is value
     assert repr(value) == text
 
@@ -168,7 +185,12 @@ def test_slots_closures_partials_and_methods_are_followed():
             self.total += 1
 
     counter = Counter()
-    root = Owner(slotted=slotted, hook=counted, partial=functools.partial(partially, counts["partial"]), method=counter.count)
+    root = Owner(
+        slotted=slotted,
+        hook=counted,
+        partial=functools.partial(partially, counts["partial"]),
+        method=counter.count,
+    )
 
     def change(root):
         root.slotted.count, root.slotted.unset = 2, 3
@@ -177,12 +199,22 @@ def test_slots_closures_partials_and_methods_are_followed():
         root.method()
 
     restored(root, change)
-    assert (slotted.count, number, counts, counter.total) == (1, 0, {"closure": 0, "partial": [0]}, 0)
+    assert (slotted.count, number, counts, counter.total) == (
+        1,
+        0,
+        {"closure": 0, "partial": [0]},
+        0,
+    )
     assert not hasattr(slotted, "unset")
 
 
 def test_every_random_generator_is_put_back():
-    own = Owner(torch=torch.Generator().manual_seed(1), python=random.Random(1), new=np.random.default_rng(1), old=np.random.RandomState(1))
+    own = Owner(
+        torch=torch.Generator().manual_seed(1),
+        python=random.Random(1),
+        new=np.random.default_rng(1),
+        old=np.random.RandomState(1),
+    )
 
     def draw(root):
         return (
@@ -286,7 +318,9 @@ def test_putting_back_holds_no_memory_of_the_training_alive():
     state = RunState(Owner(model=model, optimizer=optimizer), device=CPU)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    kept = [weakref.ref(value) for one in optimizer.state.values() for value in one.values()] + [weakref.ref(model.weight.grad)]
+    kept = [weakref.ref(value) for one in optimizer.state.values() for value in one.values()] + [
+        weakref.ref(model.weight.grad)
+    ]
     state.restore()
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)

@@ -1,4 +1,6 @@
-"""`MemoryCallback(accumulate=..., amp=..., checkpoint=...)`: what the Trainer's own arguments do, for the fit alone."""
+"""`MemoryCallback(accumulate=..., amp=..., checkpoint=...)`: what the Trainer's own arguments do,
+for the fit alone.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,10 @@ class Deep(training.Automatic):
 
     def __init__(self):
         super().__init__()
-        blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4)]
+        blocks = [
+            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
+            for _ in range(4)
+        ]
         self.network = nn.Sequential(*blocks, nn.Linear(64, 10))
 
 
@@ -48,7 +53,14 @@ class Seen(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         forward = vars(pl_module.network).get("forward")
-        self.rows.append((trainer.accumulate_grad_batches, trainer.precision, trainer.global_step, forward is not None))
+        self.rows.append(
+            (
+                trainer.accumulate_grad_batches,
+                trainer.precision,
+                trainer.global_step,
+                forward is not None,
+            )
+        )
 
 
 def fit(tmp_path, module=None, *, callbacks=(), data=None, ckpt_path=None, seed=0, **options):
@@ -64,14 +76,21 @@ def scaler_plugin():
 
 
 def left_by(loop, module):
-    return {"weights": module.state_dict(), "optimizer": loop.optimizers[0].state_dict(), "generator": torch.get_rng_state()}
+    return {
+        "weights": module.state_dict(),
+        "optimizer": loop.optimizers[0].state_dict(),
+        "generator": torch.get_rng_state(),
+    }
 
 
 @pytest.mark.parametrize(
     ("savings", "options"),
     [
         ({"accumulate": 4}, lambda: {"accumulate_grad_batches": 4}),
-        ({"accumulate": {0: 2, 1: 3}}, lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})]}),
+        (
+            {"accumulate": {0: 2, 1: 3}},
+            lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})]},
+        ),
         ({"amp": "bf16-mixed"}, lambda: {"precision": "bf16-mixed"}),
         ({"amp": "16-mixed"}, lambda: {"plugins": [scaler_plugin()]}),
         ({"checkpoint": True}, dict),
@@ -83,8 +102,12 @@ def left_by(loop, module):
     ids=["accumulate", "schedule", "bf16", "fp16", "checkpoint", "all"],
 )
 def test_training_leaves_the_bits_that_lightnings_own_arguments_leave(tmp_path, savings, options):
-    with_ours = left_by(*fit(tmp_path, callbacks=[savings_only(**savings)], max_epochs=2, gradient_clip_val=0.5))
-    with_theirs = left_by(*fit(tmp_path, **{"max_epochs": 2, "gradient_clip_val": 0.5, **options()}))
+    with_ours = left_by(
+        *fit(tmp_path, callbacks=[savings_only(**savings)], max_epochs=2, gradient_clip_val=0.5)
+    )
+    with_theirs = left_by(
+        *fit(tmp_path, **{"max_epochs": 2, "gradient_clip_val": 0.5, **options()})
+    )
     assert differences(with_ours, with_theirs) == []
 
 
@@ -106,7 +129,9 @@ def test_a_schedule_of_epochs_is_lightnings_own_for_the_fit(tmp_path):
     seen = Seen()
     loop, _ = fit(tmp_path, callbacks=[seen, savings_only(accumulate={0: 3, 1: 2})], max_epochs=2)
     assert [row[0] for row in seen.rows] == [3] * 6 + [2] * 6
-    assert not any(isinstance(callback, GradientAccumulationScheduler) for callback in loop.callbacks)
+    assert not any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in loop.callbacks
+    )
     assert loop.accumulate_grad_batches == 1
 
 
@@ -139,7 +164,9 @@ def test_what_is_predicted_is_the_step_with_the_savings(tmp_path):
     for callback in (plain, saved):
         step = callback.report.measured
         for phase, window in callback.prediction.phases.items():
-            assert window.end.allocated_bytes == pytest.approx(step.phases[phase].end.allocated_bytes, abs=64)
+            assert window.end.allocated_bytes == pytest.approx(
+                step.phases[phase].end.allocated_bytes, abs=64
+            )
     assert saved.prediction.peak_allocated_bytes < plain.prediction.peak_allocated_bytes
 
 
@@ -149,7 +176,9 @@ def test_the_report_has_what_they_save_predicted_and_measured(tmp_path):
     _, module = fit(tmp_path, callbacks=[saved], data=training.loader(6, batch_size=256))
     assert plain.report.without_savings is None
     assert saved.report.without_savings.batch_size == 512
-    assert saved.report.without_savings.peak_allocated_bytes == plain.prediction.peak_allocated_bytes
+    assert (
+        saved.report.without_savings.peak_allocated_bytes == plain.prediction.peak_allocated_bytes
+    )
     text = saved.report.to_text()
     assert "saved, of 512 samples in one step" in text
     before, after = plain.prediction.peak_allocated_bytes, saved.prediction.peak_allocated_bytes
@@ -186,8 +215,14 @@ def test_the_report_says_what_the_savings_are(tmp_path):
 def test_skipped_steps_are_told_of_and_counted(tmp_path, capsys):
     callback = savings_only(amp="16-mixed")
     fit(tmp_path, training.OverflowsOnce(), callbacks=[callback])
-    assert "Step 2 was skipped: a gradient is inf or nan at loss scale 65536, which is lowered now." in capsys.readouterr().out
-    assert callback.report.notes[-1] == "1 of 6 steps were skipped for gradients with inf or nan (amp)."
+    assert (
+        "Step 2 was skipped: a gradient is inf or nan at loss scale 65536, which is lowered now."
+        in capsys.readouterr().out
+    )
+    assert (
+        callback.report.notes[-1]
+        == "1 of 6 steps were skipped for gradients with inf or nan (amp)."
+    )
 
 
 @pytest.mark.parametrize("saves", ["in the fit", "after it"])
@@ -197,21 +232,35 @@ def test_the_grad_scaler_goes_on_from_a_checkpoint(tmp_path, saves):
             if saves == "in the fit":
                 trainer.save_checkpoint(tmp_path / "last.ckpt")
 
-    loop, _ = fit(tmp_path, training.OverflowsOnce(), callbacks=[savings_only(amp="16-mixed"), Saves()])
+    loop, _ = fit(
+        tmp_path, training.OverflowsOnce(), callbacks=[savings_only(amp="16-mixed"), Saves()]
+    )
     if saves == "after it":
         loop.save_checkpoint(tmp_path / "last.ckpt")
 
     resumed = savings_only(amp="16-mixed")
-    fit(tmp_path, training.Automatic(), callbacks=[resumed], max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    fit(
+        tmp_path,
+        training.Automatic(),
+        callbacks=[resumed],
+        max_epochs=2,
+        ckpt_path=tmp_path / "last.ckpt",
+    )
     assert resumed.state_dict()["amp"]["scale"] == 2.0**15
-    assert resumed.report.notes[-1] == "1 of 12 steps were skipped for gradients with inf or nan (amp)."
+    assert (
+        resumed.report.notes[-1]
+        == "1 of 12 steps were skipped for gradients with inf or nan (amp)."
+    )
 
 
 def test_a_callback_without_savings_has_no_state_of_them(tmp_path):
     callback = savings_only()
     fit(tmp_path, callbacks=[callback])
     assert "amp" not in callback.state_dict()
-    assert not any("accumulate" in note or "amp" in note or "checkpoint" in note for note in callback.report.notes)
+    assert not any(
+        "accumulate" in note or "amp" in note or "checkpoint" in note
+        for note in callback.report.notes
+    )
 
 
 # Bad input.
@@ -223,7 +272,10 @@ def test_a_callback_without_savings_has_no_state_of_them(tmp_path):
         ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
         ({"accumulate": {0: 1, 4: 0}}, "accumulate must be a whole number of at least 1, got 0"),
         ({"amp": "fp16"}, "amp must be one of 16-mixed, bf16-mixed, got 'fp16'"),
-        ({"checkpoint": 4}, "checkpoint must be True, the name of a module, several, or numbers of segments by name, got 4"),
+        (
+            {"checkpoint": 4},
+            "checkpoint must be True, the name of a module, several, or numbers of segments by name, got 4",
+        ),
     ],
 )
 def test_a_saving_that_is_none_is_refused_at_once(savings, text):
@@ -255,12 +307,17 @@ def test_a_saving_that_is_none_is_refused_at_once(savings, text):
         ({"checkpoint": "body"}, training.Automatic, {}, "Automatic has no module named 'body'"),
     ],
 )
-def test_a_saving_that_cannot_be_applied_stops_the_fit_and_leaves_nothing(tmp_path, savings, module, options, text):
+def test_a_saving_that_cannot_be_applied_stops_the_fit_and_leaves_nothing(
+    tmp_path, savings, module, options, text
+):
     before = training.trainer(tmp_path, **options)
     loop = training.trainer(tmp_path, [MemoryCallback(**savings)], **options)
     with pytest.raises(ValueError, match=text):
         loop.fit(module(), training.loader())
-    assert (loop.accumulate_grad_batches, loop.precision) == (before.accumulate_grad_batches, before.precision)
+    assert (loop.accumulate_grad_batches, loop.precision) == (
+        before.accumulate_grad_batches,
+        before.precision,
+    )
 
 
 class OwnScheduler(GradientAccumulationScheduler):
@@ -270,12 +327,17 @@ class OwnScheduler(GradientAccumulationScheduler):
 @pytest.mark.parametrize("kind", [GradientAccumulationScheduler, OwnScheduler])
 def test_a_scheduler_of_the_trainers_own_is_a_conflict(tmp_path, kind):
     loop = training.trainer(tmp_path, [kind({0: 2}), MemoryCallback(accumulate={0: 1, 1: 4})])
-    with pytest.raises(ValueError, match=r"a Trainer that has a GradientAccumulationScheduler\. Leave one of them out"):
+    with pytest.raises(
+        ValueError,
+        match=r"a Trainer that has a GradientAccumulationScheduler\. Leave one of them out",
+    ):
         loop.fit(training.Automatic(), training.loader())
 
 
 def test_the_words_are_those_of_the_plain_helpers():
-    step = mc.TrainingStep.from_lightning(Deep(), (torch.randn(64, 64), torch.randint(0, 10, (64,))))
+    step = mc.TrainingStep.from_lightning(
+        Deep(), (torch.randn(64, 64), torch.randint(0, 10, (64,)))
+    )
     for savings in ({"accumulate": 4}, {"amp": "bf16-mixed"}, {"checkpoint": {"network": 2}}):
         MemoryCallback(**savings)
         assert mc.dry_run(step, device="cpu", **savings).savings

@@ -44,9 +44,13 @@ assert callback.prediction is not None
         "from memcallback import MemoryCallback\nimport pytorch_lightning as pl",
     ],
 )
-def test_the_trainer_of_either_package_takes_the_callback_whatever_is_imported_first(tmp_path, imports):
+def test_the_trainer_of_either_package_takes_the_callback_whatever_is_imported_first(
+    tmp_path, imports
+):
     script = ALONE.format(imports=imports)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "stopped recording" not in done.stderr
 
@@ -80,7 +84,9 @@ def ddp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     script = folder / "train.py"
     script.write_text(DDP.format(tests=str(TESTS)))
-    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     # Each rank tells what it saw in a file of its own: what several processes print mixes.
     told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]

@@ -13,11 +13,20 @@ from memcallback.core.units import KiB, MiB
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-sizes = st.one_of(st.integers(1, 5000), st.integers(1, 3 * MiB), st.integers(1, 45 * MiB), st.sampled_from((512, MiB, 20 * MiB)))
+sizes = st.one_of(
+    st.integers(1, 5000),
+    st.integers(1, 3 * MiB),
+    st.integers(1, 45 * MiB),
+    st.sampled_from((512, MiB, 20 * MiB)),
+)
 requests = st.lists(
     st.one_of(
         st.tuples(st.just("allocate"), sizes, st.integers(0, 1)),
-        st.tuples(st.sampled_from(("free", "request_free", "complete_free")), st.integers(0, 1000), st.just(0)),
+        st.tuples(
+            st.sampled_from(("free", "request_free", "complete_free")),
+            st.integers(0, 1000),
+            st.just(0),
+        ),
         st.tuples(st.just("empty_cache"), st.just(0), st.just(0)),
     ),
     max_size=60,
@@ -32,7 +41,10 @@ settings_of_segments = st.sampled_from(
     )
 )
 all_settings = settings_of_segments | st.sampled_from(
-    (AllocatorSettings(expandable_segments=True), AllocatorSettings(expandable_segments=True, large_segment_bytes=12 * MiB))
+    (
+        AllocatorSettings(expandable_segments=True),
+        AllocatorSettings(expandable_segments=True, large_segment_bytes=12 * MiB),
+    )
 )
 
 
@@ -59,7 +71,9 @@ class Driver:
             if kind == "request_free":
                 self.pending.append(block)
         # An emptied cache, or the same inside a retry, has completed them.
-        self.pending = [block for block in self.pending if block.requested_bytes and not block.is_allocated]
+        self.pending = [
+            block for block in self.pending if block.requested_bytes and not block.is_allocated
+        ]
 
     def free_all(self):
         for block in self.allocated:
@@ -69,7 +83,9 @@ class Driver:
 
 def figures(allocator):
     names = ("requested", "allocated", "active", "inactive_split", "reserved")
-    return {name: getattr(allocator, f"{name}_bytes") for name in names} | {"segments": allocator.num_segments}
+    return {name: getattr(allocator, f"{name}_bytes") for name in names} | {
+        "segments": allocator.num_segments
+    }
 
 
 @given(requests, capacities, all_settings)
@@ -82,7 +98,9 @@ def test_blocks_tile_their_segments_and_the_figures_are_ordered(events, capacity
         assert 0 <= now["requested"] <= now["active"]
         assert 0 <= now["allocated"] <= now["active"] <= now["reserved"]
         assert 0 <= now["inactive_split"] <= now["reserved"] - now["active"]
-        assert now["reserved"] == sum(block.size_bytes for segment in allocator.snapshot() for block in segment)
+        assert now["reserved"] == sum(
+            block.size_bytes for segment in allocator.snapshot() for block in segment
+        )
         assert capacity_bytes is None or now["reserved"] <= capacity_bytes
         for segment in allocator.snapshot():
             assert segment[0].is_mapped
@@ -101,7 +119,9 @@ def test_an_obviously_correct_allocator_agrees_event_by_event(events, capacity_b
     for event in events:
         driver.request(*event)
         plain.request(*event)
-        assert [block.address for block in driver.allocated] == [block.address for block in plain.allocated]
+        assert [block.address for block in driver.allocated] == [
+            block.address for block in plain.allocated
+        ]
         assert figures(driver.allocator) == plain.allocator.figures()
         assert driver.allocator.num_alloc_retries == plain.allocator.num_alloc_retries
         assert driver.allocator.num_ooms == plain.allocator.num_ooms
@@ -126,9 +146,16 @@ def test_they_agree_over_a_long_time_on_a_full_device(settings):
         stream = random.randrange(2)
         driver.request(kind, number, stream)
         plain.request(kind, number, stream)
-        assert [block.address for block in driver.allocated] == [block.address for block in plain.allocated]
+        assert [block.address for block in driver.allocated] == [
+            block.address for block in plain.allocated
+        ]
         assert figures(driver.allocator) == plain.allocator.figures()
-    assert driver.allocator.num_alloc_retries == plain.allocator.num_alloc_retries > driver.allocator.num_ooms > 0
+    assert (
+        driver.allocator.num_alloc_retries
+        == plain.allocator.num_alloc_retries
+        > driver.allocator.num_ooms
+        > 0
+    )
     assert driver.allocator.num_ooms == plain.allocator.num_ooms
 
 
@@ -225,7 +252,13 @@ def test_a_request_too_large_is_refused_with_the_state_and_the_allocator_goes_on
 
 def test_a_segment_of_a_running_program_is_taken_over():
     allocator = CachingAllocator()
-    first, second = allocator.adopt_segment(0x1000, 20 * MiB, 0, is_small=False, blocks=[(0x1000, 5, 512), (0x1000 + 2 * MiB, 4096, 4096)])
+    first, second = allocator.adopt_segment(
+        0x1000,
+        20 * MiB,
+        0,
+        is_small=False,
+        blocks=[(0x1000, 5, 512), (0x1000 + 2 * MiB, 4096, 4096)],
+    )
     assert allocator.stats().allocated_bytes == 4608
     assert allocator.stats().inactive_split_bytes == 20 * MiB - 4608
     allocator.free(first)
@@ -234,7 +267,9 @@ def test_a_segment_of_a_running_program_is_taken_over():
 
 
 def test_a_free_part_of_a_large_segment_that_was_taken_over_is_not_given_back():
-    allocator = CachingAllocator(AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=80 * MiB)
+    allocator = CachingAllocator(
+        AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=80 * MiB
+    )
     allocator.adopt_segment(0, 60 * MiB, 0, is_small=False, blocks=[(0, 5, 512)])
     with pytest.raises(OutOfMemoryError):
         allocator.allocate(30 * MiB)
@@ -251,27 +286,52 @@ def test_what_cannot_be_done_is_refused_with_a_way_out():
     allocator = CachingAllocator(capacity_bytes=64 * MiB)
     block = allocator.allocate(KiB)
     allocator.free(block)
-    assert refused(lambda: allocator.allocate(0)) == ("size_bytes is 0; the allocator is asked for 1 byte or more: leave empty tensors out")
-    assert "is not allocated; a block is freed once, after it was allocated: leave this free out" in refused(lambda: allocator.free(block))
-    assert "awaits no end of its use; call request_free before complete_free" in refused(lambda: allocator.complete_free(block))
-    assert "capacity_bytes is -1; a capacity is 0 or more bytes" in refused(lambda: CachingAllocator(capacity_bytes=-1))
+    assert refused(lambda: allocator.allocate(0)) == (
+        "size_bytes is 0; the allocator is asked for 1 byte or more: leave empty tensors out"
+    )
+    assert (
+        "is not allocated; a block is freed once, after it was allocated: leave this free out"
+        in refused(lambda: allocator.free(block))
+    )
+    assert "awaits no end of its use; call request_free before complete_free" in refused(
+        lambda: allocator.complete_free(block)
+    )
+    assert "capacity_bytes is -1; a capacity is 0 or more bytes" in refused(
+        lambda: CachingAllocator(capacity_bytes=-1)
+    )
 
 
 @pytest.mark.parametrize(
     ("size_bytes", "blocks", "message"),
     [
-        (2 * MiB, [(0x1200, 1, 512), (0x1200, 1, 512)], "the block at 4608 asks for 1 of 512 bytes after an end at 5120"),
+        (
+            2 * MiB,
+            [(0x1200, 1, 512), (0x1200, 1, 512)],
+            "the block at 4608 asks for 1 of 512 bytes after an end at 5120",
+        ),
         (2 * MiB, [(0x1000, 513, 512)], "the block at 4096 asks for 513 of 512 bytes"),
-        (2 * MiB, [(0x1000, 3 * MiB, 3 * MiB)], "the blocks of the segment at 4096 end at 3149824; it ends at 2101248"),
-        (80 * MiB, [], "the segment at 4096 of 83886080 bytes is more than capacity_bytes has left"),
+        (
+            2 * MiB,
+            [(0x1000, 3 * MiB, 3 * MiB)],
+            "the blocks of the segment at 4096 end at 3149824; it ends at 2101248",
+        ),
+        (
+            80 * MiB,
+            [],
+            "the segment at 4096 of 83886080 bytes is more than capacity_bytes has left",
+        ),
     ],
 )
 def test_a_segment_that_cannot_be_is_not_taken_over(size_bytes, blocks, message):
     allocator = CachingAllocator(capacity_bytes=64 * MiB)
-    assert message in refused(lambda: allocator.adopt_segment(0x1000, size_bytes, 0, is_small=True, blocks=blocks))
+    assert message in refused(
+        lambda: allocator.adopt_segment(0x1000, size_bytes, 0, is_small=True, blocks=blocks)
+    )
     assert allocator.snapshot() == []
 
 
 def test_an_expandable_segment_is_not_taken_over():
     allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
-    assert "a simulation of them starts empty" in refused(lambda: allocator.adopt_segment(0x1000, 2 * MiB, 0, is_small=True))
+    assert "a simulation of them starts empty" in refused(
+        lambda: allocator.adopt_segment(0x1000, 2 * MiB, 0, is_small=True)
+    )

@@ -1,8 +1,10 @@
-"""The simulated allocator does what real ones did: histories recorded on real and on virtual devices, replayed to the byte.
+"""The simulated allocator does what real ones did: histories recorded on real and on virtual
+devices, replayed to the byte.
 
-Public histories of real GPUs lie beside the checkout, where they are there at all; they hold addresses, not block sizes, so
-what is compared is every address handed out, every segment, the reserved bytes after every event, and the blocks that are
-left. Histories of tests/recorded also hold what the allocator itself reported after every allocation and most frees.
+Public histories of real GPUs lie beside the checkout, where they are there at all; they hold
+addresses, not block sizes, so what is compared is every address handed out, every segment, the
+reserved bytes after every event, and the blocks that are left. Histories of tests/recorded also
+hold what the allocator itself reported after every allocation and most frees.
 """
 
 from pathlib import Path
@@ -57,7 +59,10 @@ def test_a_public_history_of_a_real_gpu_is_replayed_to_the_byte(name):
     history, replay = replayed(PUBLIC / f"{name}.trace.json.gz")
     meta, allocator = history["meta"], replay.allocator
     assert len(history["events"]) == PUBLIC_EVENTS[name]
-    assert (allocator.reserved_bytes, allocator.stats().peak_reserved_bytes) == (meta["final_reserved"], meta["peak_reserved"])
+    assert (allocator.reserved_bytes, allocator.stats().peak_reserved_bytes) == (
+        meta["final_reserved"],
+        meta["peak_reserved"],
+    )
     assert allocator.allocated_bytes == allocator.active_bytes == meta["final_allocated"]
 
 
@@ -68,13 +73,20 @@ def test_histories_are_recorded_for_every_model_precision_and_setting():
     assert sum(path.stat().st_size for path in LONG) < 200 * 1024
 
 
-@pytest.mark.parametrize("path", RECORDED + LONG, ids=lambda path: f"{path.parent.name}-{path.name.removesuffix('.json.gz')}")
+@pytest.mark.parametrize(
+    "path",
+    RECORDED + LONG,
+    ids=lambda path: f"{path.parent.name}-{path.name.removesuffix('.json.gz')}",
+)
 def test_a_recorded_history_is_replayed_to_the_byte(path):
     history, replay = replayed(path)
     meta, allocator = history["meta"], replay.allocator
     assert replay.agreement.compared["allocated and reserved"] == len(history["figures"])
     stats = allocator.stats()
-    peaks = replay.peaks | {"allocated_bytes": stats.peak_allocated_bytes, "reserved_bytes": stats.peak_reserved_bytes}
+    peaks = replay.peaks | {
+        "allocated_bytes": stats.peak_allocated_bytes,
+        "reserved_bytes": stats.peak_reserved_bytes,
+    }
     for recorded, simulated in FIGURES.items():
         assert getattr(allocator, simulated) == meta["final"][f"{recorded}.current"], recorded
         assert peaks[simulated] == meta["final"][f"{recorded}.peak"], recorded

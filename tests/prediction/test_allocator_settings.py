@@ -1,4 +1,6 @@
-"""PYTORCH_CUDA_ALLOC_CONF read, and the sizes that follow: the expected figures were read from PyTorch 2.11's allocator."""
+"""PYTORCH_CUDA_ALLOC_CONF read, and the sizes that follow: the expected figures were read from
+PyTorch 2.11's allocator.
+"""
 
 import pytest
 
@@ -11,9 +13,7 @@ def test_nothing_set_means_the_defaults():
 
 
 def test_all_settings_that_are_simulated_are_read():
-    text = (
-        "expandable_segments:True, large_segment_size_mb:40, max_split_size_mb:64, max_non_split_rounding_mb:48,roundup_power2_divisions:8"
-    )
+    text = "expandable_segments:True, large_segment_size_mb:40, max_split_size_mb:64, max_non_split_rounding_mb:48,roundup_power2_divisions:8"
     assert AllocatorSettings.parse(text) == AllocatorSettings(
         expandable_segments=True,
         large_segment_bytes=40 * MiB,
@@ -24,14 +24,27 @@ def test_all_settings_that_are_simulated_are_read():
 
 
 def test_settings_that_make_no_difference_are_listed():
-    settings = AllocatorSettings.parse("backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True")
-    assert settings.not_simulated == ("garbage_collection_threshold", "pinned_use_background_threads")
+    settings = AllocatorSettings.parse(
+        "backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True"
+    )
+    assert settings.not_simulated == (
+        "garbage_collection_threshold",
+        "pinned_use_background_threads",
+    )
 
 
 def test_the_variable_with_cuda_in_its_name_comes_first():
-    both = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    both = {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+    }
     assert AllocatorSettings.from_environ(both).max_split_bytes == 32 * MiB
-    assert AllocatorSettings.from_environ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}).max_split_bytes == 64 * MiB
+    assert (
+        AllocatorSettings.from_environ(
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+        ).max_split_bytes
+        == 64 * MiB
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +59,10 @@ def test_the_variable_with_cuda_in_its_name_comes_first():
     ],
 )
 def test_divisions_are_read_by_size(text, divisions):
-    assert AllocatorSettings.parse(f"roundup_power2_divisions:{text}").roundup_power2_divisions == divisions
+    assert (
+        AllocatorSettings.parse(f"roundup_power2_divisions:{text}").roundup_power2_divisions
+        == divisions
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,28 +80,59 @@ def test_divisions_are_read_by_size(text, divisions):
     ],
 )
 def test_a_request_is_rounded_up_to_a_block(requested_bytes, divisions, block_bytes):
-    assert AllocatorSettings(roundup_power2_divisions=(divisions,) * 16).block_bytes(requested_bytes) == block_bytes
+    assert (
+        AllocatorSettings(roundup_power2_divisions=(divisions,) * 16).block_bytes(requested_bytes)
+        == block_bytes
+    )
 
 
 @pytest.mark.parametrize(
     ("block_mib", "large_mib", "segment_mib"),
-    [(1, 20, 2), (1.5, 20, 20), (9, 20, 20), (10, 20, 10), (11, 20, 12), (21, 20, 22), (9, 12, 12), (9, 40, 40), (11, 40, 12)],
+    [
+        (1, 20, 2),
+        (1.5, 20, 20),
+        (9, 20, 20),
+        (10, 20, 10),
+        (11, 20, 12),
+        (21, 20, 22),
+        (9, 12, 12),
+        (9, 40, 40),
+        (11, 40, 12),
+    ],
 )
 def test_a_segment_is_made_for_a_block(block_mib, large_mib, segment_mib):
-    assert AllocatorSettings(large_segment_bytes=large_mib * MiB).segment_bytes(int(block_mib * MiB)) == segment_mib * MiB
+    assert (
+        AllocatorSettings(large_segment_bytes=large_mib * MiB).segment_bytes(int(block_mib * MiB))
+        == segment_mib * MiB
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("foo:1", "'foo' is no setting of the CUDA caching allocator; known are expandable_segments, large_segment_size_mb"),
+        (
+            "foo:1",
+            "'foo' is no setting of the CUDA caching allocator; known are expandable_segments, large_segment_size_mb",
+        ),
         ("max_split_size_mb", "'max_split_size_mb' is not name:value"),
-        ("max_split_size_mb:32;foo", "max_split_size_mb:32;foo is no size; it is a whole number of MiB"),
+        (
+            "max_split_size_mb:32;foo",
+            "max_split_size_mb:32;foo is no size; it is a whole number of MiB",
+        ),
         ("max_split_size_mb:-1", "max_split_size_mb:-1 is no size"),
-        ("max_split_size_mb:19", "max_split_bytes is 19922944; it must be at least large_segment_bytes, 20971520"),
-        ("max_non_split_rounding_mb:5", "max_non_split_rounding_bytes is 5242880; it must be at least"),
+        (
+            "max_split_size_mb:19",
+            "max_split_bytes is 19922944; it must be at least large_segment_bytes, 20971520",
+        ),
+        (
+            "max_non_split_rounding_mb:5",
+            "max_non_split_rounding_bytes is 5242880; it must be at least",
+        ),
         ("large_segment_size_mb:10", "large_segment_bytes is 10485760; it must be"),
-        ("expandable_segments:true", "expandable_segments:true is neither True nor False, spelled so: write expandable_segments:True"),
+        (
+            "expandable_segments:true",
+            "expandable_segments:true is neither True nor False, spelled so: write expandable_segments:True",
+        ),
         ("roundup_power2_divisions:3", "'3' in roundup_power2_divisions is no power of 2"),
         ("roundup_power2_divisions:[256:3]", "'3' in roundup_power2_divisions is no power of 2"),
         ("roundup_power2_divisions:[3:4]", "'3' in roundup_power2_divisions is no power of 2"),

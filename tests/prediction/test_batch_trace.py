@@ -6,8 +6,25 @@ from hand_made import batch_trace, traced_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
-from memcallback.core.kernel import FIRST_TEMPORARY, Give, KernelCall, KernelRule, Make, Multiply, Take, completed
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
+from memcallback.core.kernel import (
+    FIRST_TEMPORARY,
+    AllocOutput,
+    AllocTemp,
+    FreeTemp,
+    KernelCall,
+    KernelRule,
+    OpenBlasHandles,
+    completed,
+)
 from memcallback.core.types import Category, Phase
 from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace, UnknownBatchSize
 from memcallback.trace.traced_step import TracedStep
@@ -16,11 +33,25 @@ from memcallback.trace.traced_step import TracedStep
 def step(batch_size, *sizes, operators=None):
     """A step with one allocation for each size, in the backward pass of module net.0."""
     allocs = [
-        Alloc(number, size, 0, Category.WORKSPACE, operators[number] if operators else "aten::mm", "net.0")
+        Alloc(
+            number,
+            size,
+            0,
+            Category.WORKSPACE,
+            operators[number] if operators else "aten::mm",
+            "net.0",
+        )
         for number, size in enumerate(sizes)
     ]
     frees = [Free(number) for number in range(len(sizes))]
-    events = (StepStart(), PhaseStart(Phase.BACKWARD), *allocs, *frees, PhaseEnd(Phase.BACKWARD), StepEnd())
+    events = (
+        StepStart(),
+        PhaseStart(Phase.BACKWARD),
+        *allocs,
+        *frees,
+        PhaseEnd(Phase.BACKWARD),
+        StepEnd(),
+    )
     return TracedStep(AllocationTrace(events), batch_size)
 
 
@@ -47,39 +78,66 @@ asked = []
 
 
 def in_tiles(tile_bytes, num_values):
-    """An operator that works in tiles, which it takes before its output; of few values it makes the output alone."""
+    """An operator that works in tiles, which it takes before its output; of few values it makes the
+    output alone.
+    """
     asked.append(num_values)
     if num_values < 20:
         return ()
-    return Take(-(-num_values // tile_bytes) * tile_bytes), Make(0), Take(8), Give(1)
+    return (
+        AllocTemp(-(-num_values // tile_bytes) * tile_bytes),
+        AllocOutput(0),
+        AllocTemp(8),
+        FreeTemp(1),
+    )
 
 
 def tiled(batch_size, tile_bytes=1000, num_calls=1, num_values=None):
     """Calls of such an operator, as a tracer writes them down: the first one opens a handle."""
-    rule = KernelRule(in_tiles, (tile_bytes,), (batch_size * 7 + 3 if num_values is None else num_values,))
+    rule = KernelRule(
+        in_tiles, (tile_bytes,), (batch_size * 7 + 3 if num_values is None else num_values,)
+    )
     events, calls, temporaries = [StepStart(), PhaseStart(Phase.BACKWARD)], [], FIRST_TEMPORARY
     for number in range(num_calls):
         start, taken = len(events), []
         handles = (1,) if number == 0 else ()
         for item in completed(rule.function(*rule.constants, *rule.numbers), 1):
-            if isinstance(item, Take):
+            if isinstance(item, AllocTemp):
                 taken.append(temporaries)
-                events.append(Alloc(temporaries, item.size_bytes, 0, item.category, "aten::sort", "net"))
+                events.append(
+                    Alloc(temporaries, item.size_bytes, 0, item.category, "aten::sort", "net")
+                )
                 temporaries += 1
-            elif isinstance(item, Make):
-                events.append(Alloc(2 * number, 8 * batch_size, 0, Category.ACTIVATION, "aten::sort", "net"))
-            elif isinstance(item, Multiply):
-                events.extend(Alloc(handle, 4096, 0, Category.WORKSPACE, "aten::sort", "net") for handle in handles)
+            elif isinstance(item, AllocOutput):
+                events.append(
+                    Alloc(2 * number, 8 * batch_size, 0, Category.ACTIVATION, "aten::sort", "net")
+                )
+            elif isinstance(item, OpenBlasHandles):
+                events.extend(
+                    Alloc(handle, 4096, 0, Category.WORKSPACE, "aten::sort", "net")
+                    for handle in handles
+                )
             else:
                 events.append(Free(taken[item.index]))
-        calls.append(KernelCall(start, len(events), rule, (2 * number,), handles, "aten::sort", "net"))
+        calls.append(
+            KernelCall(start, len(events), rule, (2 * number,), handles, "aten::sort", "net")
+        )
     events += [PhaseEnd(Phase.BACKWARD), StepEnd()]
     return TracedStep(AllocationTrace(tuple(events)), batch_size, tuple(calls))
 
 
-@given(first=st.integers(1, 50), more=st.integers(1, 50), other=st.integers(1, 1000), num_calls=st.integers(1, 3))
-def test_an_operator_is_asked_at_each_batch_size_what_it_takes_and_when(first, more, other, num_calls):
-    fitted = BatchTrace.fit(*(tiled(batch_size, num_calls=num_calls) for batch_size in (first, first + more, other)))
+@given(
+    first=st.integers(1, 50),
+    more=st.integers(1, 50),
+    other=st.integers(1, 1000),
+    num_calls=st.integers(1, 3),
+)
+def test_an_operator_is_asked_at_each_batch_size_what_it_takes_and_when(
+    first, more, other, num_calls
+):
+    fitted = BatchTrace.fit(
+        *(tiled(batch_size, num_calls=num_calls) for batch_size in (first, first + more, other))
+    )
     assert fitted.at(other) == tiled(other, num_calls=num_calls).trace
     assert fitted.at(1) == tiled(1, num_calls=num_calls).trace
     assert fitted.grows
@@ -100,7 +158,10 @@ def test_an_operator_is_asked_once_for_the_same_numbers():
             step(3, 100, 200, operators=["aten::mm", "aten::bmm"]),
             "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has aten::bmm in module 'net.0' (backward)",
         ),
-        (step(3, 100), "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has the end of aten::mm in"),
+        (
+            step(3, 100),
+            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has the end of aten::mm in",
+        ),
         (
             tiled(3),
             "it has aten::mm in module 'net.0' (backward) with 100 bytes at batch size 2, where it has a call of aten::sort in module",
@@ -119,7 +180,10 @@ def test_rules_of_different_constants_are_another_path():
 
 
 def test_a_size_that_is_no_line_through_whole_bytes_is_refused():
-    with pytest.raises(BatchDependentPath, match=r"with 100 bytes at batch size 2, where it has .* with 101 bytes at batch size 4"):
+    with pytest.raises(
+        BatchDependentPath,
+        match=r"with 100 bytes at batch size 2, where it has .* with 101 bytes at batch size 4",
+    ):
         BatchTrace.fit(step(2, 100), step(4, 101))
 
 
@@ -140,7 +204,10 @@ def test_a_single_trace_knows_only_its_own_batch_size():
     single = BatchTrace.single(step(2, 100))
     assert single.at(2) == step(2, 100).trace
     assert not single.is_any_batch_size_known
-    with pytest.raises(UnknownBatchSize, match="traced at batch size 2 alone, which says nothing of batch size 3: trace the step at that"):
+    with pytest.raises(
+        UnknownBatchSize,
+        match="traced at batch size 2 alone, which says nothing of batch size 3: trace the step at that",
+    ):
         single.at(3)
 
 
@@ -155,7 +222,10 @@ def test_a_batch_size_below_one_is_refused(batch_size):
 def test_a_size_that_shrinks_below_nothing_is_refused():
     fitted = BatchTrace.fit(step(2, 100), step(3, 50))
     with pytest.raises(
-        ValueError, match=re.escape("at batch size 5 a size of aten::mm in module 'net.0' (backward) with 100 bytes comes to -50")
+        ValueError,
+        match=re.escape(
+            "at batch size 5 a size of aten::mm in module 'net.0' (backward) with 100 bytes comes to -50"
+        ),
     ):
         fitted.at(5)
 

@@ -1,8 +1,10 @@
-"""Training programs drawn at random by hypothesis: a prediction for a CPU is the real run's bytes at every boundary, watching changes nothing.
+"""Training programs drawn at random by hypothesis: a prediction for a CPU is the real run's bytes
+at every boundary, watching changes nothing.
 
 In the tests the same programs are drawn each time. A long run draws others:
 
-    python -m pytest tests/prediction/test_generated_programs.py --hypothesis-seed=1 --num-programs=10000
+    python -m pytest tests/prediction/test_generated_programs.py --hypothesis-seed=1
+    --num-programs=10000
 
 `benchmarks/generated_run.py` does so for many seeds and keeps what came of each.
 """
@@ -42,7 +44,9 @@ def programs(draw):
 
 
 def drawn(check, number, request):
-    """Check as many programs, and say in the test's properties how many; the first that fails is made as small as it can be."""
+    """Check as many programs, and say in the test's properties how many; the first that fails is
+    made as small as it can be.
+    """
     num_checked = 0
 
     def counted(program):

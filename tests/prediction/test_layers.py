@@ -77,19 +77,30 @@ def vgg16_table() -> LayerTable:
     return layers(model, input_size=(1, 3, 224, 224))
 
 
-def test_vgg16_has_138_million_parameters_most_of_them_in_the_first_fully_connected_layer(vgg16_table):
+def test_vgg16_has_138_million_parameters_most_of_them_in_the_first_fully_connected_layer(
+    vgg16_table,
+):
     assert vgg16_table.num_parameters == 138_357_544
-    assert max(vgg16_table.layers, key=lambda layer: layer.num_parameters).num_parameters == 25088 * 4096 + 4096
+    assert (
+        max(vgg16_table.layers, key=lambda layer: layer.num_parameters).num_parameters
+        == 25088 * 4096 + 4096
+    )
 
 
 def test_vgg16_has_the_feature_maps_of_the_cs231n_table(vgg16_table):
-    """The rows of cs231n's table at 224x224x3, in values, beginning after its `INPUT [224x224x3] memory: 150K`.
+    """The rows of cs231n's table at 224x224x3, in values, beginning after its `INPUT [224x224x3]
+    memory: 150K`.
 
-    Their honest sum, the input included, is 15.2 million values, 61 MB per image, and not 24 million and 96 MB: cs231n's own
-    total, which the articles repeat, is not the sum of its rows. If each ReLU's output were kept beside its convolution's,
-    which in-place ReLU saves, the sum would be 28.8 million.
+    Their honest sum, the input included, is 15.2 million values, 61 MB per image, and not 24
+    million and 96 MB: cs231n's own total, which the articles repeat, is not the sum of its rows. If
+    each ReLU's output were kept beside its convolution's, which in-place ReLU saves, the sum would
+    be 28.8 million.
     """
-    num_values = [layer.output_bytes // 4 for layer in vgg16_table.layers if layer.kind in ("Conv2d", "MaxPool2d", "Linear")]
+    num_values = [
+        layer.output_bytes // 4
+        for layer in vgg16_table.layers
+        if layer.kind in ("Conv2d", "MaxPool2d", "Linear")
+    ]
     assert num_values == [
         *(224 * 224 * 64, 224 * 224 * 64, 112 * 112 * 64),
         *(112 * 112 * 128, 112 * 112 * 128, 56 * 56 * 128),
@@ -121,13 +132,19 @@ def test_vgg16_takes_15_and_a_half_billion_multiply_adds(vgg16_table):
 
 
 @pytest.mark.parametrize(("num_in", "num_out", "kernel_size"), [(32, 64, 3), (16, 256, 5)])
-def test_a_depthwise_separable_convolution_saves_computation_and_costs_feature_maps(num_in, num_out, kernel_size):
+def test_a_depthwise_separable_convolution_saves_computation_and_costs_feature_maps(
+    num_in, num_out, kernel_size
+):
     size = (2, num_in, 20, 20)
     standard = layers(standard_convolution(num_in, num_out, kernel_size), input_size=size)
-    separable = layers(depthwise_separable_convolution(num_in, num_out, kernel_size), input_size=size)
+    separable = layers(
+        depthwise_separable_convolution(num_in, num_out, kernel_size), input_size=size
+    )
     # computation * (1/Cout + 1/K^2), without fractions
     factor = num_out * kernel_size**2
-    assert separable.num_multiply_adds * factor == standard.num_multiply_adds * (kernel_size**2 + num_out)
+    assert separable.num_multiply_adds * factor == standard.num_multiply_adds * (
+        kernel_size**2 + num_out
+    )
     assert separable.output_bytes == standard.output_bytes + 4 * 2 * num_in * 20 * 20
 
 
@@ -157,7 +174,9 @@ def test_shared_parameters_count_once_at_their_first_use():
     table = layers(TiedWeights(), torch.zeros(2, 5, dtype=torch.int64))
     assert row(table, "embedding").num_parameters == 1600
     assert row(table, "head").num_parameters == 0
-    assert table.num_parameters == sum(parameter.numel() for parameter in TiedWeights().parameters())
+    assert table.num_parameters == sum(
+        parameter.numel() for parameter in TiedWeights().parameters()
+    )
 
 
 def test_parameters_beside_children_and_parameters_never_used_are_counted():
@@ -217,7 +236,10 @@ def test_in_place_operators_and_views_have_no_output_but_in_place_ones_write():
             return y.transpose(0, 1)
 
     table = layers(InPlace(), input_size=(2, 8))
-    assert [(layer.kind, layer.output_bytes, layer.written_bytes, layer.read_bytes) for layer in table.layers] == [
+    assert [
+        (layer.kind, layer.output_bytes, layer.written_bytes, layer.read_bytes)
+        for layer in table.layers
+    ] == [
         ("clone", 64, 64, 64),
         ("add_", 0, 64, 64),
         ("relu_", 0, 64, 64),
@@ -253,13 +275,20 @@ def test_an_operator_outside_of_any_function_is_named_after_itself():
 
 def test_saved_bytes_are_the_storages_that_autograd_keeps():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    # The first Linear saves the model's input, ReLU its output, the second Linear that output again.
+    # The first Linear saves the model's input, ReLU its output, the second Linear that output
+    # again.
     assert layers(model, input_size=(2, 8)).saved_bytes == 2 * 16 * 4
 
 
 def test_in_place_relu_shares_what_it_saves():
     def saved(inplace: bool) -> int:
-        model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(inplace), nn.Conv2d(8, 8, 1), nn.ReLU(inplace))
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace),
+            nn.Conv2d(8, 8, 1),
+            nn.ReLU(inplace),
+        )
         return layers(model, input_size=(2, 3, 4, 4)).saved_bytes
 
     map_bytes = 2 * 8 * 16 * 4
@@ -300,7 +329,9 @@ def test_autocast_halves_the_outputs_of_linear_layers():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
     full = layers(model, input_size=(2, 8))
     half = layers(model, input_size=(2, 8), autocast_dtype=torch.bfloat16)
-    assert [layer.output_bytes * 2 for layer in half.layers] == [layer.output_bytes for layer in full.layers]
+    assert [layer.output_bytes * 2 for layer in half.layers] == [
+        layer.output_bytes for layer in full.layers
+    ]
     assert half.parameter_bytes == full.parameter_bytes
     assert half.num_flops == full.num_flops
 
@@ -310,7 +341,10 @@ def test_inputs_made_from_a_size_have_the_dtype_of_the_model():
 
 
 def test_several_sizes_are_several_inputs():
-    assert layers(nn.Bilinear(3, 4, 5), input_size=[(2, 3), (2, 4)]).layers[0].output_shape == (2, 5)
+    assert layers(nn.Bilinear(3, 4, 5), input_size=[(2, 3), (2, 4)]).layers[0].output_shape == (
+        2,
+        5,
+    )
 
 
 def test_a_loss_in_the_pass_gives_rows_and_a_backward_in_it_is_left_out():
@@ -318,7 +352,9 @@ def test_a_loss_in_the_pass_gives_rows_and_a_backward_in_it_is_left_out():
     model = fake_copy(nn.Sequential(nn.Linear(8, 4)), mode)
     with mode:
         x = torch.zeros(2, 8)
-        table = shape_pass(model, lambda: nn.functional.mse_loss(model(x), torch.zeros(2, 4)).backward())
+        table = shape_pass(
+            model, lambda: nn.functional.mse_loss(model(x), torch.zeros(2, 4)).backward()
+        )
         assert names(table) == ["0", "/zeros", "/mse_loss"]
         assert model[0].weight.grad is None
 
@@ -355,7 +391,10 @@ def test_the_model_is_not_touched_and_no_hook_stays():
     ],
 )
 def test_an_operator_that_reads_values_is_named_with_its_module_and_the_way_out(read, operator):
-    with pytest.raises(ValueError, match=rf"The operator {operator} in module '0.1' needs the values .* Leave it out of the forward pass"):
+    with pytest.raises(
+        ValueError,
+        match=rf"The operator {operator} in module '0.1' needs the values .* Leave it out of the forward pass",
+    ):
         layers(nn.Sequential(nn.Sequential(nn.Identity(), DataDependent(read))), input_size=(2, 8))
 
 
@@ -388,7 +427,11 @@ def test_an_exception_that_a_module_catches_leaves_the_later_rows_in_order():
         def forward(self, x):
             return self.catches(x) + 1
 
-    assert names(layers(Outer(), input_size=(2, 8))) == ["catches.fails.child", "catches.last", "/add"]
+    assert names(layers(Outer(), input_size=(2, 8))) == [
+        "catches.fails.child",
+        "catches.last",
+        "/add",
+    ]
 
 
 def test_both_or_neither_of_inputs_and_size_are_refused_with_the_way_out():
@@ -408,13 +451,30 @@ def test_a_size_that_is_none_is_refused(size):
 
 
 def test_the_sums_are_the_sums_of_the_rows(vgg16_table):
-    for name in ("num_parameters", "parameter_bytes", "output_bytes", "num_flops", "num_multiply_adds", "read_bytes", "written_bytes"):
-        assert getattr(vgg16_table, name) == sum(getattr(layer, name) for layer in vgg16_table.layers)
+    for name in (
+        "num_parameters",
+        "parameter_bytes",
+        "output_bytes",
+        "num_flops",
+        "num_multiply_adds",
+        "read_bytes",
+        "written_bytes",
+    ):
+        assert getattr(vgg16_table, name) == sum(
+            getattr(layer, name) for layer in vgg16_table.layers
+        )
     assert sum(vgg16_table.share(layer) for layer in vgg16_table.layers) == pytest.approx(1)
 
 
 def test_the_table_shows_the_rows_and_the_sums():
-    text = layers(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)), input_size=(2, 8)).to_table().to_markdown()
+    text = (
+        layers(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)),
+            input_size=(2, 8),
+        )
+        .to_table()
+        .to_markdown()
+    )
     assert text == (
         "**Layers (saved for backward: 128 bytes)**\n\n"
         "| name | kind | output shape | parameters | parameter size | output size | share of outputs | MAdd | FLOPs | read | written |\n"

@@ -6,14 +6,23 @@ from hypothesis import strategies as st
 from test_batch_trace import step, tiled
 
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.length_trace import LengthDependentPath, LengthTrace, UnknownSequenceLength, lengths_to_trace
+from memcallback.prediction.length_trace import (
+    LengthDependentPath,
+    SequenceLengthTrace,
+    UnknownSequenceLength,
+    lengths_to_trace,
+)
 
 
 def fit(traced, length=64, *, batch_size=3):
-    """A `LengthTrace` of what `traced` gives for a length and a batch size, as a step is traced."""
+    """A `SequenceLengthTrace` of what `traced` gives for a length and a batch size, as a step is
+    traced.
+    """
     *lengths, last = lengths_to_trace(length)
-    traces = {one: BatchTrace.fit(traced(one, batch_size), traced(one, batch_size + 1)) for one in lengths}
-    return LengthTrace.fit(traces, (last, traced(last, 2 * batch_size + 3)))
+    traces = {
+        one: BatchTrace.fit(traced(one, batch_size), traced(one, batch_size + 1)) for one in lengths
+    }
+    return SequenceLengthTrace.fit(traces, (last, traced(last, 2 * batch_size + 3)))
 
 
 NUMBERS = st.integers(0, 10**4)
@@ -26,11 +35,19 @@ def value(polynomial, length, batch_size):
 
 
 @given(
-    polynomials=POLYNOMIALS, length=st.integers(4, 300), batch_size=st.integers(1, 9), more=st.integers(-40, 40), other=st.integers(1, 99)
+    polynomials=POLYNOMIALS,
+    length=st.integers(4, 300),
+    batch_size=st.integers(1, 9),
+    more=st.integers(-40, 40),
+    other=st.integers(1, 99),
 )
-def test_sizes_are_known_at_other_lengths_and_batch_sizes(polynomials, length, batch_size, more, other):
+def test_sizes_are_known_at_other_lengths_and_batch_sizes(
+    polynomials, length, batch_size, more, other
+):
     def traced(length, batch_size):
-        return step(batch_size, *(value(polynomial, length, batch_size) for polynomial in polynomials))
+        return step(
+            batch_size, *(value(polynomial, length, batch_size) for polynomial in polynomials)
+        )
 
     fitted = fit(traced, length, batch_size=batch_size)
     wanted = length + more * fitted.step
@@ -40,8 +57,12 @@ def test_sizes_are_known_at_other_lengths_and_batch_sizes(polynomials, length, b
 
 
 def ruled(polynomial):
-    """Steps with an operator whose own memory is what a rule makes of a polynomial, which no polynomial is."""
-    return lambda length, batch_size: tiled(batch_size, num_values=value(polynomial, length, batch_size))
+    """Steps with an operator whose own memory is what a rule makes of a polynomial, which no
+    polynomial is.
+    """
+    return lambda length, batch_size: tiled(
+        batch_size, num_values=value(polynomial, length, batch_size)
+    )
 
 
 @given(polynomial=st.tuples(*[NUMBERS] * 6), more=st.integers(-7, 40), other=st.integers(1, 99))
@@ -53,7 +74,9 @@ def test_rules_are_asked_for_polynomials_of_the_length(polynomial, more, other):
 def test_a_rule_is_asked_where_only_one_batch_size_is_known():
     traced = ruled((3, 5, 7, 0, 0, 0))
     *lengths, last = lengths_to_trace(64)
-    fitted = LengthTrace.fit({one: BatchTrace.single(traced(one, 2)) for one in lengths}, (last, traced(last, 2)))
+    fitted = SequenceLengthTrace.fit(
+        {one: BatchTrace.single(traced(one, 2)) for one in lengths}, (last, traced(last, 2))
+    )
     assert fitted.at(96).at(2) == traced(96, 2).trace
     assert not fitted.at(96).is_any_batch_size_known
 
@@ -120,9 +143,18 @@ def cubic(length, batch_size):
 @pytest.mark.parametrize(
     ("traced", "message"),
     [
-        (longer, "it has aten::mm in module 'net.0' (backward) with 100 bytes at sequence length 64, where it has the end of aten::mm in"),
-        (other_rule, "it has a call of aten::sort in module 'net' at sequence length 64, where it has a call of aten::sort in module"),
-        (rule_for_long_ones, "it has a call of aten::sort in module 'net' at sequence length 64, where it has aten::mm in module 'net.0'"),
+        (
+            longer,
+            "it has aten::mm in module 'net.0' (backward) with 100 bytes at sequence length 64, where it has the end of aten::mm in",
+        ),
+        (
+            other_rule,
+            "it has a call of aten::sort in module 'net' at sequence length 64, where it has a call of aten::sort in module",
+        ),
+        (
+            rule_for_long_ones,
+            "it has a call of aten::sort in module 'net' at sequence length 64, where it has aten::mm in module 'net.0'",
+        ),
         (
             cubic,
             "with 13824 bytes (where a parabola over the sequence length gives aten::mm in module 'net.0' (backward) with 21504 bytes)",
@@ -131,9 +163,19 @@ def cubic(length, batch_size):
             lambda length, batch_size: step(batch_size, length // 24),
             "sizes are no parabola over the sequence length: at sequence length 24",
         ),
-        (lambda length, batch_size: step(batch_size, *[8] * (1 + (length == 24))), "the end of aten::mm in module 'net.0' (backward) at"),
+        (
+            lambda length, batch_size: step(batch_size, *[8] * (1 + (length == 24))),
+            "the end of aten::mm in module 'net.0' (backward) at",
+        ),
     ],
-    ids=["an operator more", "another rule", "a rule only there", "cubic", "not whole", "the check's path"],
+    ids=[
+        "an operator more",
+        "another rule",
+        "a rule only there",
+        "cubic",
+        "not whole",
+        "the check's path",
+    ],
 )
 def test_where_the_program_takes_another_path_the_first_event_is_named(traced, message):
     with pytest.raises(LengthDependentPath, match=re.escape(message)):
@@ -142,7 +184,8 @@ def test_where_the_program_takes_another_path_the_first_event_is_named(traced, m
 
 def test_a_length_between_the_known_ones_is_refused_with_those_that_are_known():
     with pytest.raises(
-        UnknownSequenceLength, match="length 97 is not known: known are 64 and lengths that differ from it by a multiple of 8, "
+        UnknownSequenceLength,
+        match="length 97 is not known: known are 64 and lengths that differ from it by a multiple of 8, ",
     ):
         fit(attention).at(97)
 
@@ -156,26 +199,39 @@ def test_a_length_below_one_is_refused(length):
 def test_a_size_that_shrinks_below_nothing_is_refused():
     with pytest.raises(
         UnknownSequenceLength,
-        match=re.escape("at sequence length 128 a size of aten::mm in module 'net.0' (backward) with 36 bytes comes to -28"),
+        match=re.escape(
+            "at sequence length 128 a size of aten::mm in module 'net.0' (backward) with 36 bytes comes to -28"
+        ),
     ):
         fit(lambda length, batch_size: step(batch_size, 100 - length)).at(128)
 
 
 def test_a_size_that_is_not_whole_is_refused():
     lengths = {64: 0, 48: 0, 32: 1}
-    fitted = LengthTrace.fit({length: BatchTrace.single(step(1, size)) for length, size in lengths.items()})
+    fitted = SequenceLengthTrace.fit(
+        {length: BatchTrace.single(step(1, size)) for length, size in lengths.items()}
+    )
     assert fitted.step == 16
     with pytest.raises(
-        UnknownSequenceLength, match=r"at sequence length 80 a size of aten::mm in module 'net\.0' .* would be no whole number"
+        UnknownSequenceLength,
+        match=r"at sequence length 80 a size of aten::mm in module 'net\.0' .* would be no whole number",
     ):
-        LengthTrace.fit({length: BatchTrace.single(step(1, size)) for length, size in {96: 0, 64: 0, 48: 1}.items()}).at(80)
+        SequenceLengthTrace.fit(
+            {
+                length: BatchTrace.single(step(1, size))
+                for length, size in {96: 0, 64: 0, 48: 1}.items()
+            }
+        ).at(80)
 
 
 def test_a_single_trace_knows_only_its_own_length():
     trace = BatchTrace.single(attention(64, 2))
-    single = LengthTrace.single(trace, 64)
+    single = SequenceLengthTrace.single(trace, 64)
     assert single.at(64) is trace
-    with pytest.raises(UnknownSequenceLength, match="traced at sequence length 64 alone, which says nothing of sequence length 72: trace"):
+    with pytest.raises(
+        UnknownSequenceLength,
+        match="traced at sequence length 64 alone, which says nothing of sequence length 72: trace",
+    ):
         single.at(72)
 
 
@@ -189,7 +245,11 @@ def test_that_a_longer_sequence_was_not_tried_is_said():
 
 def test_three_lengths_at_the_same_batch_sizes_are_needed():
     traces = {length: BatchTrace.single(attention(length, 2)) for length in (64, 48)}
-    with pytest.raises(ValueError, match=re.escape("told by traces at three sequence lengths, got 2: [48, 64]")):
-        LengthTrace.fit(traces)
-    with pytest.raises(ValueError, match=re.escape("must know the same batch sizes, got {64: 2, 48: 2, 32: 3}")):
-        LengthTrace.fit({**traces, 32: BatchTrace.single(attention(32, 3))})
+    with pytest.raises(
+        ValueError, match=re.escape("told by traces at three sequence lengths, got 2: [48, 64]")
+    ):
+        SequenceLengthTrace.fit(traces)
+    with pytest.raises(
+        ValueError, match=re.escape("must know the same batch sizes, got {64: 2, 48: 2, 32: 3}")
+    ):
+        SequenceLengthTrace.fit({**traces, 32: BatchTrace.single(attention(32, 3))})

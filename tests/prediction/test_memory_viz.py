@@ -17,7 +17,9 @@ from memcallback.prediction.prediction import Prediction
 
 
 def pages(address, size):
-    """The numbers of the pages of 2 MiB that a range has a part in; segments begin and end with a page."""
+    """The numbers of the pages of 2 MiB that a range has a part in; segments begin and end with a
+    page.
+    """
     return set(range(address // (2 * MiB), (address + size - 1) // (2 * MiB) + 1))
 
 
@@ -58,7 +60,9 @@ def test_the_history_adds_up_to_the_prediction():
 
 def test_an_allocation_has_operator_module_phase_and_step_from_the_inside_out():
     entries = snapshot(prediction(4))["device_traces"][0]
-    found = next(entry for entry in reversed(entries) if entry["frames"][0]["name"] == "aten::addmm")
+    found = next(
+        entry for entry in reversed(entries) if entry["frames"][0]["name"] == "aten::addmm"
+    )
     assert [(frame["filename"], frame["name"]) for frame in found["frames"]] == [
         ("activation", "aten::addmm"),
         ("module", "net.linear"),
@@ -75,14 +79,21 @@ def test_where_memory_runs_out_the_history_ends_with_it():
     assert not predicted.fits
     assert entries[-1]["action"] == "oom"
     assert entries[-1]["device_free"] == 64 * MiB - sum(
-        {"segment_alloc": 1, "segment_free": -1}.get(entry["action"], 0) * entry["size"] for entry in entries
+        {"segment_alloc": 1, "segment_free": -1}.get(entry["action"], 0) * entry["size"]
+        for entry in entries
     )
 
 
 def test_a_retry_gives_segments_back_before_it_takes_one():
     predicted = prediction(20, device=512 * MiB + 66 * MiB)
-    smallest = next(size for size in range(20, 40) if predicted.at(size).step.num_alloc_retries or not predicted.at(size).fits)
-    actions = Counter(entry["action"] for entry in snapshot(predicted.at(smallest))["device_traces"][0])
+    smallest = next(
+        size
+        for size in range(20, 40)
+        if predicted.at(size).step.num_alloc_retries or not predicted.at(size).fits
+    )
+    actions = Counter(
+        entry["action"] for entry in snapshot(predicted.at(smallest))["device_traces"][0]
+    )
     assert actions["segment_free"] >= 1 or actions["oom"] == 1
 
 
@@ -111,7 +122,10 @@ def test_memory_viz_reads_it_with_all_its_functions(file):
     assert "cudaMalloc(" in text
     assert "16.0MiB" in text
     lines = viz.memory(data, format_flamegraph=str)
-    assert "stream_0;active_allocated;step:0:before the first step;module:0:net;module:0:net.linear;parameter:0:an allocation" in lines
+    assert (
+        "stream_0;active_allocated;step:0:before the first step;module:0:net;module:0:net.linear;parameter:0:an allocation"
+        in lines
+    )
     assert viz.segments(data, format_flamegraph=str)
     assert "Allocator State History" in viz.segment_plot(data)
     assert "Active Memory Timeline" in viz.trace_plot(data)
@@ -125,7 +139,9 @@ def test_memory_viz_leaves_out_what_was_freed(file):
     assert viz.trace_plot(pickle.loads(file.read_bytes()), filter_freed=True)
 
 
-@pytest.mark.parametrize("command", [["stats"], ["trace_plot", "-o", "out.html"]], ids=["stats", "trace_plot"])
+@pytest.mark.parametrize(
+    "command", [["stats"], ["trace_plot", "-o", "out.html"]], ids=["stats", "trace_plot"]
+)
 def test_the_commands_of_memory_viz_read_it(command, file):
     pytest.importorskip("torch")
     name, *options = command
@@ -137,4 +153,8 @@ def test_the_commands_of_memory_viz_read_it(command, file):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "total_reserved: 58.0MiB" in done.stdout if name == "stats" else (file.parent / "out.html").stat().st_size > 1000
+    assert (
+        "total_reserved: 58.0MiB" in done.stdout
+        if name == "stats"
+        else (file.parent / "out.html").stat().st_size > 1000
+    )

@@ -1,4 +1,6 @@
-"""The table of optimizer state is true because every optimizer of torch.optim is stepped here and its state measured."""
+"""The table of optimizer state is true because every optimizer of torch.optim is stepped here and
+its state measured.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memcallback.prediction.textbook.optimizer_state import _FORMULAS, ParameterSpec, _formula, optimizer_state_bytes
+from memcallback.prediction.textbook.optimizer_state import (
+    _FORMULAS,
+    ParameterSpec,
+    _formula,
+    optimizer_state_bytes,
+)
 
 CASES = [
     ("SGD", {"lr": 0.1}),
@@ -50,17 +57,28 @@ CASES = [
     ("LBFGS", {"history_size": 3}),
     ("LBFGS", {"history_size": 1, "max_iter": 4}),
 ]
-CASE_IDS = [f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" for name, options in CASES]
+CASE_IDS = [
+    f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
+    for name, options in CASES
+]
 
 
 def parameters_for(name: str) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"Muon": [(5, 7), (3, 2)], "SparseAdam": [(11, 3)]}.get(name, [(5, 7), (7,), (2, 3, 4, 5), ()])
-    frozen = [] if name in ("SparseAdam", "LBFGS") else [nn.Parameter(torch.zeros(123, 4), requires_grad=False)]
+    shapes = {"Muon": [(5, 7), (3, 2)], "SparseAdam": [(11, 3)]}.get(
+        name, [(5, 7), (7,), (2, 3, 4, 5), ()]
+    )
+    frozen = (
+        []
+        if name in ("SparseAdam", "LBFGS")
+        else [nn.Parameter(torch.zeros(123, 4), requires_grad=False)]
+    )
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes] + frozen
 
 
-def optimizer_for(name: str, options: dict[str, object], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_for(
+    name: str, options: dict[str, object], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     if not hasattr(torch.optim, name):
         pytest.skip(f"torch {torch.__version__} has no {name}")
     return getattr(torch.optim, name)(parameters, **options)
@@ -120,9 +138,11 @@ def test_after_steps_the_state_itself_gives_the_same_bytes(name, options):
 
 
 def test_every_optimizer_of_this_torch_is_in_the_table_and_stepped_in_these_tests():
-    here = {name for name, kind in inspect.getmembers(torch.optim, inspect.isclass) if issubclass(kind, torch.optim.Optimizer)} - {
-        "Optimizer"
-    }
+    here = {
+        name
+        for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
+        if issubclass(kind, torch.optim.Optimizer)
+    } - {"Optimizer"}
     assert here <= set(_FORMULAS)
     assert here <= {name for name, _ in CASES}
 
@@ -144,7 +164,10 @@ def test_the_history_of_lbfgs_is_counted_before_it_is_full():
     assert sum(foretold.values()) > 50 * measured_bytes(optimizer) > 0
 
 
-@pytest.mark.parametrize(("name", "options"), [("Adam", {}), ("NAdam", {}), ("Adafactor", {}), ("ASGD", {}), ("Adagrad", {})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Adam", {}), ("NAdam", {}), ("Adafactor", {}), ("ASGD", {}), ("Adagrad", {})],
+)
 def test_scalars_are_eight_bytes_under_a_default_dtype_of_float64(name, options):
     parameters = parameters_for(name)
     torch.set_default_dtype(torch.float64)
@@ -180,7 +203,9 @@ def test_state_has_the_itemsize_of_its_parameter(dtype):
         ("Adafactor", {}, 80, 4),
     ],
 )
-def test_scalars_lie_on_the_cpu_unless_the_optimizer_keeps_them_on_the_device(name, options, device_bytes, host_bytes):
+def test_scalars_lie_on_the_cpu_unless_the_optimizer_keeps_them_on_the_device(
+    name, options, device_bytes, host_bytes
+):
     state = _FORMULAS[name].of_parameter(ParameterSpec(shape=(10, 10), itemsize_bytes=4), options)
     assert (state.device_bytes, state.host_bytes) == (device_bytes, host_bytes)
 
@@ -208,7 +233,9 @@ def test_an_optimizer_of_fakes_is_counted_on_the_device_that_they_stand_for(make
     ],
     ids=["SGD", "SGD with momentum", "Adam"],
 )
-def test_weights_gradients_and_state_are_the_multiple_of_the_parameters_that_the_articles_give(make, multiple):
+def test_weights_gradients_and_state_are_the_multiple_of_the_parameters_that_the_articles_give(
+    make, multiple
+):
     model = nn.Sequential(nn.Linear(100, 50, bias=False), nn.Linear(50, 10, bias=False))
     parameter_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     state_bytes = sum(optimizer_state_bytes(make(model.parameters())).values())
@@ -220,7 +247,9 @@ def test_a_subclass_of_a_known_optimizer_has_its_state():
     class AdamWithADifferentName(torch.optim.Adam):
         pass
 
-    assert optimizer_state_bytes(AdamWithADifferentName([nn.Parameter(torch.ones(4, 4))])) == {"cpu": 2 * 64 + 4}
+    assert optimizer_state_bytes(AdamWithADifferentName([nn.Parameter(torch.ones(4, 4))])) == {
+        "cpu": 2 * 64 + 4
+    }
 
 
 class Unknown(torch.optim.Optimizer):
@@ -234,7 +263,9 @@ class Unknown(torch.optim.Optimizer):
 
 
 def test_an_unknown_optimizer_is_unknown_until_it_has_state_of_its_own():
-    optimizer = Unknown([nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(9), requires_grad=False)])
+    optimizer = Unknown(
+        [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(9), requires_grad=False)]
+    )
     assert optimizer_state_bytes(optimizer) is None
     optimizer.step()
     assert optimizer_state_bytes(optimizer) == {"cpu": 3 * 14 * 4}

@@ -1,4 +1,6 @@
-"""`predict` and `suggest_batch_size`: a step in, a prediction out, for a device that need not be there."""
+"""`predict` and `suggest_batch_size`: a step in, a prediction out, for a device that need not be
+there.
+"""
 
 import gc
 import weakref
@@ -20,11 +22,18 @@ from memcallback.prediction.batch_trace import UnknownBatchSize
 
 def make_step(model=None, batch=None, **options):
     model = model or nn.Sequential(nn.Linear(50, 70), nn.ReLU(), nn.Linear(70, 10))
-    return TrainingStep(model, torch.ones(16, 50) if batch is None else batch, **({"optimizer": torch.optim.Adam} | options))
+    return TrainingStep(
+        model,
+        torch.ones(16, 50) if batch is None else batch,
+        **({"optimizer": torch.optim.Adam} | options),
+    )
 
 
 def test_a_step_is_predicted_for_a_card_and_for_a_cpu():
-    card, host = mc.predict(make_step(), device="A100-SXM4-80GB"), mc.predict(make_step(), device="cpu")
+    card, host = (
+        mc.predict(make_step(), device="A100-SXM4-80GB"),
+        mc.predict(make_step(), device="cpu"),
+    )
     assert isinstance(card, mc.Prediction)
     assert card.device_name == "NVIDIA A100-SXM4-80GB"
     assert card.peak_reserved_bytes >= card.peak_allocated_bytes > 0
@@ -46,7 +55,9 @@ def test_who_waits_is_told_after_each_trace_but_the_last():
 
 
 @pytest.mark.parametrize(("accumulate", "num_calls"), [(1, 6), (2, 12)])
-def test_training_step_is_called_for_two_updates_at_three_batch_sizes(accumulate, num_calls, capsys):
+def test_training_step_is_called_for_two_updates_at_three_batch_sizes(
+    accumulate, num_calls, capsys
+):
     from lightning.pytorch import LightningModule
 
     class Talking(LightningModule):
@@ -70,7 +81,10 @@ def test_training_step_is_called_for_two_updates_at_three_batch_sizes(accumulate
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_device_here_one_has_to_be_named():
-    with pytest.raises(ValueError, match=r"device is missing.*device='NVIDIA A100-SXM4-80GB'.*device='24GiB', or device='cpu'"):
+    with pytest.raises(
+        ValueError,
+        match=r"device is missing.*device='NVIDIA A100-SXM4-80GB'.*device='24GiB', or device='cpu'",
+    ):
         mc.predict(make_step())
 
 
@@ -97,7 +111,9 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(**changes))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: properties(**changes)
+        )
 
     return put
 
@@ -105,11 +121,17 @@ def card(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("given", ["cuda", "CUDA:1", torch.device("cuda"), torch.device("cuda", 1)])
 def test_a_cuda_device_that_is_not_here_is_said_so(given):
-    with pytest.raises(ValueError, match=r"^'cuda(:1)?' is a CUDA device of this machine, and there is none. Name a card, .*'24GiB'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^'cuda(:1)?' is a CUDA device of this machine, and there is none. Name a card, .*'24GiB'",
+    ):
         mc.predict(make_step(), device=given)
 
 
-@pytest.mark.parametrize(("given", "index"), [("cuda", 0), ("cuda:1", 1), (torch.device("cuda"), 0), (torch.device("cuda", 1), 1)])
+@pytest.mark.parametrize(
+    ("given", "index"),
+    [("cuda", 0), ("cuda:1", 1), (torch.device("cuda"), 0), (torch.device("cuda", 1), 1)],
+)
 def test_a_cuda_device_is_that_of_this_machine(given, index, card):
     card(name="NVIDIA H100 PCIe")
     assert any_device(given) == device_here(torch.device("cuda", index))
@@ -117,7 +139,10 @@ def test_a_cuda_device_is_that_of_this_machine(given, index, card):
 
 def test_a_cuda_device_beyond_those_of_this_machine_is_said_so(card):
     card()
-    with pytest.raises(ValueError, match=r"'cuda:2' is not here: this machine's CUDA devices are 'cuda:0' to 'cuda:1'\."):
+    with pytest.raises(
+        ValueError,
+        match=r"'cuda:2' is not here: this machine's CUDA devices are 'cuda:0' to 'cuda:1'\.",
+    ):
         any_device(torch.device("cuda", 2))
 
 
@@ -138,7 +163,11 @@ def test_a_card_of_the_catalogue_has_its_figures_and_the_real_capacity(card):
 def test_a_card_that_the_catalogue_does_not_know_is_like_the_next_older_one_and_says_so(card):
     card(name="NVIDIA X", major=9, minor=1, multi_processor_count=99)
     here = device_here()
-    assert (here.name, here.compute_capability, here.num_multiprocessors) == ("NVIDIA X", (9, 1), 99)
+    assert (here.name, here.compute_capability, here.num_multiprocessors) == (
+        "NVIDIA X",
+        (9, 1),
+        99,
+    )
     assert here.clock_khz == find_device("H200").clock_khz
     assert here.caveats[0].startswith("NVIDIA X is not in the catalogue")
     card(name="Old", major=6, minor=1)
@@ -167,7 +196,14 @@ def test_a_suggestion_before_training_stays_within_the_capacity():
 
 
 def convolutional_step():
-    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
+    layers = [
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+    ]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32 * 32, 10))
     return make_step(model, torch.zeros(8, 3, 64, 64), optimizer=torch.optim.SGD)
 
@@ -175,23 +211,45 @@ def convolutional_step():
 def test_a_suggestion_fits_although_fewer_samples_can_need_more():
     step, context_bytes = convolutional_step(), 512 * MiB
     prediction = mc.predict(step, device="24GiB")
-    needed = {size: max(one.peak_reserved_bytes for one in prediction.at(size).steps) for size in range(1, 100)}
-    # A multiple of 8 that needs more than some size a little above it: between the two lies a capacity for which that is not enough.
-    drops = [(size, more) for size, more in needed.items() if size > 8 and size % 8 and needed[size - size % 8] > more]
+    needed = {
+        size: max(one.peak_reserved_bytes for one in prediction.at(size).steps)
+        for size in range(1, 100)
+    }
+    # A multiple of 8 that needs more than some size a little above it: between the two lies a
+    # capacity for which that is not enough.
+    drops = [
+        (size, more)
+        for size, more in needed.items()
+        if size > 8 and size % 8 and needed[size - size % 8] > more
+    ]
     assert drops
     for size, more in drops:
         capacity_bytes = (more + needed[size - size % 8]) // 2 + context_bytes
         advice = mc.suggest_batch_size(step, device=capacity_bytes, headroom=0.0)
         assert 0 < needed[advice.batch_size] <= capacity_bytes - context_bytes
-        assert advice.batch_size % 8 == 0 or (advice.batch_size == advice.largest and advice.largest < 16)
-        assert needed[advice.accumulate_for(2 * (size - size % 8)).batch_size] <= capacity_bytes - context_bytes
+        assert advice.batch_size % 8 == 0 or (
+            advice.batch_size == advice.largest and advice.largest < 16
+        )
+        assert (
+            needed[advice.accumulate_for(2 * (size - size % 8)).batch_size]
+            <= capacity_bytes - context_bytes
+        )
 
 
 def test_several_ranks_have_buckets_besides():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
-    one, two = (mc.suggest_batch_size(make_step(model, torch.ones(16, 1024)), device="1GiB", world_size=size) for size in (1, 2))
+    one, two = (
+        mc.suggest_batch_size(
+            make_step(model, torch.ones(16, 1024)), device="1GiB", world_size=size
+        )
+        for size in (1, 2)
+    )
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert two.line.at(two.largest) == max(step.peak_reserved_bytes for step in two.line.prediction.at(two.largest).steps) + bucket_bytes
+    assert (
+        two.line.at(two.largest)
+        == max(step.peak_reserved_bytes for step in two.line.prediction.at(two.largest).steps)
+        + bucket_bytes
+    )
     assert two.largest < one.largest
     assert two.limit < one.limit
     assert "with 16.02 MiB for the buckets of DistributedDataParallel" in two.sentence()
@@ -210,17 +268,21 @@ class Branches(nn.Module):
 
 def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_said():
     with pytest.raises(
-        PredictionError, match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one needs .*\.$"
+        PredictionError,
+        match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one needs .*\.$",
     ):
         mc.suggest_batch_size(make_step(Branches()), device="1GiB")
 
 
 def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_said():
     with pytest.raises(
-        PredictionError, match=r"^No batch size can be suggested: how much memory the CPU has is not known. Give it: device=memc"
+        PredictionError,
+        match=r"^No batch size can be suggested: how much memory the CPU has is not known. Give it: device=memc",
     ):
         mc.suggest_batch_size(make_step(), device="cpu")
-    advice = mc.suggest_batch_size(make_step(), device=mc.devices.catalogue.HostSpec(capacity_bytes=GiB))
+    advice = mc.suggest_batch_size(
+        make_step(), device=mc.devices.catalogue.HostSpec(capacity_bytes=GiB)
+    )
     assert advice.capacity_bytes == GiB
     assert advice.batch_size > 1000
 
@@ -232,7 +294,10 @@ def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_r
     with pytest.raises(PredictionError, match=text):
         mc.suggest_batch_size(step, device="1GiB")
     assert mc.suggest_batch_size(step, device="1GiB", max_batch_size=64).batch_size == 64
-    assert mc.suggest_batch_size(step, device="1GiB", dataset_size=1000, world_size=2).batch_size == 496
+    assert (
+        mc.suggest_batch_size(step, device="1GiB", dataset_size=1000, world_size=2).batch_size
+        == 496
+    )
 
 
 def test_a_measured_step_must_be_one_and_of_such_a_device():
@@ -245,7 +310,10 @@ def test_a_measured_step_must_be_one_and_of_such_a_device():
         (replace(steady, is_warm_up=True), "a warm-up step"),
         (on_host, "a step on CPU"),
     ):
-        with pytest.raises(ValueError, match=f"measured is {text}.* it must be a steady step .* Give recorder.steady"):
+        with pytest.raises(
+            ValueError,
+            match=f"measured is {text}.* it must be a steady step .* Give recorder.steady",
+        ):
             mc.suggest_batch_size(make_step(), device="24GiB", measured=step)
 
 
@@ -256,7 +324,10 @@ def test_where_nothing_fits_the_way_out_is_said():
 
 
 def test_a_step_without_batch_size_is_refused_with_the_way_out():
-    with pytest.raises(PredictionError, match=r"batch size cannot be inferred.*batch_size=32 to TrainingStep or MemoryCallback"):
+    with pytest.raises(
+        PredictionError,
+        match=r"batch size cannot be inferred.*batch_size=32 to TrainingStep or MemoryCallback",
+    ):
         mc.predict(make_step(batch={"scale": torch.tensor(1.0)}), device="24GiB")
 
 
@@ -264,7 +335,9 @@ def test_a_sharded_model_is_refused_with_the_way_out():
     class FullyShardedDataParallel(nn.Sequential):
         pass
 
-    with pytest.raises(PredictionError, match=r"sharded over several devices already.*ranks=memcallback.Ranks"):
+    with pytest.raises(
+        PredictionError, match=r"sharded over several devices already.*ranks=memcallback.Ranks"
+    ):
         mc.predict(make_step(FullyShardedDataParallel(nn.Linear(50, 10))), device="24GiB")
 
 
@@ -273,7 +346,9 @@ def test_a_trace_leaves_nothing_in_a_users_profile():
         mc.predict(make_step(), device="24GiB")
         torch.ones(3).sum()
     assert "aten::sum" in {event.key for event in profile.key_averages()}
-    assert not any("Optimizer" in event.key or "addmm" in event.key for event in profile.key_averages())
+    assert not any(
+        "Optimizer" in event.key or "addmm" in event.key for event in profile.key_averages()
+    )
 
 
 def test_tensors_that_a_lightning_step_makes_have_the_precisions_own_type():
@@ -292,7 +367,12 @@ def test_tensors_that_a_lightning_step_makes_have_the_precisions_own_type():
             return torch.optim.SGD(self.parameters())
 
     seen = []
-    mc.predict(TrainingStep.from_lightning(Makes(), torch.ones(4, 50, dtype=torch.float64), precision="64-true"), device="cpu")
+    mc.predict(
+        TrainingStep.from_lightning(
+            Makes(), torch.ones(4, 50, dtype=torch.float64), precision="64-true"
+        ),
+        device="cpu",
+    )
     assert set(seen) == {torch.float64}
     assert torch.get_default_dtype() is torch.float32
 
@@ -302,8 +382,17 @@ def test_a_loop_by_hand_is_predicted_at_any_batch_size():
 
     batch = (torch.ones(16, 64), torch.zeros(16, dtype=torch.long))
     predicted = mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100")
-    assert [window.label for window in predicted.step.windows] == 2 * ["forward", "backward", "optimizer step"]
-    assert predicted.at(40).step == mc.predict(TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100", batch_size=40).step
+    assert [window.label for window in predicted.step.windows] == 2 * [
+        "forward",
+        "backward",
+        "optimizer step",
+    ]
+    assert (
+        predicted.at(40).step
+        == mc.predict(
+            TrainingStep.from_lightning(ManualTwoOptimizers(), batch), device="A100", batch_size=40
+        ).step
+    )
 
 
 class AnotherPath(nn.Module):
@@ -329,7 +418,10 @@ def test_a_suggestion_is_verified_by_a_trace_at_its_own_size():
         advice = mc.suggest_batch_size(step, device="4GiB")
         assert advice.batch_size > 64 * 11
         peaks = [
-            max(one.peak_reserved_bytes for one in mc.predict(step, device="4GiB", batch_size=size).steps)
+            max(
+                one.peak_reserved_bytes
+                for one in mc.predict(step, device="4GiB", batch_size=size).steps
+            )
             for size in (advice.batch_size, advice.batch_size + 1)
         ]
         assert peaks[0] <= advice.budget_bytes < peaks[1]
@@ -377,16 +469,26 @@ def test_a_step_with_less_of_something_in_a_larger_batch_has_a_limit_all_the_sam
 
 
 def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
-    step = TrainingStep(nn.Linear(8, 8), torch.randn(16, 8), batch_size=7, optimizer=torch.optim.SGD)
+    step = TrainingStep(
+        nn.Linear(8, 8), torch.randn(16, 8), batch_size=7, optimizer=torch.optim.SGD
+    )
     predicted = mc.predict(step, device="24GiB")
-    assert any("no tensor of the batch has that first dimension" in caveat for caveat in predicted.caveats)
+    assert any(
+        "no tensor of the batch has that first dimension" in caveat for caveat in predicted.caveats
+    )
     with pytest.raises(UnknownBatchSize):
         predicted.at(1600)
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    with pytest.raises(ValueError, match="the optimizer AdamW has 2 parameters, and none is the model's"):
-        TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), optimizer=torch.optim.AdamW(nn.Linear(8, 8).parameters()))
+    with pytest.raises(
+        ValueError, match="the optimizer AdamW has 2 parameters, and none is the model's"
+    ):
+        TrainingStep(
+            nn.Linear(8, 8),
+            torch.randn(2, 8),
+            optimizer=torch.optim.AdamW(nn.Linear(8, 8).parameters()),
+        )
 
 
 def test_accumulation_that_would_not_be_followed_is_refused():
@@ -394,9 +496,16 @@ def test_accumulation_that_would_not_be_followed_is_refused():
     optimizers = [torch.optim.SGD(model.parameters()) for _ in range(2)]
     loss = lambda model, batch: model(batch).sum()  # noqa: E731
     with pytest.raises(ValueError, match="accumulate=2 with 2 losses"):
-        TrainingStep(model, torch.randn(2, 8), loss=[loss, loss], optimizer=optimizers, accumulate=2)
+        TrainingStep(
+            model, torch.randn(2, 8), loss=[loss, loss], optimizer=optimizers, accumulate=2
+        )
     with pytest.raises(PredictionError, match="accumulate=2 with LBFGS"):
-        mc.predict(TrainingStep(model, torch.randn(2, 8), loss=loss, optimizer=torch.optim.LBFGS, accumulate=2), device="24GiB")
+        mc.predict(
+            TrainingStep(
+                model, torch.randn(2, 8), loss=loss, optimizer=torch.optim.LBFGS, accumulate=2
+            ),
+            device="24GiB",
+        )
 
 
 def test_a_count_whose_length_only_values_tell_is_not_guessed():
@@ -407,7 +516,10 @@ def test_a_count_whose_length_only_values_tell_is_not_guessed():
 
 def test_an_optimizer_that_cannot_be_made_is_a_prediction_error():
     with pytest.raises(PredictionError, match="ZeroDivisionError"):
-        mc.predict(TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), optimizer=lambda parameters: 1 / 0), device="24GiB")
+        mc.predict(
+            TrainingStep(nn.Linear(8, 8), torch.randn(2, 8), optimizer=lambda parameters: 1 / 0),
+            device="24GiB",
+        )
 
 
 def test_an_allocation_tells_the_tensor_and_the_line_that_made_it():
@@ -422,14 +534,18 @@ def test_an_allocation_tells_the_tensor_and_the_line_that_made_it():
             return self.second(widened)
 
     step = TrainingStep(
-        Net(), torch.ones(512, 32), loss=lambda model, batch: model(batch).sum(), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
+        Net(),
+        torch.ones(512, 32),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
     )
     prediction = mc.predict(step, device="NVIDIA A100-SXM4-80GB")
     for batch_size in (512, 513, 1000):
         found = {
             origin.line.text: (origin.shape, origin.dtype)
             for standing in prediction.at(batch_size).at_peak
-            if standing.alloc.category is mc.Category.ACTIVATION and (origin := prediction.at(batch_size).origin_of(standing.alloc))
+            if standing.alloc.category is mc.Category.ACTIVATION
+            and (origin := prediction.at(batch_size).origin_of(standing.alloc))
         }
         assert found["hidden = self.first(x).exp()"] == ((batch_size, 4096), "float32")
         assert found["widened = torch.cat([hidden, hidden])"] == ((2 * batch_size, 4096), "float32")
@@ -440,14 +556,24 @@ def test_nothing_of_a_trace_stays_alive():
         pass
 
     model = torch.nn.Sequential(Probe(8, 8), torch.nn.ReLU(), Probe(8, 2))
-    step = TrainingStep(model, torch.ones(4, 8), loss=lambda model, batch: model(batch).sum(), optimizer=torch.optim.AdamW)
+    step = TrainingStep(
+        model,
+        torch.ones(4, 8),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=torch.optim.AdamW,
+    )
     mc.predict(step, device="24GiB")
     gc.collect()
     assert sum(type(one) is Probe for one in gc.get_objects()) == 2
 
 
 def test_a_trace_keeps_no_error_alive_that_is_being_handled_meanwhile():
-    step = TrainingStep(torch.nn.Linear(8, 2), torch.ones(4, 8), loss=lambda model, batch: model(batch).sum(), optimizer=torch.optim.AdamW)
+    step = TrainingStep(
+        torch.nn.Linear(8, 2),
+        torch.ones(4, 8),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=torch.optim.AdamW,
+    )
 
     class OutOfMemory(RuntimeError):
         pass

@@ -22,7 +22,9 @@ SMALL_BYTES = 512 * MiB + 64 * MiB
 
 
 def held(batch_size):
-    """What a steady step of the trace made by hand holds outside its phases, in blocks of 512 bytes."""
+    """What a steady step of the trace made by hand holds outside its phases, in blocks of 512
+    bytes.
+    """
     return 4 * WEIGHT_BYTES + 512 + round_up(batch_size * 1000, 512)
 
 
@@ -30,7 +32,10 @@ def test_each_phase_has_what_stands_at_its_ends_and_its_peak():
     phases = prediction(16).phases
     forward, backward, update = (phases[phase] for phase in Phase)
     outputs = 16 * SAMPLE_BYTES + 512
-    assert (forward.start.allocated_bytes, forward.end.allocated_bytes) == (held(16), held(16) + outputs)
+    assert (forward.start.allocated_bytes, forward.end.allocated_bytes) == (
+        held(16),
+        held(16) + outputs,
+    )
     assert backward.start.allocated_bytes == held(16) - WEIGHT_BYTES + outputs
     assert backward.peak_allocated_bytes == held(16) + outputs + 16 * SAMPLE_BYTES
     assert update.peak_allocated_bytes == held(16) + WEIGHT_BYTES
@@ -71,12 +76,17 @@ def test_what_stands_at_the_peak_adds_up_to_it():
     assert predicted.peak_phase is Phase.BACKWARD
     assert predicted.by_category[Category.ACTIVATION] == 16 * SAMPLE_BYTES + 512
     assert list(predicted.by_module) == ["net.linear", ""]
-    assert [standing.alloc.operator for standing in predicted.at_peak[:2]] == ["aten::addmm", "aten::mean_backward"]
+    assert [standing.alloc.operator for standing in predicted.at_peak[:2]] == [
+        "aten::addmm",
+        "aten::mean_backward",
+    ]
     assert predicted.at_peak[0].alloc.size_bytes == 16 * SAMPLE_BYTES
 
 
 def test_another_batch_size_is_as_exact_as_a_trace_of_it():
-    traced = Prediction.of(BatchTrace.single(traced_step(40)), find_device("A100"), settings=AllocatorSettings())
+    traced = Prediction.of(
+        BatchTrace.single(traced_step(40)), find_device("A100"), settings=AllocatorSettings()
+    )
     assert prediction(16).at(40).steps == traced.steps
     with pytest.raises(UnknownBatchSize, match="says nothing of batch size 41"):
         traced.at(41)
@@ -97,7 +107,9 @@ def test_where_it_does_not_fit_the_peaks_are_those_without_an_end_and_the_place_
     assert not predicted.fits_without_retry
     assert predicted.peak_allocated_bytes == prediction(64).peak_allocated_bytes
     assert predicted.step.num_alloc_retries is None
-    assert predicted.out_of_memory.startswith("step 1, forward, aten::addmm in module 'net.linear': Tried to allocate 64.00 MiB of a")
+    assert predicted.out_of_memory.startswith(
+        "step 1, forward, aten::addmm in module 'net.linear': Tried to allocate 64.00 MiB of a"
+    )
     assert prediction(64).step.num_alloc_retries == 0
 
 
@@ -129,7 +141,9 @@ def test_the_allocator_is_that_of_the_environment(monkeypatch):
 
 def test_a_trace_without_a_step_is_refused():
     trace = BatchTrace.single(TracedStep(AllocationTrace((Alloc(0, 1),)), 1))
-    with pytest.raises(ValueError, match="the trace has no step, so there is none to predict: put StepStart"):
+    with pytest.raises(
+        ValueError, match="the trace has no step, so there is none to predict: put StepStart"
+    ):
         Prediction.of(trace, find_device("A100"))
 
 
@@ -137,7 +151,9 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
     predicted = prediction(device="H100")
     small = predicted.on("24GiB")
     assert (small.capacity_bytes, small.device.compute_capability) == (24 * GiB, (9, 0))
-    assert "its architecture was taken to be that of NVIDIA H100 80GB HBM3" in small.device.caveats[0]
+    assert (
+        "its architecture was taken to be that of NVIDIA H100 80GB HBM3" in small.device.caveats[0]
+    )
     other = predicted.on("T4")
     assert other.device_name == "Tesla T4"
     assert other.caveats[-2] == (
@@ -149,7 +165,10 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
 
 
 def test_what_was_traced_for_a_card_is_not_put_on_a_cpu():
-    with pytest.raises(ValueError, match=r"traced for NVIDIA .* says nothing of CPU: what operators allocate differs. .*predict"):
+    with pytest.raises(
+        ValueError,
+        match=r"traced for NVIDIA .* says nothing of CPU: what operators allocate differs. .*predict",
+    ):
         prediction(device="H100").on("cpu")
 
 
@@ -168,8 +187,13 @@ def test_a_prediction_is_the_replay_of_its_trace(batch_size):
             blocks[event.id] = allocator.allocate(event.size_bytes, event.stream)
         elif isinstance(event, Free) and event.id in blocks:
             allocator.free(blocks.pop(event.id))
-    assert max(step.peak_allocated_bytes for step in predicted.steps) == allocator.peak_allocated_bytes
-    assert max(step.peak_reserved_bytes for step in predicted.steps) == allocator.stats().peak_reserved_bytes
+    assert (
+        max(step.peak_allocated_bytes for step in predicted.steps) == allocator.peak_allocated_bytes
+    )
+    assert (
+        max(step.peak_reserved_bytes for step in predicted.steps)
+        == allocator.stats().peak_reserved_bytes
+    )
 
 
 def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_budget():
@@ -186,11 +210,23 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
 def test_what_was_measured_more_is_added_to_every_batch_size():
     predicted = prediction(16)
     measured = prediction(20).step
-    shifted = suggest(measured=measured, predicted=predicted, capacity_bytes=predicted.capacity_bytes, outside_bytes=0)
+    shifted = suggest(
+        measured=measured,
+        predicted=predicted,
+        capacity_bytes=predicted.capacity_bytes,
+        outside_bytes=0,
+    )
     assert "which the measured step bears out" in shifted.sentence()
     assert shifted.current_batch_size == 20
-    larger = prediction(20, extra=(Alloc(9000, 40 * MiB, 0, Category.WORKSPACE), Free(9000)), num_steps=1).step
-    shifted = suggest(measured=larger, predicted=prediction(16, num_steps=1), capacity_bytes=predicted.capacity_bytes, outside_bytes=0)
+    larger = prediction(
+        20, extra=(Alloc(9000, 40 * MiB, 0, Category.WORKSPACE), Free(9000)), num_steps=1
+    ).step
+    shifted = suggest(
+        measured=larger,
+        predicted=prediction(16, num_steps=1),
+        capacity_bytes=predicted.capacity_bytes,
+        outside_bytes=0,
+    )
     assert "raised by the 20.00 MiB that were measured more" in shifted.sentence()
 
 
@@ -202,17 +238,30 @@ def test_a_trace_of_one_batch_size_leaves_the_advice_to_the_measured_step():
 
 
 def host_prediction(batch_size=16, capacity_bytes=None, trace=None):
-    return Prediction.of(trace or batch_trace(), HostSpec(capacity_bytes=capacity_bytes), batch_size=batch_size)
+    return Prediction.of(
+        trace or batch_trace(), HostSpec(capacity_bytes=capacity_bytes), batch_size=batch_size
+    )
 
 
 def test_on_a_cpu_allocated_is_what_was_asked_for_and_nothing_is_reserved():
     predicted = host_prediction(16)
     forward = predicted.phases[Phase.FORWARD]
-    assert forward.start.allocated_bytes == forward.start.requested_bytes == 4 * WEIGHT_BYTES + 400 + 16_000
+    assert (
+        forward.start.allocated_bytes
+        == forward.start.requested_bytes
+        == 4 * WEIGHT_BYTES + 400 + 16_000
+    )
     assert forward.end.allocated_bytes == forward.start.allocated_bytes + 16 * SAMPLE_BYTES + 4
     assert predicted.peak_allocated_bytes == 4 * WEIGHT_BYTES + 404 + 16_000 + 32 * SAMPLE_BYTES
-    assert sum(standing.block_bytes for standing in predicted.at_peak) == predicted.peak_allocated_bytes
-    assert (predicted.peak_reserved_bytes, forward.peak_reserved_bytes, forward.start.reserved_bytes) == (None, None, None)
+    assert (
+        sum(standing.block_bytes for standing in predicted.at_peak)
+        == predicted.peak_allocated_bytes
+    )
+    assert (
+        predicted.peak_reserved_bytes,
+        forward.peak_reserved_bytes,
+        forward.start.reserved_bytes,
+    ) == (None, None, None)
     assert (forward.num_alloc_retries, forward.num_ooms) == (None, None)
 
 
@@ -238,8 +287,13 @@ def test_the_words_about_a_cpu():
         "Does not fit in the 3.00 MiB: out of memory in step 1, an allocation"
     )
     single = host_prediction(2, GiB, trace=BatchTrace.single(traced_step(2)))
-    assert verdict(single)[1] == "The largest batch size is not known: only this batch size was traced."
-    assert verdict(host_prediction()) == ("How much memory there is on the CPU was not given: nothing is said of what fits.",)
+    assert (
+        verdict(single)[1]
+        == "The largest batch size is not known: only this batch size was traced."
+    )
+    assert verdict(host_prediction()) == (
+        "How much memory there is on the CPU was not given: nothing is said of what fits.",
+    )
     assert len(host_prediction().caveats) == 1
 
 
@@ -247,28 +301,52 @@ def test_what_was_measured_beyond_the_band_grows_with_the_batch():
     predicted = prediction(16)
     for share, is_per_sample in ((0.01, False), (0.2, True)):
         more = int(share * predicted.peak_reserved_bytes)
-        windows = tuple(replace(window, peak_reserved_bytes=predicted.peak_reserved_bytes + more) for window in predicted.step.windows)
+        windows = tuple(
+            replace(window, peak_reserved_bytes=predicted.peak_reserved_bytes + more)
+            for window in predicted.step.windows
+        )
         measured = replace(predicted.step, windows=windows)
-        line = suggest(measured=measured, predicted=predicted, capacity_bytes=predicted.capacity_bytes, outside_bytes=0).line
+        line = suggest(
+            measured=measured,
+            predicted=predicted,
+            capacity_bytes=predicted.capacity_bytes,
+            outside_bytes=0,
+        ).line
         assert line.at(16) - TracedPeak(prediction=predicted).at(16) == more
-        assert line.at(32) - TracedPeak(prediction=predicted).at(32) == (2 * more if is_per_sample else more)
+        assert line.at(32) - TracedPeak(prediction=predicted).at(32) == (
+            2 * more if is_per_sample else more
+        )
         assert line.at(8) - TracedPeak(prediction=predicted).at(8) == more
 
 
 def test_memory_to_plan_for_need_not_be_the_devices_own():
     predicted = prediction(16, device=SMALL_BYTES)
-    more = suggest(measured=None, predicted=predicted, capacity_bytes=4 * SMALL_BYTES, outside_bytes=0, headroom=0)
+    more = suggest(
+        measured=None,
+        predicted=predicted,
+        capacity_bytes=4 * SMALL_BYTES,
+        outside_bytes=0,
+        headroom=0,
+    )
     assert more.line.at(more.batch_size) > SMALL_BYTES
 
 
 def test_on_a_cpu_the_allocated_peak_has_to_fit():
     predicted = host_prediction(16)
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=GiB, headroom=0)
-    assert predicted.at(advice.batch_size).peak_allocated_bytes <= GiB < predicted.at(advice.largest + 1).peak_allocated_bytes
+    assert (
+        predicted.at(advice.batch_size).peak_allocated_bytes
+        <= GiB
+        < predicted.at(advice.largest + 1).peak_allocated_bytes
+    )
     assert "what operators take for themselves while they run" in advice.leaves_out
 
 
 def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
-    assert verdict(prediction(device="1GiB"))[1].endswith("(a larger batch is taken to need no less).")
+    assert verdict(prediction(device="1GiB"))[1].endswith(
+        "(a larger batch is taken to need no less)."
+    )
     far = verdict(prediction(device="80GiB"))[1]
-    assert far.endswith("(a larger batch is taken to need no less, and to do the same: the largest that was traced is 7).")
+    assert far.endswith(
+        "(a larger batch is taken to need no less, and to do the same: the largest that was traced is 7)."
+    )

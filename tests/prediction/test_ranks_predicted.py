@@ -1,4 +1,6 @@
-"""Jobs of several ranks, of which one is traced in this process: what it holds, and what is left of it. On devices: test_ranks_predicted_cuda.py."""
+"""Jobs of several ranks, of which one is traced in this process: what it holds, and what is left of
+it. On devices: test_ranks_predicted_cuda.py.
+"""
 
 import gc
 import sys
@@ -27,11 +29,19 @@ BATCH_BYTES = 8 * WIDTH * 4
 
 
 def network(num_layers=4):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(num_layers)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(num_layers))
+    )
 
 
 def step(ranks=None, *, model=None, batch_size=8, optimizer=torch.optim.SGD, **options):
-    return mc.TrainingStep(model or network(), torch.zeros(batch_size, WIDTH), optimizer=optimizer, ranks=ranks, **options)
+    return mc.TrainingStep(
+        model or network(),
+        torch.zeros(batch_size, WIDTH),
+        optimizer=optimizer,
+        ranks=ranks,
+        **options,
+    )
 
 
 def windows(ranks=None, **options):
@@ -60,10 +70,14 @@ def test_gradients_that_lie_in_the_buckets_take_no_memory_of_their_own():
 
 @needs_ranks
 @pytest.mark.parametrize(("capacity_mb", "num_buckets"), [(25, 1), (0.5, 2), (0.1, 4)])
-def test_buckets_are_made_anew_in_the_second_step_each_as_large_as_it_may_be(capacity_mb, num_buckets):
+def test_buckets_are_made_anew_in_the_second_step_each_as_large_as_it_may_be(
+    capacity_mb, num_buckets
+):
     prediction = mc.predict(step(mc.Ranks(2, bucket_cap_mb=capacity_mb)), device="cpu")
     made = [
-        event.size_bytes for event in prediction.trace.traced.trace.events if isinstance(event, Alloc) and event.operator == "aten::empty"
+        event.size_bytes
+        for event in prediction.trace.traced.trace.events
+        if isinstance(event, Alloc) and event.operator == "aten::empty"
     ]
     first, *anew = [size for size in made if size >= MATRIX_BYTES]
     assert first == 4 * MATRIX_BYTES
@@ -95,7 +109,13 @@ def test_the_last_rank_does_not_fill_up_its_part_again_in_its_first_step():
     for rank in range(3):
         prediction = mc.predict(step(mc.Ranks(3, "fsdp2", rank=rank)), device="NVIDIA H200")
         events = prediction.trace.traced.trace.events
-        made.append([event.size_bytes for event in events if isinstance(event, Alloc) and event.operator == "aten::new_zeros"])
+        made.append(
+            [
+                event.size_bytes
+                for event in events
+                if isinstance(event, Alloc) and event.operator == "aten::new_zeros"
+            ]
+        )
     assert made[0] == made[1] == made[2]
 
 
@@ -106,7 +126,9 @@ def test_a_model_without_data_is_sharded_before_it_comes_to_the_device():
     prediction = mc.predict(step(mc.Ranks(4, "fsdp2"), model=model), device="NVIDIA H200")
     events = prediction.trace.traced.trace.events
     before = events[: events.index(StepStart())]
-    assert max(event.size_bytes for event in before if isinstance(event, Alloc)) == MATRIX_BYTES // 4
+    assert (
+        max(event.size_bytes for event in before if isinstance(event, Alloc)) == MATRIX_BYTES // 4
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -116,7 +138,9 @@ def test_tensor_parallel_layers_have_a_part_of_each_matrix():
 
     plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(2)))
-    assert held(mc.Ranks(4, "tensor_parallel", plan=plan), model=model) == pytest.approx(2 * MATRIX_BYTES // 4, abs=64)
+    assert held(mc.Ranks(4, "tensor_parallel", plan=plan), model=model) == pytest.approx(
+        2 * MATRIX_BYTES // 4, abs=64
+    )
 
 
 @needs_ranks
@@ -125,7 +149,9 @@ def test_dtensors_of_one_trace_say_nothing_of_those_of_the_next():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
-    prediction = mc.predict(step(mc.Ranks(4, "tensor_parallel", plan=plan), model=network(2)), device="cpu")
+    prediction = mc.predict(
+        step(mc.Ranks(4, "tensor_parallel", plan=plan), model=network(2)), device="cpu"
+    )
     assert prediction.trace.is_any_batch_size_known, prediction.caveats
 
 
@@ -133,8 +159,15 @@ def train_in_parts(rank, world_size, folder):
     """A rank that predicts itself, and trains in a mesh that equals that of its prediction."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    ranks = mc.Ranks(world_size, "tensor_parallel", rank=rank, plan={"0.0": ColwiseParallel(), "1.0": RowwiseParallel()})
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    ranks = mc.Ranks(
+        world_size,
+        "tensor_parallel",
+        rank=rank,
+        plan={"0.0": ColwiseParallel(), "1.0": RowwiseParallel()},
+    )
     mc.predict(step(ranks, model=network(2)), device="cpu")
     torch.manual_seed(0)
     model, batch = network(2), torch.randn(8, WIDTH)
@@ -150,9 +183,13 @@ def test_dtensors_of_a_trace_say_nothing_of_those_that_are_trained(tmp_path):
 
 def test_an_older_pytorch_is_told(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1")
-    with pytest.raises(mc.PredictionError, match=r"with PyTorch 2\.11 or later, and this is 2\.10\.1"):
+    with pytest.raises(
+        mc.PredictionError, match=r"with PyTorch 2\.11 or later, and this is 2\.10\.1"
+    ):
         mc.predict(step(mc.Ranks(2)), device="24GiB")
-    with pytest.raises(ValueError, match=r"A pipeline is made with PyTorch 2\.11 or later, and this is 2\.10\.1"):
+    with pytest.raises(
+        ValueError, match=r"A pipeline is made with PyTorch 2\.11 or later, and this is 2\.10\.1"
+    ):
         mc.Ranks(2, "pipeline", n_microbatches=2).parallelize(network(2), "cpu")
 
 
@@ -202,7 +239,13 @@ def test_a_function_does_what_a_strategy_has_no_name_for():
         assert (dist.get_rank(), mesh["shard"].get_local_rank()) == (5, 1)
         return wrap(model.to("cuda"))
 
-    ranks = mc.Ranks(8, spread, rank=5, mesh={"replicate": 2, "shard": 4}, wrap=nn.parallel.DistributedDataParallel)
+    ranks = mc.Ranks(
+        8,
+        spread,
+        rank=5,
+        mesh={"replicate": 2, "shard": 4},
+        wrap=nn.parallel.DistributedDataParallel,
+    )
     assert mc.predict(step(ranks), device="NVIDIA H200").fits
 
 
@@ -225,8 +268,12 @@ def test_a_suggestion_leaves_what_nccl_takes():
     assert of_two.outside_bytes - alone.outside_bytes == 1_600_000_000
     assert of_two.bounds.world_size == 2
     assert of_two.global_batch_size == 2 * of_two.batch_size
-    assert alone.line.at(alone.batch_size) - of_two.line.at(of_two.batch_size) == pytest.approx(1_600_000_000, rel=0.02)
-    with pytest.raises(ValueError, match=r"world_size 4 was asked for, and 2 ranks have a batch of their own"):
+    assert alone.line.at(alone.batch_size) - of_two.line.at(of_two.batch_size) == pytest.approx(
+        1_600_000_000, rel=0.02
+    )
+    with pytest.raises(
+        ValueError, match=r"world_size 4 was asked for, and 2 ranks have a batch of their own"
+    ):
         mc.suggest_batch_size(step(mc.Ranks(2)), device="8GiB", world_size=4)
 
 
@@ -234,7 +281,9 @@ def test_a_suggestion_leaves_what_nccl_takes():
 def test_an_optimizer_of_the_whole_is_made_anew_for_the_shards():
     model = network()
     given = torch.optim.Adam(model.parameters(), lr=0.1)
-    assert held(mc.Ranks(4, "fsdp2"), model=model, optimizer=given) == held(mc.Ranks(4, "fsdp2"), optimizer=torch.optim.Adam)
+    assert held(mc.Ranks(4, "fsdp2"), model=model, optimizer=given) == held(
+        mc.Ranks(4, "fsdp2"), optimizer=torch.optim.Adam
+    )
     assert not given.state
 
 
@@ -302,7 +351,11 @@ def test_other_threads_keep_the_process_group_that_is_there(tmp_path):
         own, seen = dist.group.WORLD, []
         with fake_world(64, 7):
             assert (dist.get_world_size(), dist.get_rank(), dist.get_backend()) == (64, 7, "fake")
-            thread = threading.Thread(target=lambda: seen.append((dist.get_world_size(), dist.get_backend(), dist.group.WORLD is own)))
+            thread = threading.Thread(
+                target=lambda: seen.append(
+                    (dist.get_world_size(), dist.get_backend(), dist.group.WORLD is own)
+                )
+            )
             thread.start()
             thread.join()
             dist.new_group([0, 7])
@@ -320,8 +373,12 @@ def test_a_model_in_ddp_says_its_ranks_itself(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = network()
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
-        found = mc.TrainingStep(wrapped, torch.zeros(8, WIDTH), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=1
+        )
+        found = mc.TrainingStep(
+            wrapped, torch.zeros(8, WIDTH), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         assert found.model is model
         assert (found.ranks.world_size, found.ranks.name, found.ranks.rank) == (1, "ddp", 0)
         assert found.ranks.options["gradient_as_bucket_view"] is True
@@ -341,9 +398,19 @@ def test_the_parts_of_a_dtensor_are_counted_once():
     ("arguments", "options", "error", "text"),
     [
         ((0,), {}, ValueError, "world_size must be at least 1, got 0"),
-        ((2,), {"rank": 2}, ValueError, r"rank must be below world_size, got rank 2 of 2. Ranks are counted from 0 to 1"),
+        (
+            (2,),
+            {"rank": 2},
+            ValueError,
+            r"rank must be below world_size, got rank 2 of 2. Ranks are counted from 0 to 1",
+        ),
         ((8,), {"mesh": {"dp": 2, "tp": 2}}, ValueError, "has 4 places for 8 ranks"),
-        ((2, "zero3"), {}, ValueError, "strategy must be 'ddp', 'fsdp2', 'tensor_parallel', 'pipeline' or a function"),
+        (
+            (2, "zero3"),
+            {},
+            ValueError,
+            "strategy must be 'ddp', 'fsdp2', 'tensor_parallel', 'pipeline' or a function",
+        ),
         (
             (2, "ddp"),
             {"reshard_after_forward": True},

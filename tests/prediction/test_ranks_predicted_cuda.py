@@ -1,4 +1,6 @@
-"""Ranks of a job on several CUDA devices, real or virtual: each predicts itself, trains, and finds what it predicted."""
+"""Ranks of a job on several CUDA devices, real or virtual: each predicts itself, trains, and finds
+what it predicted.
+"""
 
 import json
 
@@ -22,14 +24,21 @@ OF_TWO = [
     "convolutional, pipeline GPipe",
     "perceptron, pipeline Interleaved1F1B",
 ]
-OF_FOUR = [*rank_cases.of_mesh(), "transformer, ddp", "transformer, fsdp2", "perceptron, pipeline 1F1B"]
+OF_FOUR = [
+    *rank_cases.of_mesh(),
+    "transformer, ddp",
+    "transformer, fsdp2",
+    "perceptron, pipeline 1F1B",
+]
 needs_2 = pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")
 needs_4 = pytest.mark.skipif(NUM_DEVICES < 4, reason="needs four CUDA devices")
 
 
 def run(folder, world_size, names):
     """What each rank found: predicted and measured, by case."""
-    torch.multiprocessing.spawn(rank_cases.run, (world_size, str(folder), list(names)), nprocs=world_size)
+    torch.multiprocessing.spawn(
+        rank_cases.run, (world_size, str(folder), list(names)), nprocs=world_size
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -48,8 +57,16 @@ def check(ranks, case):
         predicted, measured = found[case]["predicted"], found[case]["measured"]
         assert [window["label"] for window in predicted] == [window["label"] for window in measured]
         for ours, theirs in zip(predicted, measured, strict=True):
-            assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.01), (rank, ours, theirs)
-            assert ours["reserved"] == pytest.approx(theirs["reserved"], rel=0.04), (rank, ours, theirs)
+            assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.01), (
+                rank,
+                ours,
+                theirs,
+            )
+            assert ours["reserved"] == pytest.approx(theirs["reserved"], rel=0.04), (
+                rank,
+                ours,
+                theirs,
+            )
 
 
 @needs_2

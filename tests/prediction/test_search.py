@@ -21,7 +21,10 @@ def test_the_largest_number_is_found_from_wherever_one_begins_and_none_is_tried_
 
 def test_few_are_tried_where_one_begins_near():
     tried = []
-    assert largest(lambda number: (tried.append(number), number <= 100_000)[1], near=100_400, end=END) == 100_000
+    assert (
+        largest(lambda number: (tried.append(number), number <= 100_000)[1], near=100_400, end=END)
+        == 100_000
+    )
     assert len(tried) <= 12
 
 
@@ -33,9 +36,16 @@ def test_of_several_ends_the_one_that_is_found_is_one():
     assert largest(lambda number: number <= 50 or number == 60, near=55, end=END) in (50, 60)
 
 
-@given(slope=st.integers(1, 1000), fixed=st.integers(0, 10**6), bound=st.integers(10**4, 10**9), first=st.integers(1, 100))
+@given(
+    slope=st.integers(1, 1000),
+    fixed=st.integers(0, 10**6),
+    bound=st.integers(10**4, 10**9),
+    first=st.integers(1, 100),
+)
 def test_where_a_straight_line_reaches_a_bound(slope, fixed, bound, first):
-    found = crossing(lambda number: fixed + slope * number, bound, first=first, second=2 * first, end=END)
+    found = crossing(
+        lambda number: fixed + slope * number, bound, first=first, second=2 * first, end=END
+    )
     assert found == max(1, (bound - fixed) // slope)
 
 

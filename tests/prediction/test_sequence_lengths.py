@@ -29,7 +29,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        q, k, v = (
+            part.view(batch, length, HEADS, -1).transpose(1, 2)
+            for part in self.qkv(self.before(x)).chunk(3, -1)
+        )
         if self.fused:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -47,7 +50,11 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words):
-        return self.head(self.blocks(self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))))
+        return self.head(
+            self.blocks(
+                self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
+            )
+        )
 
 
 def next_word(model, batch):
@@ -57,7 +64,9 @@ def next_word(model, batch):
 def make_step(length, count=4, *, model=None, fused=True, precision="32-true", **changes):
     batch = {name: torch.randint(0, WORDS, (count, length)) for name in ("words", "next")}
     model = model or Gpt(fused=fused)
-    return TrainingStep(model, batch, loss=next_word, optimizer=torch.optim.AdamW, precision=precision, **changes)
+    return TrainingStep(
+        model, batch, loss=next_word, optimizer=torch.optim.AdamW, precision=precision, **changes
+    )
 
 
 def traced(step, device=CARD):
@@ -72,15 +81,22 @@ def check(predicted, expected):
 
 
 @pytest.mark.parametrize("device", [CARD, "cpu"])
-@pytest.mark.parametrize(("fused", "precision"), [(True, "32-true"), (True, "bf16-mixed"), (False, "32-true")])
+@pytest.mark.parametrize(
+    ("fused", "precision"), [(True, "32-true"), (True, "bf16-mixed"), (False, "32-true")]
+)
 def test_another_length_comes_out_as_if_it_had_been_traced(fused, precision, device):
-    predicted = predict(make_step(64, fused=fused, precision=precision, sequence_length=64), device=device)
+    predicted = predict(
+        make_step(64, fused=fused, precision=precision, sequence_length=64), device=device
+    )
     assert predicted.sequence_length == 64
     for length, count in ((96, 4), (96, 9), (200, 2), (40, 4)):
         there = predicted.at(count, sequence_length=length)
         assert (there.batch_size, there.sequence_length) == (count, length)
         check(there, traced(make_step(length, count, fused=fused, precision=precision), device))
-    assert predicted.at(sequence_length=96).at(sequence_length=64).peak_allocated_bytes == predicted.peak_allocated_bytes
+    assert (
+        predicted.at(sequence_length=96).at(sequence_length=64).peak_allocated_bytes
+        == predicted.peak_allocated_bytes
+    )
 
 
 def test_where_more_indices_are_sorted_they_are_so_at_other_sizes_too():
@@ -96,7 +112,9 @@ def test_a_length_that_kernels_pad_tells_of_others():
 
 
 def test_a_length_can_be_asked_for_to_be_traced():
-    predicted = predict(make_step(64, sequence_length=64), device=CARD, sequence_length=77, batch_size=3)
+    predicted = predict(
+        make_step(64, sequence_length=64), device=CARD, sequence_length=77, batch_size=3
+    )
     assert (predicted.batch_size, predicted.sequence_length) == (3, 77)
     check(predicted, traced(make_step(77, 3)))
 
@@ -109,7 +127,9 @@ class ChunkedHead(Gpt):
 
 
 def test_where_the_path_depends_on_the_length_that_is_said():
-    predicted = predict(make_step(64, model=ChunkedHead(fused=True), sequence_length=64), device=CARD)
+    predicted = predict(
+        make_step(64, model=ChunkedHead(fused=True), sequence_length=64), device=CARD
+    )
     (caveat,) = (caveat for caveat in predicted.caveats if "sequence length" in caveat)
     assert caveat.startswith(
         "Only sequence length 64 is predicted, each other one needs traces of its own: the step does something else at another "
@@ -126,7 +146,9 @@ class OddBatches(Gpt):
 
 
 def test_other_lengths_are_known_where_other_batch_sizes_are_not():
-    predicted = predict(make_step(64, model=OddBatches(fused=True), sequence_length=64), device=CARD)
+    predicted = predict(
+        make_step(64, model=OddBatches(fused=True), sequence_length=64), device=CARD
+    )
     check(predicted.at(sequence_length=96), traced(make_step(96, model=OddBatches(fused=True))))
     assert not predicted.at(sequence_length=96).trace.is_any_batch_size_known
 
@@ -138,20 +160,32 @@ def test_a_prediction_says_how_long_its_sequences_are():
     without = predict(make_step(64), device=CARD)
     assert "sequence length" not in str(without)
     assert without.to_dict()["sequence_length"] is None
-    with pytest.raises(UnknownSequenceLength, match=r"sequence length 96 is not known: .* sequence_length=\.\.\. to TrainingStep"):
+    with pytest.raises(
+        UnknownSequenceLength,
+        match=r"sequence length 96 is not known: .* sequence_length=\.\.\. to TrainingStep",
+    ):
         without.at(sequence_length=96)
 
 
 def test_a_length_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"sequence_length 63 must be the size of a dimension after the first .* these have sizes 64\."):
+    with pytest.raises(
+        ValueError,
+        match=r"sequence_length 63 must be the size of a dimension after the first .* these have sizes 64\.",
+    ):
         make_step(64, sequence_length=63)
     with pytest.raises(ValueError, match=r"and there are none\."):
         TrainingStep(nn.Linear(2, 2), torch.ones(2), sequence_length=8)
-    with pytest.raises(ValueError, match=r"sequence_length must be at least 4, got 3. Shorter ones are traced to tell of others. Give"):
+    with pytest.raises(
+        ValueError,
+        match=r"sequence_length must be at least 4, got 3. Shorter ones are traced to tell of others. Give",
+    ):
         make_step(3, sequence_length=3)
     with pytest.raises(ValueError, match="sequence_length must be at least 4, got 2"):
         predict(make_step(64, sequence_length=64), device=CARD, sequence_length=2)
-    with pytest.raises(ValueError, match="sequence_length 96 was asked for, and the step does not say how long its sequences are"):
+    with pytest.raises(
+        ValueError,
+        match="sequence_length 96 was asked for, and the step does not say how long its sequences are",
+    ):
         predict(make_step(64), device=CARD, sequence_length=96)
 
 
@@ -174,17 +208,27 @@ def padded(sentences):
 
 
 def loader_of(lengths, generator=None):
-    return DataLoader(Sentences(lengths), batch_size=4, collate_fn=padded, shuffle=True, generator=generator)
+    return DataLoader(
+        Sentences(lengths), batch_size=4, collate_fn=padded, shuffle=True, generator=generator
+    )
 
 
 def test_a_data_loader_tells_how_long_its_batches_are():
     step = make_step(64, sequence_length=64)
     generator = torch.Generator()
     states = torch.get_rng_state(), generator.get_state()
-    advice = suggest_batch_size(step, device="1GiB", sequence_lengths=loader_of([17, 200, 64] * 8, generator))
-    assert all(torch.equal(*pair) for pair in zip(states, (torch.get_rng_state(), generator.get_state()), strict=True))
+    advice = suggest_batch_size(
+        step, device="1GiB", sequence_lengths=loader_of([17, 200, 64] * 8, generator)
+    )
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(states, (torch.get_rng_state(), generator.get_state()), strict=True)
+    )
     # In 24 samples of three lengths, drawn four at a time, one batch at least has a longest one.
-    assert advice.batch_size == suggest_batch_size(step, device="1GiB", sequence_lengths=[200]).batch_size
+    assert (
+        advice.batch_size
+        == suggest_batch_size(step, device="1GiB", sequence_lengths=[200]).batch_size
+    )
     assert max(advice.by_sequence_length) == 200
     assert advice.by_sequence_length[200] == advice.batch_size
 
@@ -195,7 +239,12 @@ def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
     sizes = suggest_batch_size(step, device="1GiB", sequence_lengths=batches).by_sequence_length
     assert list(sizes) == [64, 128, 192, 256, 320, 384, 448, 512]
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
-    assert sizes[128] == suggest_batch_size(step, device="1GiB", sequence_lengths=[128, 512]).by_sequence_length[128]
+    assert (
+        sizes[128]
+        == suggest_batch_size(step, device="1GiB", sequence_lengths=[128, 512]).by_sequence_length[
+            128
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,15 +256,24 @@ def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
             [make_step(32).batch],
             r"sequence_lengths has batches \(.*\), and the step does not say .* Give TrainingStep\(..., sequence_length",
         ),
-        (64, [torch.zeros(4, 32)], r"has tensors of shapes \(4, 32\), and that of the step \(4, 64\), \(4, 64\)"),
+        (
+            64,
+            [torch.zeros(4, 32)],
+            r"has tensors of shapes \(4, 32\), and that of the step \(4, 64\), \(4, 64\)",
+        ),
     ],
     ids=["empty", "unknown", "another batch"],
 )
 def test_lengths_that_cannot_be_read_are_told_of(lengths, batches, text):
     with pytest.raises(ValueError, match=text):
-        suggest_batch_size(make_step(64, sequence_length=lengths), device="1GiB", sequence_lengths=batches)
+        suggest_batch_size(
+            make_step(64, sequence_length=lengths), device="1GiB", sequence_lengths=batches
+        )
 
 
 def test_one_number_is_no_list_of_lengths():
-    with pytest.raises(TypeError, match=r"sequence_lengths must be lengths or a data loader, got .*5.*\. Give one length as \[512\]\."):
+    with pytest.raises(
+        TypeError,
+        match=r"sequence_lengths must be lengths or a data loader, got .*5.*\. Give one length as \[512\]\.",
+    ):
         suggest_batch_size(make_step(64, sequence_length=64), device="1GiB", sequence_lengths=5)

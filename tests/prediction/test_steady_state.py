@@ -1,4 +1,6 @@
-"""The steady step: a trace's last window, repeated until the allocator has settled, is what a longer trace would show."""
+"""The steady step: a trace's last window, repeated until the allocator has settled, is what a
+longer trace would show.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,15 @@ from hand_made import prediction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, PhaseEnd, PhaseStart, StepEnd, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    AllocationTrace,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepEnd,
+    StepStart,
+)
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import KiB, MiB
 from memcallback.devices.catalogue import find_device
@@ -18,9 +28,11 @@ from memcallback.prediction.replay import replay
 from memcallback.prediction.steady_state import MAX_WINDOWS, last_window, pairs_of
 from memcallback.trace.traced_step import TracedStep
 
-#: One allocation of a window: its size, where it begins and ends of 100 moments, and whether it ends in the next window.
+#: One allocation of a window: its size, where it begins and ends of 100 moments, and whether it
+#: ends in the next window.
 SLOTS = st.tuples(
-    st.sampled_from([0, 100, 3 * KiB, 700 * KiB, MiB + 512, 3 * MiB, 11 * MiB, 13 * MiB, 20 * MiB]) | st.integers(1, 30 * MiB),
+    st.sampled_from([0, 100, 3 * KiB, 700 * KiB, MiB + 512, 3 * MiB, 11 * MiB, 13 * MiB, 20 * MiB])
+    | st.integers(1, 30 * MiB),
     st.integers(0, 99),
     st.integers(0, 99),
     st.booleans(),
@@ -40,17 +52,33 @@ def unrolled(slots, num_windows, *, num_steps=1, growth_bytes=0, leaks=()):
             moments.setdefault(start, []).append(("alloc", slot, size, is_later))
             moments.setdefault(end, []).insert(0, ("next" if is_later else "free", slot))
         mine = {}
-        marks = {0: [StepStart(), PhaseStart(Phase.FORWARD)], 99: [PhaseEnd(Phase.OPTIMIZER_STEP), StepEnd()]}
+        marks = {
+            0: [StepStart(), PhaseStart(Phase.FORWARD)],
+            99: [PhaseEnd(Phase.OPTIMIZER_STEP), StepEnd()],
+        }
         marks[30] = [PhaseEnd(Phase.FORWARD), PhaseStart(Phase.BACKWARD)]
         marks[70] = [PhaseEnd(Phase.BACKWARD), PhaseStart(Phase.OPTIMIZER_STEP)]
         if num_steps == 2:
-            marks[30] = [PhaseEnd(Phase.FORWARD), StepEnd(), StepStart(), PhaseStart(Phase.BACKWARD)]
+            marks[30] = [
+                PhaseEnd(Phase.FORWARD),
+                StepEnd(),
+                StepStart(),
+                PhaseStart(Phase.BACKWARD),
+            ]
         for moment in range(100):
             if moment != 99:
                 events += marks.get(moment, ())
-            for action, slot, *about in sorted(moments.get(moment, ()), key=lambda entry: entry[0] == "alloc"):
+            for action, slot, *about in sorted(
+                moments.get(moment, ()), key=lambda entry: entry[0] == "alloc"
+            ):
                 if action == "alloc":
-                    made = Alloc(next(ids), about[0], 0, Category.GRADIENT if about[1] else Category.TEMPORARY, f"operator {slot}")
+                    made = Alloc(
+                        next(ids),
+                        about[0],
+                        0,
+                        Category.GRADIENT if about[1] else Category.TEMPORARY,
+                        f"operator {slot}",
+                    )
                     events.append(made)
                     mine[slot] = made.id
                 elif action == "free":
@@ -69,32 +97,46 @@ def replayed(trace, capacity_bytes=None):
     return replay(
         trace.events,
         CachingAllocator(AllocatorSettings(), capacity_bytes=capacity_bytes),
-        is_endless=capacity_bytes is None,
+        unlimited=capacity_bytes is None,
     )
 
 
 def without_counts(step):
     """A step without what is counted since the program began."""
     return [
-        replace(w, start=replace(w.start, num_alloc_retries=None, num_ooms=None), end=replace(w.end, num_alloc_retries=None, num_ooms=None))
+        replace(
+            w,
+            start=replace(w.start, num_alloc_retries=None, num_ooms=None),
+            end=replace(w.end, num_alloc_retries=None, num_ooms=None),
+        )
         for w in step.windows
     ]
 
 
 def settled(steps, num_steps=1):
     """The first window from the third on that is as the one before it; else the last."""
-    windows = [[without_counts(step) for step in steps[n : n + num_steps]] for n in range(0, len(steps), num_steps)]
-    return next((windows[n] for n in range(2, len(windows)) if windows[n] == windows[n - 1]), windows[-1])
+    windows = [
+        [without_counts(step) for step in steps[n : n + num_steps]]
+        for n in range(0, len(steps), num_steps)
+    ]
+    return next(
+        (windows[n] for n in range(2, len(windows)) if windows[n] == windows[n - 1]), windows[-1]
+    )
 
 
 @settings(max_examples=150)
 @given(slots=PROGRAMS, num_steps=st.sampled_from([1, 2]), capacity=st.none() | st.integers(50, 300))
 def test_a_repeated_window_is_that_of_a_longer_trace(slots, num_steps, capacity):
-    short, long = unrolled(slots, 2, num_steps=num_steps), unrolled(slots, MAX_WINDOWS, num_steps=num_steps)
+    short, long = (
+        unrolled(slots, 2, num_steps=num_steps),
+        unrolled(slots, MAX_WINDOWS, num_steps=num_steps),
+    )
     capacity_bytes = capacity and capacity * MiB
     ours, theirs = replayed(short, capacity_bytes), replayed(long, capacity_bytes)
     if theirs.out_of_memory is None:
-        assert [without_counts(step) for step in ours.steps[num_steps:]] == settled(theirs.steps, num_steps)
+        assert [without_counts(step) for step in ours.steps[num_steps:]] == settled(
+            theirs.steps, num_steps
+        )
         assert [step.is_warm_up for step in ours.steps] == [True] * num_steps + [False] * num_steps
         assert ours.steps[:num_steps] == theirs.steps[:num_steps]
         assert ours.num_alloc_retries <= theirs.num_alloc_retries
@@ -105,15 +147,24 @@ def test_a_repeated_window_is_that_of_a_longer_trace(slots, num_steps, capacity)
 @settings(max_examples=100)
 @given(slots=PROGRAMS)
 def test_what_stands_at_the_peak_adds_up_to_that_of_the_settled_step(slots):
-    predicted = Prediction.of(BatchTrace.single(TracedStep(unrolled(slots, 2), 1)), find_device("B200"), settings=AllocatorSettings())
-    assert sum(standing.block_bytes for standing in predicted.at_peak) == predicted.peak_allocated_bytes
+    predicted = Prediction.of(
+        BatchTrace.single(TracedStep(unrolled(slots, 2), 1)),
+        find_device("B200"),
+        settings=AllocatorSettings(),
+    )
+    assert (
+        sum(standing.block_bytes for standing in predicted.at_peak)
+        == predicted.peak_allocated_bytes
+    )
 
 
 @settings(max_examples=30)
 @given(slots=PROGRAMS, growth_bytes=st.integers(1, 3 * MiB))
 def test_memory_that_grows_is_not_repeated_and_said(slots, growth_bytes):
     growing = replayed(unrolled(slots, 2, growth_bytes=growth_bytes))
-    assert growing.steps == replayed(unrolled(slots, MAX_WINDOWS, growth_bytes=growth_bytes)).steps[:2]
+    assert (
+        growing.steps == replayed(unrolled(slots, MAX_WINDOWS, growth_bytes=growth_bytes)).steps[:2]
+    )
     (caveat,) = growing.caveats
     assert caveat.startswith("Update 2 leaves other memory behind than update 1: it frees ")
 
@@ -136,7 +187,9 @@ def test_storages_pair_by_kind_and_in_their_order():
 
 def count_phases(monkeypatch):
     counted, reset_peaks = [], CachingAllocator.reset_peaks
-    monkeypatch.setattr(CachingAllocator, "reset_peaks", lambda self: (counted.append(1), reset_peaks(self)))
+    monkeypatch.setattr(
+        CachingAllocator, "reset_peaks", lambda self: (counted.append(1), reset_peaks(self))
+    )
     return counted
 
 
@@ -147,7 +200,12 @@ def test_it_stops_when_it_has_settled(monkeypatch):
 
 
 def test_where_it_does_not_settle_the_spread_of_the_peaks_is_said():
-    slots = [(10 * MiB, 48, 72, False), (MiB + 512, 17, 77, True), (10_256_384, 0, 48, True), (10 * MiB, 78, 69, True)]
+    slots = [
+        (10 * MiB, 48, 72, False),
+        (MiB + 512, 17, 77, True),
+        (10_256_384, 0, 48, True),
+        (10 * MiB, 78, 69, True),
+    ]
     result = replayed(unrolled(slots, 2))
     assert result.caveats == (
         "The allocator does not settle: in updates 3 to 6 peak allocated is 38.00 MiB to 39.00 MiB, peak reserved 50.00 MiB. "
@@ -155,12 +213,20 @@ def test_where_it_does_not_settle_the_spread_of_the_peaks_is_said():
     )
     assert result.steps[-1].windows == replayed(unrolled(slots, MAX_WINDOWS)).steps[-1].windows
     traced = BatchTrace.single(TracedStep(unrolled(slots, 2), 1))
-    assert result.caveats[0] in Prediction.of(traced, find_device("T4"), settings=AllocatorSettings()).caveats
+    assert (
+        result.caveats[0]
+        in Prediction.of(traced, find_device("T4"), settings=AllocatorSettings()).caveats
+    )
 
 
 def test_windows_are_the_steps_up_to_an_update():
     steps = (StepStart(), PhaseStart(Phase.BACKWARD), PhaseEnd(Phase.BACKWARD), StepEnd())
-    update = (StepStart(), PhaseStart(Phase.OPTIMIZER_STEP), PhaseEnd(Phase.OPTIMIZER_STEP), StepEnd())
+    update = (
+        StepStart(),
+        PhaseStart(Phase.OPTIMIZER_STEP),
+        PhaseEnd(Phase.OPTIMIZER_STEP),
+        StepEnd(),
+    )
     assert last_window((*steps, *update, Alloc(0, 1), *steps, *update, Free(0))) == (8, 17, 2)
     assert last_window(steps * 3) == (8, 12, 3)
     assert last_window(steps) is None

@@ -10,20 +10,33 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-ON_CPU_AND_CUDA = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+ON_CPU_AND_CUDA = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 
 
 def train(device="cpu", mixed_precision="no", *, is_watched=True, accumulate=1, clip=None):
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(
+        cpu=device == "cpu", mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate
+    )
     own = network()
-    model, optimizer, batches = accelerator.prepare(own, torch.optim.Adam(own.parameters()), loader())
+    model, optimizer, batches = accelerator.prepare(
+        own, torch.optim.Adam(own.parameters()), loader()
+    )
     prediction, recorder = None, mc.MemoryRecorder(sample_every_n_steps=1)
     if is_watched:
         recorder.watch(model, optimizer)
         # accelerate's model enters autocast itself.
-        step = mc.TrainingStep(model, next(iter(batches)), loss=loss_of, optimizer=optimizer, accumulate=accumulate, clip_grad_norm=clip)
+        step = mc.TrainingStep(
+            model,
+            next(iter(batches)),
+            loss=loss_of,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            clip_grad_norm=clip,
+        )
         prediction = mc.predict(step, device="cpu" if device == "cpu" else None)
     torch.manual_seed(1)
     for batch in batches:

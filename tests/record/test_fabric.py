@@ -7,7 +7,9 @@ from loop_parts import B, F, O, labels, loader, loss_of, network, off_bytes
 
 import memcallback as mc
 
-ON_CPU_AND_CUDA = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+ON_CPU_AND_CUDA = pytest.mark.parametrize(
+    "accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 
 
 def train(accelerator="cpu", precision="32-true", *, is_watched=True, accumulate=1, clip=None):
@@ -19,7 +21,13 @@ def train(accelerator="cpu", precision="32-true", *, is_watched=True, accumulate
     if is_watched:
         recorder.watch(model, optimizer)
         step = mc.TrainingStep(
-            own, next(iter(batches)), loss=loss_of, optimizer=optimizer, precision=precision, accumulate=accumulate, clip_grad_norm=clip
+            own,
+            next(iter(batches)),
+            loss=loss_of,
+            optimizer=optimizer,
+            precision=precision,
+            accumulate=accumulate,
+            clip_grad_norm=clip,
         )
         prediction = mc.predict(step, device="cpu" if accelerator == "cpu" else None)
     torch.manual_seed(1)

@@ -32,7 +32,9 @@ def run_of(folder, version=0):
     return EventAccumulator(str(folder / f"version_{version}")).Reload()
 
 
-def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(tmp_path, parts, capsys):
+def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(
+    tmp_path, parts, capsys
+):
     recorder = mc.MemoryRecorder(*parts)
     recorder.watch()
     log = mc.MemoryLog(recorder, step_of(*parts), log_dir=tmp_path)
@@ -40,7 +42,10 @@ def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(tm
     assert log.report is None
     train(*parts, num_steps=2)
     assert log.report.measured.batch_size == 16
-    assert capsys.readouterr().out.count("Memory of one training step (steady, batch size 16) on CPU") == 1
+    assert (
+        capsys.readouterr().out.count("Memory of one training step (steady, batch size 16) on CPU")
+        == 1
+    )
     train(*parts)
     recorder.close()
     output = capsys.readouterr().out
@@ -48,12 +53,19 @@ def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(tm
     assert f"Memory curves: tensorboard --logdir {tmp_path / 'version_0'}" in output
     predicted, measured = log.report.prediction, log.report.measured
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        # The classes do not go through the model, and what is older than a step is not seen on a CPU.
-        assert predicted.phases[phase].peak_allocated_bytes - measured.phases[phase].peak_allocated_bytes == 16 * 8
+        # The classes do not go through the model, and what is older than a step is not seen on a
+        # CPU.
+        assert (
+            predicted.phases[phase].peak_allocated_bytes
+            - measured.phases[phase].peak_allocated_bytes
+            == 16 * 8
+        )
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_there_is_a_point_for_every_interval_of_updates_and_for_the_end(tmp_path, parts, is_watched):
+def test_there_is_a_point_for_every_interval_of_updates_and_for_the_end(
+    tmp_path, parts, is_watched
+):
     model, optimizer = parts
     recorder = mc.MemoryRecorder(model, optimizer)
     if is_watched:
@@ -73,7 +85,12 @@ def test_there_is_a_point_for_every_interval_of_updates_and_for_the_end(tmp_path
     recorder.close()
     run = run_of(tmp_path)
     # The second is the first steady one, which is reported.
-    assert [point.step for point in run.Scalars("memory/backward/peak_allocated_gib")][:4] == [2, 4, 8, 12]
+    assert [point.step for point in run.Scalars("memory/backward/peak_allocated_gib")][:4] == [
+        2,
+        4,
+        8,
+        12,
+    ]
     assert "memory/predicted/backward/peak_allocated_gib" in run.Tags()["scalars"]
     assert "memory/report/text_summary" in run.Tags()["tensors"]
     assert (tmp_path / "version_0" / "memory_layout").is_dir()
@@ -88,7 +105,9 @@ def test_of_an_accumulation_window_the_largest_step_is_logged_with_the_update(tm
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert [point.step for point in run_of(tmp_path).Scalars("memory/backward/peak_allocated_gib")] == [1, 2, 3]
+    assert [
+        point.step for point in run_of(tmp_path).Scalars("memory/backward/peak_allocated_gib")
+    ] == [1, 2, 3]
 
 
 def test_without_a_folder_there_is_no_run(tmp_path, parts, monkeypatch):
@@ -105,8 +124,16 @@ def test_what_cannot_be_predicted_is_recorded_and_told(tmp_path, parts):
     model, optimizer = parts
     recorder = mc.MemoryRecorder(model, optimizer)
     recorder.watch()
-    step = mc.TrainingStep(model, torch.tensor(0.0), loss=lambda model, batch: loss_of(model, BATCH), optimizer=optimizer)
-    with pytest.warns(MemoryWarning, match=r"recorded and not predicted. The batch size cannot be inferred.*MemoryLog\(recorder\)"):
+    step = mc.TrainingStep(
+        model,
+        torch.tensor(0.0),
+        loss=lambda model, batch: loss_of(model, BATCH),
+        optimizer=optimizer,
+    )
+    with pytest.warns(
+        MemoryWarning,
+        match=r"recorded and not predicted. The batch size cannot be inferred.*MemoryLog\(recorder\)",
+    ):
         log = mc.MemoryLog(recorder, step, log_dir=tmp_path)
     assert log.prediction is None
     train(*parts)
@@ -154,7 +181,10 @@ def test_only_rank_zero_writes_and_prints(tmp_path, parts, capsys, monkeypatch):
 
 def test_a_card_to_plan_for_bounds_the_suggestion(parts):
     recorder = mc.MemoryRecorder(*parts)
-    with mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device="64MiB") as log, recorder.watch():
+    with (
+        mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device="64MiB") as log,
+        recorder.watch(),
+    ):
         train(*parts)
     assert log.report.device.capacity_bytes == 64 * 2**20
     assert CLASSES < log.report.advice.batch_size < 64 * 2**20 // (FEATURES * 4)
@@ -165,7 +195,12 @@ def test_a_card_to_plan_for_bounds_the_suggestion(parts):
     [
         (["no recorder"], {}, TypeError, "recorder must be a MemoryRecorder, got 'no recorder'"),
         ([None, "no step"], {}, TypeError, "step must be a TrainingStep, got 'no step'"),
-        ([None], {"log_every_n_steps": 0}, ValueError, "log_every_n_steps must be at least 1, got 0"),
+        (
+            [None],
+            {"log_every_n_steps": 0},
+            ValueError,
+            "log_every_n_steps must be at least 1, got 0",
+        ),
         ([None], {"headroom": 1}, ValueError, "headroom"),
         ([None], {"device": "cpu"}, ValueError, "does not say how much memory to plan for"),
     ],

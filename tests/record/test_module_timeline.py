@@ -1,4 +1,6 @@
-"""A step recorded by module while it runs: what is read, that nothing of the training changes, and that nothing stays behind."""
+"""A step recorded by module while it runs: what is read, that nothing of the training changes, and
+that nothing stays behind.
+"""
 
 import copy
 import gc
@@ -23,32 +25,51 @@ FIGURES = ("num_runs", "start_allocated_bytes", "end_allocated_bytes", "change_b
 
 
 def has_hooks(model):
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")
+    kinds = (
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    )
     return any(getattr(module, kind) for module in model.modules() for kind in kinds)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_measured_and_predicted_modules_agree_on_a_cpu(case):
     make, make_batch = CASES[case]
-    measured, predicted = record(make(), make_batch()).modules, module_models.predict(make, make_batch, device="cpu").modules
+    measured, predicted = (
+        record(make(), make_batch()).modules,
+        module_models.predict(make, make_batch, device="cpu").modules,
+    )
     for module in measured.modules:
         theirs = predicted[module.name]
         assert (module.kind, module.parameter_bytes) == (theirs.kind, theirs.parameter_bytes)
         for ours, other in ((module.forward, theirs.forward), (module.backward, theirs.backward)):
             assert (ours is None) == (other is None), module.name
             if ours is not None:
-                assert [getattr(ours, name) for name in FIGURES] == [getattr(other, name) for name in FIGURES], module.name
+                assert [getattr(ours, name) for name in FIGURES] == [
+                    getattr(other, name) for name in FIGURES
+                ], module.name
                 # A kernel of a CPU takes memory for itself besides, which no trace says.
                 assert ours.peak_allocated_bytes >= other.peak_allocated_bytes
 
 
 def test_the_whole_is_as_without_the_modules():
     make, make_batch = CASES["perceptron"]
-    plain, with_modules = (record(make(), make_batch(), per_module=per_module).steps for per_module in (False, True))
+    plain, with_modules = (
+        record(make(), make_batch(), per_module=per_module).steps for per_module in (False, True)
+    )
     for one, other in zip(plain, with_modules, strict=True):
         for window, theirs in zip(one.windows, other.windows, strict=True):
-            assert (window.covers, window.peak_allocated_bytes) == (theirs.covers, theirs.peak_allocated_bytes)
-            assert (window.start.allocated_bytes, window.end.allocated_bytes) == (theirs.start.allocated_bytes, theirs.end.allocated_bytes)
+            assert (window.covers, window.peak_allocated_bytes) == (
+                theirs.covers,
+                theirs.peak_allocated_bytes,
+            )
+            assert (window.start.allocated_bytes, window.end.allocated_bytes) == (
+                theirs.start.allocated_bytes,
+                theirs.end.allocated_bytes,
+            )
             assert window.start.by_category == theirs.start.by_category
 
 
@@ -94,7 +115,10 @@ def test_several_models_are_told_apart_by_their_numbers():
     assert names == ["", "0", "1", "1.0"]
     assert recorder.modules[""].parameter_bytes == 4 * (64 * 32 + 32 + 32 * 10 + 10)
     # What the loop does between the models, the relu and the loss, is the root's alone.
-    assert recorder.modules[""].kept_bytes > recorder.modules["0"].kept_bytes + recorder.modules["1"].kept_bytes
+    assert (
+        recorder.modules[""].kept_bytes
+        > recorder.modules["0"].kept_bytes + recorder.modules["1"].kept_bytes
+    )
     assert recorder.modules["0"].backward.num_runs == recorder.modules["1"].backward.num_runs == 1
 
 
@@ -104,7 +128,10 @@ def test_what_checkpointing_computes_again_is_in_the_backward_pass_of_its_module
     plain = record(Transformer(), tokens()).modules
     block, plain_block = table["blocks.1"], plain["blocks.1"]
     assert block.kept_bytes < plain_block.kept_bytes
-    assert block.backward.peak_allocated_bytes - block.backward.start_allocated_bytes > plain_block.kept_bytes
+    assert (
+        block.backward.peak_allocated_bytes - block.backward.start_allocated_bytes
+        > plain_block.kept_bytes
+    )
     assert (block.forward.num_runs, table["blocks.1.mlp.1"].forward.num_runs) == (1, 1)
     assert table["blocks.1.mlp.1"].backward.num_runs == 2  # again, then its backward pass
 
@@ -115,7 +142,12 @@ def test_recording_by_module_leaves_the_same_bits(case):
         torch.manual_seed(1234)
         make, make_batch = CASES[case]
         model, losses = make(), []
-        recorder = record(model, make_batch(), per_module=per_module, at_step=lambda _: losses.append(torch.get_rng_state()))
+        recorder = record(
+            model,
+            make_batch(),
+            per_module=per_module,
+            at_step=lambda _: losses.append(torch.get_rng_state()),
+        )
         assert (recorder.modules is not None) == per_module
         gradients = [parameter.grad for parameter in model.parameters()]
         return {"weights": model.state_dict(), "gradients": gradients, "random": losses}
@@ -123,7 +155,9 @@ def test_recording_by_module_leaves_the_same_bits(case):
     assert differences(train(per_module=True), train(per_module=False)) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}], ids=str
+)
 def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path, options):
     callback = MemoryCallback(per_module=True)
     with_it = run(tmp_path, with_callback=True, accelerator="cpu", callback=callback, **options)
@@ -146,7 +180,9 @@ def test_there_are_no_hooks_outside_of_sampled_steps():
 
 def test_there_are_no_hooks_without_per_module():
     model, seen = Perceptron(), []
-    recorder = record(model, vectors(), per_module=False, at_step=lambda _: seen.append(has_hooks(model)))
+    recorder = record(
+        model, vectors(), per_module=False, at_step=lambda _: seen.append(has_hooks(model))
+    )
     assert seen == [False] * 3
     assert recorder.modules is None
 
@@ -238,7 +274,10 @@ def test_an_error_of_ours_ends_the_recording_by_module_and_nothing_else(monkeypa
         raise OSError("no reading.")
 
     monkeypatch.setattr(CpuMeter, "mark", fails)
-    with pytest.warns(mc.MemoryWarning, match=r"Memory by module is not recorded in this step: OSError: no reading\. The rest of it is\."):
+    with pytest.warns(
+        mc.MemoryWarning,
+        match=r"Memory by module is not recorded in this step: OSError: no reading\. The rest of it is\.",
+    ):
         recorder = record(Perceptron(), vectors())
     assert recorder.modules is None
     assert recorder.steady.phases[Phase.BACKWARD].peak_allocated_bytes
@@ -275,7 +314,11 @@ def test_outputs_in_nested_containers_are_followed_into_the_backward_pass():
         def forward(self, x):
             return {"outputs": [(super().forward(x),)], "none": None}
 
-    table = record(Nested(), vectors(), loss_of=lambda m, b: nn.functional.cross_entropy(m(b[0])["outputs"][0][0], b[1])).modules
+    table = record(
+        Nested(),
+        vectors(),
+        loss_of=lambda m, b: nn.functional.cross_entropy(m(b[0])["outputs"][0][0], b[1]),
+    ).modules
     assert table["layers.0.0"].backward.num_runs == 1
 
 
@@ -329,7 +372,9 @@ def test_compiled_parts_of_a_model_are_recorded_as_wholes():
 
 
 def test_a_distributed_model_has_the_names_of_the_model_in_it():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         table = record(nn.parallel.DistributedDataParallel(Transformer()), tokens()).modules
     finally:
@@ -342,7 +387,9 @@ def test_a_distributed_model_has_the_names_of_the_model_in_it():
 
 def test_the_table_is_of_a_steady_step_with_an_update(tmp_path):
     callback = MemoryCallback(per_module=True)
-    training.trainer(tmp_path, [callback], accumulate_grad_batches=2).fit(training.Automatic(), training.loader(6))
+    training.trainer(tmp_path, [callback], accumulate_grad_batches=2).fit(
+        training.Automatic(), training.loader(6)
+    )
     measured = callback.recorder.modules
     predicted = callback.prediction.at(measured.batch_size).modules
     assert measured.batch_size == 8
@@ -358,9 +405,18 @@ def test_the_first_step_alone_gives_no_table():
 def test_by_hand_the_passes_of_one_window_are_told_apart(tmp_path):
     callback = MemoryCallback(per_module=True)
     training.trainer(tmp_path, [callback]).fit(training.ManualRaw(), training.loader(4))
-    assert (Phase.FORWARD, Phase.BACKWARD) in [window.covers for window in callback.recorder.steps[-1].windows]
-    measured, predicted = callback.recorder.modules["network.0"], callback.prediction.modules["network.0"]
-    assert (measured.forward.num_runs, measured.backward.num_runs) == (predicted.forward.num_runs, predicted.backward.num_runs) == (1, 1)
+    assert (Phase.FORWARD, Phase.BACKWARD) in [
+        window.covers for window in callback.recorder.steps[-1].windows
+    ]
+    measured, predicted = (
+        callback.recorder.modules["network.0"],
+        callback.prediction.modules["network.0"],
+    )
+    assert (
+        (measured.forward.num_runs, measured.backward.num_runs)
+        == (predicted.forward.num_runs, predicted.backward.num_runs)
+        == (1, 1)
+    )
     assert measured.kept_bytes == predicted.kept_bytes == 8 * training.NUM_HIDDEN * 4
     assert measured.backward.change_bytes == predicted.backward.change_bytes
 

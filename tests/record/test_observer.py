@@ -20,7 +20,9 @@ def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path, c
         return {
             "fp32": {},
             "bf16-mixed": {"precision": "bf16-mixed"},
-            "16-mixed": {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
+            "16-mixed": {
+                "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+            },
             "accumulation": {"accumulate_grad_batches": 3},
         }[case]
 
@@ -43,7 +45,8 @@ def test_the_comparison_finds_a_single_changed_bit():
     assert differences([1, 2], [1]) == [": length"]
 
 
-#: Draws from every generator before and after all that a plain loop may ask for in between; alone, so that all is imported for the first time.
+#: Draws from every generator before and after all that a plain loop may ask for in between; alone,
+#: so that all is imported for the first time.
 _PLAIN_LOOP = """
 import random, sys, tempfile
 import numpy, torch
@@ -74,5 +77,11 @@ assert "rich" not in sys.modules, "its import draws from Python's generator, onc
 
 def test_a_plain_loop_that_prints_all_there_is_draws_no_random_number():
     environment = {**os.environ, "PYTHONPATH": str(Path(memcallback.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", _PLAIN_LOOP], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _PLAIN_LOOP],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

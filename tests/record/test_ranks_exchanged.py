@@ -1,4 +1,6 @@
-"""Jobs of several ranks: what rank zero shows of them all, and that nobody waits, whatever happens to another."""
+"""Jobs of several ranks: what rank zero shows of them all, and that nobody waits, whatever happens
+to another.
+"""
 
 import json
 
@@ -18,26 +20,38 @@ PHASES = ("forward", "backward", "optimizer step")
 
 
 def own_points(training, interval, num_steps):
-    """The largest step of each interval, as the rank itself recorded it; what is left at the end is in the last."""
+    """The largest step of each interval, as the rank itself recorded it; what is left at the end is
+    in the last.
+    """
     steps, points, last = training["steps"], {}, 0
     for number in range(1, num_steps + 1):
         # The first steady step is a point too.
         if number in (2, num_steps) or number % interval == 0:
             since = [step for step in steps[last:number] if not step.is_warm_up]
-            points[number], last = max(since, key=lambda step: (step.peak_allocated_bytes, step.index)), number
+            points[number], last = (
+                max(since, key=lambda step: (step.peak_allocated_bytes, step.index)),
+                number,
+            )
     return points
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    ranks = run(Job(num_steps=7, predicts=True, batch_sizes={0: 8, 1: 24}, capacities={0: "2GiB", 1: "1GiB"}), folder)
+    ranks = run(
+        Job(
+            num_steps=7, predicts=True, batch_sizes={0: 8, 1: 24}, capacities={0: "2GiB", 1: "1GiB"}
+        ),
+        folder,
+    )
     return [rank.found[0] for rank in ranks], [rank.output for rank in ranks], folder / "logs"
 
 
 def scalars(folder, tag):
     (run_folder,) = folder.glob("version_*")
-    return {point.step: point.value for point in EventAccumulator(str(run_folder)).Reload().Scalars(tag)}
+    return {
+        point.step: point.value for point in EventAccumulator(str(run_folder)).Reload().Scalars(tag)
+    }
 
 
 def test_the_range_is_of_what_each_rank_recorded_itself(two):
@@ -47,9 +61,14 @@ def test_the_range_is_of_what_each_rank_recorded_itself(two):
     assert [point.rank for point in ranks.points] == [0, 1]
     for point, training in zip(ranks.points, trainings, strict=True):
         last = own_points(training, 2, 7)[7]
-        assert point.phases == {phase: memory.peak_allocated_bytes for phase, memory in last.phases.items()}
+        assert point.phases == {
+            phase: memory.peak_allocated_bytes for phase, memory in last.phases.items()
+        }
         assert point.peak_allocated_bytes == last.peak_allocated_bytes
-        assert point.predicted == {phase: memory.peak_allocated_bytes for phase, memory in training["prediction"].phases.items()}
+        assert point.predicted == {
+            phase: memory.peak_allocated_bytes
+            for phase, memory in training["prediction"].phases.items()
+        }
     low, high = sorted(point.peak_allocated_bytes for point in ranks.points)
     assert ranks.peak_allocated == (low, (low + high) // 2, high)
     assert [point.capacity_bytes for point in ranks.points] == [2 * GiB, GiB]
@@ -63,12 +82,20 @@ def test_tensorboard_has_the_band_and_the_worst_ranks_phases_at_each_point(two):
         curve = scalars(folder, f"memory/ranks/peak_allocated_{which}_gib")
         assert list(curve) == [2, 4, 6, 7]
         for number, value in curve.items():
-            assert value * GiB == pytest.approx(choose(of[number].peak_allocated_bytes for of in points), rel=1e-3)
+            assert value * GiB == pytest.approx(
+                choose(of[number].peak_allocated_bytes for of in points), rel=1e-3
+            )
     for phase in Phase:
         measured = scalars(folder, f"memory/ranks/worst/{phase.value}/peak_allocated_gib")
-        predicted = scalars(folder, f"memory/ranks/worst/predicted/{phase.value}/peak_allocated_gib")
-        assert measured[7] * GiB == pytest.approx(points[1][7].phases[phase].peak_allocated_bytes, rel=1e-3)
-        assert predicted[7] * GiB == pytest.approx(trainings[1]["prediction"].phases[phase].peak_allocated_bytes, rel=1e-3)
+        predicted = scalars(
+            folder, f"memory/ranks/worst/predicted/{phase.value}/peak_allocated_gib"
+        )
+        assert measured[7] * GiB == pytest.approx(
+            points[1][7].phases[phase].peak_allocated_bytes, rel=1e-3
+        )
+        assert predicted[7] * GiB == pytest.approx(
+            trainings[1]["prediction"].phases[phase].peak_allocated_bytes, rel=1e-3
+        )
     assert set(scalars(folder, "memory/ranks/worst/rank").values()) == {1}
     assert set(scalars(folder, "memory/ranks/num_ranks").values()) == {2}
 
@@ -76,11 +103,19 @@ def test_tensorboard_has_the_band_and_the_worst_ranks_phases_at_each_point(two):
 def test_the_dashboard_has_a_chart_of_the_band_and_every_tag_of_its_charts_is_there(two):
     (run_folder,) = two[2].glob("version_*")
     tags = EventAccumulator(str(run_folder)).Reload().Tags()["scalars"]
-    event = EventAccumulator(str(run_folder / LAYOUT_RUN)).Reload().Tensors("custom_scalars__config__")[0]
+    event = (
+        EventAccumulator(str(run_folder / LAYOUT_RUN))
+        .Reload()
+        .Tensors("custom_scalars__config__")[0]
+    )
     layout = Layout.FromString(event.tensor_proto.string_val[0])
-    (category,) = [category for category in layout.category if category.title == "Memory: over the ranks"]
+    (category,) = [
+        category for category in layout.category if category.title == "Memory: over the ranks"
+    ]
     (band,) = [series for chart in category.chart for series in chart.margin.series]
-    assert (band.lower, band.value, band.upper) == tuple(f"memory/ranks/peak_allocated_{which}_gib" for which in ("min", "mean", "max"))
+    assert (band.lower, band.value, band.upper) == tuple(
+        f"memory/ranks/peak_allocated_{which}_gib" for which in ("min", "mean", "max")
+    )
     lines = [tag.removesuffix("$") for chart in category.chart for tag in chart.multiline.tag]
     assert {band.lower, band.value, band.upper, *lines} <= set(tags)
     assert len(lines) == 8
@@ -90,7 +125,17 @@ def test_at_most_15_tags_are_over_the_ranks(two):
     (run_folder,) = two[2].glob("version_*")
     tags = EventAccumulator(str(run_folder)).Reload().Tags()["scalars"]
     assert 0 < len([tag for tag in tags if tag.startswith("memory/ranks/")]) <= 15
-    assert 0 < len([tag for tag in tags if tag.startswith("memory/") and not tag.startswith("memory/ranks/")]) <= 15
+    assert (
+        0
+        < len(
+            [
+                tag
+                for tag in tags
+                if tag.startswith("memory/") and not tag.startswith("memory/ranks/")
+            ]
+        )
+        <= 15
+    )
 
 
 def test_rank_zero_prints_for_all_and_the_others_nothing(two):
@@ -106,14 +151,19 @@ def without_us(job, folder):
 
 
 def fates(ranks):
-    return [(rank.exit_code, rank.found if isinstance(rank.found, type) else None) for rank in ranks]
+    return [
+        (rank.exit_code, rank.found if isinstance(rank.found, type) else None) for rank in ranks
+    ]
 
 
 def test_both_ranks_have_the_same_bits_with_and_without_the_log(tmp_path):
     job = Job(predicts=True)
     with_it, without = run(job, tmp_path / "with"), without_us(job, tmp_path / "without")
     for ours, theirs in zip(with_it, without, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(ours.found[0]["weights"], theirs.found[0]["weights"], strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(ours.found[0]["weights"], theirs.found[0]["weights"], strict=True)
+        )
         assert torch.equal(ours.found[0]["generator"], theirs.found[0]["generator"])
     assert with_it[0].found[0]["report"].ranks is not None
     assert without[0].found[0]["report"] is None
@@ -132,7 +182,9 @@ def test_where_a_rank_is_killed_the_other_ends_as_without_us(tmp_path, rank, pha
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_out_of_memory_on_one_rank_is_reported_there_and_the_other_ends_as_without_us(tmp_path, rank):
+def test_out_of_memory_on_one_rank_is_reported_there_and_the_other_ends_as_without_us(
+    tmp_path, rank
+):
     job = Job(strike=(rank, "backward", "oom"), predicts=True)
     ranks, without = run(job, tmp_path / "with"), without_us(job, tmp_path / "without")
     assert fates(ranks) == fates(without)
@@ -150,16 +202,27 @@ def test_a_log_on_one_rank_alone_waits_for_nobody(tmp_path, rank):
     assert fates(ranks) == [(0, None)] * 2
     report = ranks[rank].found[0]["report"]
     assert report.measured is not None
-    assert report.ranks is None
-    assert ("What the other ranks took is not told: no figures of theirs came." in report.notes) == (rank == 0)
+    assert report.rank_values is None
+    assert (
+        "What the other ranks took is not told: no figures of theirs came." in report.notes
+    ) == (rank == 0)
 
 
 def test_ranks_that_log_at_different_steps_are_put_together(tmp_path):
     ranks = run(Job(num_steps=8, intervals={0: 2, 1: 3}), tmp_path)
-    assert list(scalars(tmp_path / "logs", "memory/ranks/num_ranks").items()) == [(2, 2), (4, 2), (6, 2), (8, 2)]
-    points = [own_points(rank.found[0], interval, 8) for rank, interval in zip(ranks, (2, 3), strict=True)]
+    assert list(scalars(tmp_path / "logs", "memory/ranks/num_ranks").items()) == [
+        (2, 2),
+        (4, 2),
+        (6, 2),
+        (8, 2),
+    ]
+    points = [
+        own_points(rank.found[0], interval, 8) for rank, interval in zip(ranks, (2, 3), strict=True)
+    ]
     curve = scalars(tmp_path / "logs", "memory/ranks/peak_allocated_max_gib")
-    assert curve[4] * GiB == pytest.approx(max(points[0][4].peak_allocated_bytes, points[1][3].peak_allocated_bytes), rel=1e-3)
+    assert curve[4] * GiB == pytest.approx(
+        max(points[0][4].peak_allocated_bytes, points[1][3].peak_allocated_bytes), rel=1e-3
+    )
 
 
 def test_a_job_of_one_rank_has_nothing_to_put_together(tmp_path):
@@ -183,7 +246,10 @@ def test_each_rank_counts_its_part_of_a_sharded_model_and_trains_the_same_bits(t
     job = Job(is_sharded=True)
     ranks, without = run(job, tmp_path / "with"), without_us(job, tmp_path / "without")
     for ours, theirs in zip(ranks, without, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(ours.found[0]["weights"], theirs.found[0]["weights"], strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(ours.found[0]["weights"], theirs.found[0]["weights"], strict=True)
+        )
         held = ours.found[0]["steps"][-1].windows[-1].end.by_category
         part_bytes = sum(weights.nbytes for weights in ours.found[0]["weights"])
         assert held[Category.PARAMETER] == part_bytes == (64 * 128 + 128 + 128 * 10 + 10) * 4 // 2
@@ -196,7 +262,10 @@ def test_trainings_one_after_the_other_keep_their_points_apart(tmp_path):
     ranks = run(Job(trainings=2), tmp_path)
     for number in (0, 1):
         for point, rank in zip(ranks[0].found[number]["report"].ranks.points, ranks, strict=True):
-            assert point.peak_allocated_bytes == own_points(rank.found[number], 2, 6)[6].peak_allocated_bytes
+            assert (
+                point.peak_allocated_bytes
+                == own_points(rank.found[number], 2, 6)[6].peak_allocated_bytes
+            )
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path):
@@ -209,4 +278,6 @@ def test_ranks_that_met_through_a_file_are_recorded_each_for_itself(tmp_path):
     ranks = run(Job(store="file"), tmp_path)
     assert fates(ranks) == [(0, None)] * 2
     assert ranks[0].found[0]["report"].ranks is None
-    assert "What the other ranks took is not told: the ranks have no TCPStore" in ranks[0].output.replace("\n  ", " ")
+    assert "What the other ranks took is not told: the ranks have no TCPStore" in ranks[
+        0
+    ].output.replace("\n  ", " ")

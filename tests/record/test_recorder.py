@@ -171,7 +171,11 @@ def test_an_accumulation_window_is_a_step_for_each_batch(parts):
                 with recorder.phase(Phase.OPTIMIZER_STEP):
                     optimizer.step()
                     optimizer.zero_grad()
-    assert [Phase.OPTIMIZER_STEP in step.phases for step in recorder.steps] == [False, False, True] * 2
+    assert [Phase.OPTIMIZER_STEP in step.phases for step in recorder.steps] == [
+        False,
+        False,
+        True,
+    ] * 2
     assert [step.is_warm_up for step in recorder.steps] == [True] * 3 + [False] * 3
 
 
@@ -203,14 +207,19 @@ def test_the_lifetime_peak_is_the_largest_of_all_steps(parts):
     train_step(recorder, *parts)
     train_step(recorder, *parts, batch=torch.ones(512, 50))
     train_step(recorder, *parts)
-    assert recorder.lifetime_peak_allocated_bytes == max(step.peak_allocated_bytes for step in recorder.steps)
+    assert recorder.lifetime_peak_allocated_bytes == max(
+        step.peak_allocated_bytes for step in recorder.steps
+    )
     assert recorder.lifetime_peak_allocated_bytes > recorder.steps[-1].peak_allocated_bytes
 
 
 def test_a_phase_outside_a_step_is_refused(parts):
     recorder = MemoryRecorder(*parts)
     with (
-        pytest.raises(RuntimeError, match=r"The phase 'forward' is outside a step. Put it inside `with recorder.step"),
+        pytest.raises(
+            RuntimeError,
+            match=r"The phase 'forward' is outside a step. Put it inside `with recorder.step",
+        ),
         recorder.phase(Phase.FORWARD),
     ):
         pass
@@ -218,14 +227,22 @@ def test_a_phase_outside_a_step_is_refused(parts):
 
 def test_a_step_inside_a_step_is_refused_and_the_outer_one_survives(parts):
     recorder = MemoryRecorder(*parts)
-    with recorder.step(BATCH), pytest.raises(RuntimeError, match="A step is open already"), recorder.step(BATCH):
+    with (
+        recorder.step(BATCH),
+        pytest.raises(RuntimeError, match="A step is open already"),
+        recorder.step(BATCH),
+    ):
         pass
     assert len(recorder.steps) == 1
 
 
 def test_what_is_not_a_phase_is_refused(parts):
     recorder = MemoryRecorder(*parts)
-    with recorder.step(BATCH), pytest.raises(TypeError, match=r"must be a memcallback.Phase, got 'forward'"), recorder.phase("forward"):
+    with (
+        recorder.step(BATCH),
+        pytest.raises(TypeError, match=r"must be a memcallback.Phase, got 'forward'"),
+        recorder.phase("forward"),
+    ):
         pass
 
 

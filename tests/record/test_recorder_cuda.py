@@ -1,6 +1,7 @@
 """On a CUDA device, real or virtual: the recorded figures against torch's own.
 
-A virtual device computes zeros, so a GradScaler sees no overflow there; the test that needs one makes it itself.
+A virtual device computes zeros, so a GradScaler sees no overflow there; the test that needs one
+makes it itself.
 """
 
 import gc
@@ -54,13 +55,20 @@ def fit(tmp_path, module=None, *, data=None, callbacks=(), callback=None, **opti
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Every read of the allocator that the callback makes, as torch.cuda.memory_stats() gives it at the same moment."""
+    """Every read of the allocator that the callback makes, as torch.cuda.memory_stats() gives it at
+    the same moment.
+    """
     taken = []
     original = AllocatorMeter.read
 
     def spy(meter, held):
         taken.append(
-            (torch.cuda.memory_stats(), torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.memory._snapshot())
+            (
+                torch.cuda.memory_stats(),
+                torch.cuda.memory_allocated(),
+                torch.cuda.memory_reserved(),
+                torch.cuda.memory._snapshot(),
+            )
         )
         original(meter, held)
 
@@ -82,7 +90,13 @@ def test_every_figure_is_that_of_torch_cuda_memory_stats(tmp_path, reads, precis
         # Five reads a step: forward start and end, backward start and end, optimizer end.
         of_step = reads[position : position + 5]
         position += 5
-        boundaries = [step.windows[0].start, step.windows[0].end, step.windows[1].start, step.windows[1].end, step.windows[2].end]
+        boundaries = [
+            step.windows[0].start,
+            step.windows[0].end,
+            step.windows[1].start,
+            step.windows[1].end,
+            step.windows[2].end,
+        ]
         assert step.windows[2].start == step.windows[1].end
         for stats, (raw, allocated, reserved, snapshot) in zip(boundaries, of_step, strict=True):
             assert stats.allocated_bytes == raw["allocated_bytes.all.current"] == allocated
@@ -91,7 +105,10 @@ def test_every_figure_is_that_of_torch_cuda_memory_stats(tmp_path, reads, precis
             assert stats.inactive_split_bytes == raw["inactive_split_bytes.all.current"]
             assert stats.requested_bytes == raw["requested_bytes.all.current"]
             assert stats.peak_allocated_bytes == raw["allocated_bytes.all.peak"]
-            assert (stats.num_alloc_retries, stats.num_ooms) == (raw["num_alloc_retries"], raw["num_ooms"])
+            assert (stats.num_alloc_retries, stats.num_ooms) == (
+                raw["num_alloc_retries"],
+                raw["num_ooms"],
+            )
             segments = snapshot["segments"]
             assert stats.reserved_bytes == sum(segment["total_size"] for segment in segments)
             assert stats.allocated_bytes == sum(segment["allocated_size"] for segment in segments)
@@ -132,7 +149,10 @@ def test_the_peak_of_a_phase_is_that_of_its_own_history(tmp_path):
         torch.cuda.memory._record_memory_history(enabled=None)
     step = callback.recorder.steps[-1]
     last = dict(marks[-4:])
-    for window, start, end in ((step.windows[0], last["F"], last["f"]), (step.windows[1], last["B"], last["b"])):
+    for window, start, end in (
+        (step.windows[0], last["F"], last["f"]),
+        (step.windows[1], last["B"], last["b"]),
+    ):
         alive = peak = 0
         for entry in trace[start:end]:
             if entry["action"] == "alloc":
@@ -140,7 +160,8 @@ def test_the_peak_of_a_phase_is_that_of_its_own_history(tmp_path):
                 peak = max(peak, alive)
             elif entry["action"] == "free_completed":
                 alive -= entry["size"]
-        # The history has requested sizes, the counters those of blocks: rounded up to 512 B, with tails of up to 1 MiB not split off.
+        # The history has requested sizes, the counters those of blocks: rounded up to 512 B, with
+        # tails of up to 1 MiB not split off.
         num_allocs = sum(entry["action"] == "alloc" for entry in trace[start:end])
         above = window.peak_allocated_bytes - window.start.allocated_bytes
         assert peak <= above <= peak + num_allocs * MiB
@@ -149,8 +170,20 @@ def test_the_peak_of_a_phase_is_that_of_its_own_history(tmp_path):
 
 def test_an_accumulation_window_is_recorded_as_it_ran(tmp_path):
     callback = fit(tmp_path, data=images(5), accumulate_grad_batches=2)
-    assert [O in step.phases for step in callback.recorder.steps] == [False, True, False, True, True]
-    assert [step.is_warm_up for step in callback.recorder.steps] == [True, True, False, False, False]
+    assert [O in step.phases for step in callback.recorder.steps] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert [step.is_warm_up for step in callback.recorder.steps] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_an_update_that_the_grad_scaler_skips_is_seen(tmp_path, monkeypatch):
@@ -174,7 +207,9 @@ def test_an_oom_in_training_step_goes_on_unchanged_and_is_counted(tmp_path, caps
             return super().training_step(batch, batch_idx)
 
     callback = MemoryCallback(predict=False)
-    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 32768\.00 GiB"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 32768\.00 GiB"
+    ):
         fit(tmp_path, Greedy(), callback=callback)
     last = callback.recorder.steps[-1]
     assert last.is_interrupted
@@ -185,7 +220,9 @@ def test_an_oom_in_training_step_goes_on_unchanged_and_is_counted(tmp_path, caps
 
 def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path):
     callback = MemoryCallback()
-    with_it = run(tmp_path, with_callback=True, accelerator="gpu", callback=callback, precision="16-mixed")
+    with_it = run(
+        tmp_path, with_callback=True, accelerator="gpu", callback=callback, precision="16-mixed"
+    )
     without = run(tmp_path, with_callback=False, accelerator="gpu", precision="16-mixed")
     assert differences(with_it, without) == []
     assert callback.prediction is not None
@@ -205,7 +242,13 @@ def test_a_step_makes_at_most_five_reads_and_nothing_waits_for_the_device(tmp_pa
 
         monkeypatch.setattr(owner, name, counted)
 
-    for name in ("memory_stats", "memory_stats_as_nested_dict", "memory_allocated", "max_memory_allocated", "memory_reserved"):
+    for name in (
+        "memory_stats",
+        "memory_stats_as_nested_dict",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+    ):
         count(torch.cuda, name, "reads")
     count(torch.cuda, "synchronize", "waits")
     count(torch.cuda.Stream, "synchronize", "waits")
@@ -263,7 +306,9 @@ def test_the_lifetime_peak_is_what_torch_would_have_said(tmp_path):
         gc.collect()  # what other tests have left is not to go in one of the two
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        loop = training.trainer(tmp_path, callbacks, accelerator="gpu", max_epochs=2, num_sanity_val_steps=0)
+        loop = training.trainer(
+            tmp_path, callbacks, accelerator="gpu", max_epochs=2, num_sanity_val_steps=0
+        )
         loop.fit(Validates(), images(), images(1))
         return torch.cuda.max_memory_allocated()
 
@@ -295,7 +340,9 @@ def test_the_suggestion_comes_from_the_largest_step_even_if_its_holdings_were_no
     def batch(size):
         return torch.randn(size, 3, 32, 32), torch.randint(0, 100, (size,))
 
-    data = torch.utils.data.DataLoader([batch(4)] * 6 + [batch(64)] + [batch(4)] * 3, batch_size=None)
+    data = torch.utils.data.DataLoader(
+        [batch(4)] * 6 + [batch(64)] + [batch(4)] * 3, batch_size=None
+    )
     callback = fit(tmp_path, data=data, log_every_n_steps=50)
     assert callback.recorder.steps[6].held_bytes is None
     assert callback.report.measured.held_bytes is not None
@@ -335,11 +382,16 @@ def test_a_suggested_batch_size_runs_within_its_budget_even_where_gradients_hide
     model = Wide().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch_size in (4, 16, 64):
-        advice = reserved_peak(model, optimizer, batch_size).report(capacity_bytes=2 * 1024 * MiB).advice
+        advice = (
+            reserved_peak(model, optimizer, batch_size).report(capacity_bytes=2 * 1024 * MiB).advice
+        )
         assert advice.is_measured
         assert advice.batch_size > batch_size
         torch.cuda.empty_cache()
-        assert reserved_peak(model, optimizer, advice.batch_size).steps[-1].peak_reserved_bytes <= advice.budget_bytes
+        assert (
+            reserved_peak(model, optimizer, advice.batch_size).steps[-1].peak_reserved_bytes
+            <= advice.budget_bytes
+        )
         torch.cuda.empty_cache()
 
 
@@ -406,7 +458,10 @@ def test_a_model_on_two_devices_is_recorded_on_the_one_that_trains(tmp_path):
 
     callback = Elsewhere()
     with (
-        pytest.warns(mc.MemoryWarning, match=r"parameters are on 2 devices \(cuda:0, cuda:1\); memory of cuda:0 alone"),
+        pytest.warns(
+            mc.MemoryWarning,
+            match=r"parameters are on 2 devices \(cuda:0, cuda:1\); memory of cuda:0 alone",
+        ),
         pytest.warns(mc.MemoryWarning, match=r"and a trace has one. The textbook law stands in"),
     ):
         fit(tmp_path, callback=callback, devices=1)
@@ -421,7 +476,9 @@ class Transformer(training.Automatic):
         super().__init__(**options)
         layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=True)
         self.network = nn.Sequential(
-            nn.Embedding(500, 128), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(128, 500)
+            nn.Embedding(500, 128),
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.Linear(128, 500),
         )
 
     def training_step(self, batch, batch_idx):
@@ -431,23 +488,44 @@ class Transformer(training.Automatic):
 
 
 def tokens(num_batches=6):
-    return torch.utils.data.DataLoader([torch.randint(0, 500, (16, 64))] * num_batches, batch_size=None)
+    return torch.utils.data.DataLoader(
+        [torch.randint(0, 500, (16, 64))] * num_batches, batch_size=None
+    )
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize(("make", "data"), [(Convolutions, images), (Transformer, tokens)])
-def test_what_is_predicted_before_the_first_step_is_measured_in_a_steady_one(tmp_path, make, data, precision):
+def test_what_is_predicted_before_the_first_step_is_measured_in_a_steady_one(
+    tmp_path, make, data, precision
+):
     from lightning.pytorch.loggers.logger import DummyLogger
 
     logged = []
     logger = DummyLogger()
-    logger.log_metrics = lambda metrics, step: logged.append(metrics) if "memory/capacity_gib" in metrics else None
-    callback = fit(tmp_path, make(), data=data(), precision=precision, logger=logger, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    logger.log_metrics = lambda metrics, step: (
+        logged.append(metrics) if "memory/capacity_gib" in metrics else None
+    )
+    callback = fit(
+        tmp_path,
+        make(),
+        data=data(),
+        precision=precision,
+        logger=logger,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+    )
     assert isinstance(callback.prediction, mc.Prediction)
     assert callback.prediction.device_name == torch.cuda.get_device_name()
     assert callback.prediction.capacity_bytes == torch.cuda.get_device_properties(0).total_memory
     assert abs(logged[-1]["memory/prediction_error_pct"]) <= 0.1
-    assert abs(logged[-1]["memory/predicted/peak_reserved_gib"] / logged[-1]["memory/peak_reserved_gib"] - 1) <= 0.02
+    assert (
+        abs(
+            logged[-1]["memory/predicted/peak_reserved_gib"]
+            / logged[-1]["memory/peak_reserved_gib"]
+            - 1
+        )
+        <= 0.02
+    )
     assert not any("The prediction is off" in line for line in callback.report.lines())
     assert callback.report.advice.line.prediction.batch_size == 16
 

@@ -15,7 +15,9 @@ from memcallback import MemoryRecorder, MemoryWarning, Phase
 from memcallback.core.types import Category
 
 F, B, O = "forward", "backward", "optimizer step"  # noqa: E741
-ON_CPU_AND_CUDA = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+ON_CPU_AND_CUDA = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 BATCH = torch.ones(16, 50)
 
 
@@ -70,14 +72,27 @@ def test_the_phases_of_a_plain_loop_mark_themselves(parts):
 def test_every_figure_is_that_of_phases_marked_by_hand(device, with_scaler):
     def run(is_watched):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 30 * 30, 500)).to(device)
+        model = nn.Sequential(
+            nn.Conv2d(3, 32, 3),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 30 * 30, 500),
+        ).to(device)
         optimizer = torch.optim.Adam(model.parameters())
         scaler = torch.amp.GradScaler(device, enabled=with_scaler)
         recorder = MemoryRecorder(model, optimizer, sample_every_n_steps=1)
         if is_watched:
             recorder.watch()
         for size in (16, 16, 32, 16):
-            step(recorder, is_watched, model, optimizer, scaler, torch.ones(size, 3, 32, 32, device=device))
+            step(
+                recorder,
+                is_watched,
+                model,
+                optimizer,
+                scaler,
+                torch.ones(size, 3, 32, 32, device=device),
+            )
         recorder.close()
         return recorder.steps
 
@@ -190,7 +205,8 @@ def test_a_backward_pass_inside_another_belongs_to_it(parts):
     model, optimizer = parts
     recorder, watch = watched(model, optimizer)
     with watch:
-        # Reentrant checkpointing calls torch.autograd.backward, and the modules, inside the backward pass.
+        # Reentrant checkpointing calls torch.autograd.backward, and the modules, inside the
+        # backward pass.
         hidden = checkpoint(model[:3], BATCH.clone().requires_grad_(), use_reentrant=True)
         model[3](hidden).sum().backward()
         assert labels(recorder) == []
@@ -216,7 +232,9 @@ def test_a_loop_that_only_asks_for_gradients_says_what_its_window_covers(parts):
     recorder, watch = watched(model, optimizer)
     with watch:
         parameters = list(model.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(model(BATCH).sum(), parameters), strict=True):
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(model(BATCH).sum(), parameters), strict=True
+        ):
             parameter.grad = gradient
         optimizer.step()
     assert labels(recorder) == [["forward + backward", O]]
@@ -239,7 +257,10 @@ def test_evaluation_between_steps_is_no_step(parts):
 def gan():
     torch.manual_seed(0)
     generator, discriminator = nn.Linear(8, 50), nn.Linear(50, 1)
-    optimizers = [torch.optim.SGD(generator.parameters(), lr=0.1), torch.optim.SGD(discriminator.parameters(), lr=0.1)]
+    optimizers = [
+        torch.optim.SGD(generator.parameters(), lr=0.1),
+        torch.optim.SGD(discriminator.parameters(), lr=0.1),
+    ]
 
     def batch(noise):
         discriminator(generator(noise).detach()).sum().backward()
@@ -274,7 +295,10 @@ def test_a_gan_is_one_step_where_its_loop_says_so():
 
 def test_a_step_of_two_optimizers_ends_with_the_second(parts):
     model, _ = parts
-    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[3].parameters())]
+    optimizers = [
+        torch.optim.SGD(model[0].parameters(), lr=0.1),
+        torch.optim.Adam(model[3].parameters()),
+    ]
     recorder, watch = watched(model, optimizers)
     with watch:
         for number in (1, 2):
@@ -287,7 +311,9 @@ def test_a_step_of_two_optimizers_ends_with_the_second(parts):
 
 def test_an_optimizer_that_calls_the_model_itself_has_its_updates_between_the_passes(parts):
     model, _ = parts
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, line_search_fn=None, tolerance_grad=0, tolerance_change=0)
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=2, line_search_fn=None, tolerance_grad=0, tolerance_change=0
+    )
     recorder, watch = watched(model, optimizer)
 
     def closure():
@@ -329,7 +355,9 @@ def test_a_model_inside_a_wrapper_is_watched(parts):
 
 def test_a_wrapper_is_watched_and_has_the_models_batch_size(tmp_path, parts):
     model, optimizer = parts
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         replica = nn.parallel.DistributedDataParallel(model)
         recorder, watch = watched(replica, optimizer)
@@ -340,7 +368,10 @@ def test_a_wrapper_is_watched_and_has_the_models_batch_size(tmp_path, parts):
         torch.distributed.destroy_process_group()
     assert labels(recorder) == [[F, B, O]] * 2
     assert recorder.steps[1].batch_size == 16
-    assert recorder.steps[1].windows[0].start.by_category[Category.PARAMETER] == sum(p.numel() for p in model.parameters()) * 4
+    assert (
+        recorder.steps[1].windows[0].start.by_category[Category.PARAMETER]
+        == sum(p.numel() for p in model.parameters()) * 4
+    )
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer step"])
@@ -428,7 +459,9 @@ def test_closing_leaves_nothing_behind(parts):
     train_step(model, optimizer)
     recorder.close()
     assert torch.autograd.backward is original
-    assert not any((model._forward_pre_hooks, model._forward_hooks, model._forward_hooks_always_called))
+    assert not any(
+        (model._forward_pre_hooks, model._forward_hooks, model._forward_hooks_always_called)
+    )
     assert not any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
 
 
@@ -514,7 +547,10 @@ def test_a_model_that_is_not_seen_is_told_of_once(parts):
     model.compile(backend="eager", fullgraph=True)
     recorder, watch = watched(model, optimizer)
     with watch:
-        with pytest.warns(MemoryWarning, match=r"its model was not seen to be called in training mode.*with recorder.step\(batch\)"):
+        with pytest.warns(
+            MemoryWarning,
+            match=r"its model was not seen to be called in training mode.*with recorder.step\(batch\)",
+        ):
             train_step(model, optimizer)
         train_step(model, optimizer)
         with recorder.step(BATCH):
@@ -539,7 +575,8 @@ def test_an_error_of_ours_ends_the_watch_and_not_the_training(parts, monkeypatch
 
     monkeypatch.setattr(recorder, "open_phase", fails)
     with pytest.warns(
-        MemoryWarning, match=r"Watch has stopped recording: ZeroDivisionError in _forward_begins: of ours\. Training goes on"
+        MemoryWarning,
+        match=r"Watch has stopped recording: ZeroDivisionError in _forward_begins: of ours\. Training goes on",
     ):
         train_step(model, optimizer)
     train_step(model, optimizer)
@@ -570,7 +607,9 @@ def test_training_leaves_the_same_bits_watched_and_not(device):
 
 
 def test_there_must_be_a_model():
-    with pytest.raises(ValueError, match=r"There is no model to watch. Give it: recorder.watch\(model, optimizer\)"):
+    with pytest.raises(
+        ValueError, match=r"There is no model to watch. Give it: recorder.watch\(model, optimizer\)"
+    ):
         MemoryRecorder().watch()
 
 
@@ -580,7 +619,10 @@ def test_a_batch_size_below_one_is_refused(parts):
 
 
 def test_a_watch_whose_recorder_is_gone_says_so(parts):
-    with pytest.raises(RuntimeError, match="The recorder of this watch is gone"), MemoryRecorder().watch(*parts):
+    with (
+        pytest.raises(RuntimeError, match="The recorder of this watch is gone"),
+        MemoryRecorder().watch(*parts),
+    ):
         pass
 
 

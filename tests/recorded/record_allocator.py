@@ -1,9 +1,12 @@
-"""Record what the CUDA caching allocator does in training steps, and what it reports after every event.
+"""Record what the CUDA caching allocator does in training steps, and what it reports after every
+event.
 
-    python tests/recorded/record_allocator.py            # all runs, each in a process of its own, into tests/recorded/allocator/
-    python tests/recorded/record_allocator.py --steps 32 --only cnn mlp transformer-fp32 --out tests/recorded/allocator_long      # long ones
+    python tests/recorded/record_allocator.py            # all runs, each in a process of its own,
+    into tests/recorded/allocator/ python tests/recorded/record_allocator.py --steps 32 --only cnn
+    mlp transformer-fp32 --out tests/recorded/allocator_long      # long ones
 
-Needs a CUDA device, real or virtual. The files are read by tests/prediction/test_allocator_recorded.py; README.md beside this script tells the format.
+Needs a CUDA device, real or virtual. The files are read by
+tests/prediction/test_allocator_recorded.py; README.md beside this script tells the format.
 """
 
 from __future__ import annotations
@@ -35,9 +38,17 @@ SETTINGS = {
     "max-split": "max_split_size_mb:32",
     "roundup": "roundup_power2_divisions:[1:8,4:4,>:2]",
 }
-#: The memory of a device for `mixed`: little enough that much is given back and asked for again, and some is refused.
+#: The memory of a device for `mixed`: little enough that much is given back and asked for again,
+#: and some is refused.
 LIMIT_MIB = 400
-CODES = {"alloc": "a", "free_requested": "r", "free_completed": "f", "segment_alloc": "S", "segment_free": "F", "oom": "O"}
+CODES = {
+    "alloc": "a",
+    "free_requested": "r",
+    "free_completed": "f",
+    "segment_alloc": "S",
+    "segment_free": "F",
+    "oom": "O",
+}
 CODES |= {"segment_map": "M", "segment_unmap": "U"}
 
 
@@ -64,10 +75,21 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         convolutions = [
             layer
             for i, o in itertools.pairwise(widths)
-            for layer in (nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+            for layer in (
+                nn.Conv2d(i, o, 3, padding=1),
+                nn.BatchNorm2d(o),
+                nn.ReLU(inplace=True),
+                nn.MaxPool2d(2),
+            )
         ]
-        model: nn.Module = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(4096, 100))
-        return model.cuda(), torch.randn(24, 3, 72, 72, device="cuda"), torch.zeros(24, dtype=torch.long, device="cuda")
+        model: nn.Module = nn.Sequential(
+            *convolutions, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(4096, 100)
+        )
+        return (
+            model.cuda(),
+            torch.randn(24, 3, 72, 72, device="cuda"),
+            torch.zeros(24, dtype=torch.long, device="cuda"),
+        )
     if name == "transformer":
         return (
             Transformer().cuda(),
@@ -75,9 +97,19 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
             torch.zeros(6, 120, dtype=torch.long, device="cuda"),
         )
     mlp = nn.Sequential(
-        nn.Linear(784, 3000), nn.ReLU(), nn.Dropout(0.5), nn.Linear(3000, 1500), nn.GELU(), nn.Dropout(0.1), nn.Linear(1500, 10)
+        nn.Linear(784, 3000),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(3000, 1500),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(1500, 10),
     )
-    return mlp.cuda(), torch.randn(700, 784, device="cuda"), torch.zeros(700, dtype=torch.long, device="cuda")
+    return (
+        mlp.cuda(),
+        torch.randn(700, 784, device="cuda"),
+        torch.zeros(700, dtype=torch.long, device="cuda"),
+    )
 
 
 def train(name: str, precision: str, num_steps: int, *, grows: bool = False) -> None:
@@ -87,7 +119,10 @@ def train(name: str, precision: str, num_steps: int, *, grows: bool = False) -> 
     for step in range(num_steps):
         if grows and step == num_steps - 1:
             torch.cuda.empty_cache()
-            batch, target = torch.cat([batch, batch[: len(batch) // 3]]), torch.cat([target, target[: len(target) // 3]])
+            batch, target = (
+                torch.cat([batch, batch[: len(batch) // 3]]),
+                torch.cat([target, target[: len(target) // 3]]),
+            )
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
             loss = nn.functional.cross_entropy(model(batch), target)
@@ -96,7 +131,9 @@ def train(name: str, precision: str, num_steps: int, *, grows: bool = False) -> 
 
 
 def mixed(num_requests: int) -> None:
-    """Tensors of all sizes on two streams, freed in any order, some while the other stream uses them, in too little memory."""
+    """Tensors of all sizes on two streams, freed in any order, some while the other stream uses
+    them, in too little memory.
+    """
     random = Random(1234)
     side = torch.cuda.Stream()
     held: list[torch.Tensor] = []
@@ -109,7 +146,9 @@ def mixed(num_requests: int) -> None:
         else:
             size_bytes = int(2 ** random.uniform(0, 26))
             try:
-                with torch.cuda.stream(side if random.random() < 0.2 else torch.cuda.default_stream()):
+                with torch.cuda.stream(
+                    side if random.random() < 0.2 else torch.cuda.default_stream()
+                ):
                     held.append(torch.empty(size_bytes, dtype=torch.uint8, device="cuda"))
             except torch.cuda.OutOfMemoryError:
                 random.shuffle(held)
@@ -119,8 +158,8 @@ def mixed(num_requests: int) -> None:
 def limited() -> int:
     """Make the device small, if it is not so already, and return what the allocator can have of it.
 
-    With expandable segments PyTorch looks at the fraction only before it maps pages, so there the device itself must be
-    small; one that is not real can be.
+    With expandable segments PyTorch looks at the fraction only before it maps pages, so there the
+    device itself must be small; one that is not real can be.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     if free_bytes > LIMIT_MIB << 20:
@@ -129,7 +168,9 @@ def limited() -> int:
 
 
 def reports(profiler: profile) -> Iterator[tuple[int, int, int, int]]:
-    """What the allocator told the profiler, in order: address, bytes (negative for a free), allocated, reserved."""
+    """What the allocator told the profiler, in order: address, bytes (negative for a free),
+    allocated, reserved.
+    """
     rows = []
     waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
     while waiting:
@@ -137,12 +178,22 @@ def reports(profiler: profile) -> Iterator[tuple[int, int, int, int]]:
         waiting += event.children
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cuda":
             fields = event.extra_fields
-            rows.append((event.start_time_ns, fields.ptr, fields.alloc_size, fields.total_allocated, fields.total_reserved))
+            rows.append(
+                (
+                    event.start_time_ns,
+                    fields.ptr,
+                    fields.alloc_size,
+                    fields.total_allocated,
+                    fields.total_reserved,
+                )
+            )
     return (tuple(row[1:]) for row in sorted(rows))
 
 
 def matched(events: list[list[Any]], rows: Iterator[tuple[int, int, int, int]]) -> list[list[int]]:
-    """For each report the number of its event, allocated and reserved, as differences to the row before."""
+    """For each report the number of its event, allocated and reserved, as differences to the row
+    before.
+    """
     figures, last = [], [0, 0, 0]
     position = 0
     for address, change, allocated, reserved in rows:
@@ -174,13 +225,27 @@ def record(name: str, precision: str, num_steps: int) -> dict[str, Any]:
         mixed(2500) if name == "mixed" else train(name, precision, num_steps, grows=True)
     stats = torch.cuda.memory_stats()
     snapshot = torch.cuda.memory._snapshot()
-    events = [[CODES[e["action"]], e.get("addr", 0), e["size"], e["stream"]] for e in snapshot["device_traces"][0] if e["action"] in CODES]
-    kept = ("allocated_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes", "reserved_bytes", "segment")
+    events = [
+        [CODES[e["action"]], e.get("addr", 0), e["size"], e["stream"]]
+        for e in snapshot["device_traces"][0]
+        if e["action"] in CODES
+    ]
+    kept = (
+        "allocated_bytes",
+        "active_bytes",
+        "inactive_split_bytes",
+        "requested_bytes",
+        "reserved_bytes",
+        "segment",
+    )
     meta = {
         "settings": {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")},
-        "roundup_power2_divisions": list(snapshot["allocator_settings"]["roundup_power2_divisions"].values()),
+        "roundup_power2_divisions": list(
+            snapshot["allocator_settings"]["roundup_power2_divisions"].values()
+        ),
         "capacity_bytes": capacity_bytes,
-        "device": torch.cuda.get_device_name(0) + (" (virtual device)" if os.environ.get("VGPU") else ""),
+        "device": torch.cuda.get_device_name(0)
+        + (" (virtual device)" if os.environ.get("VGPU") else ""),
         "driver": driver(),
         "torch": torch.__version__,
         "final": {f"{k}.{w}": stats[f"{k}.all.{w}"] for k in kept for w in ("current", "peak")}
@@ -193,7 +258,11 @@ def record(name: str, precision: str, num_steps: int) -> dict[str, Any]:
         if b["state"] == "active_allocated"
     ]
     history = {"meta": meta, "initial_segments": [], "initial_blocks": [], "events": events}
-    return history | {"addresses": "differences", "figures": matched(events, reports(profiler)), "final_blocks": sorted(blocks)}
+    return history | {
+        "addresses": "differences",
+        "figures": matched(events, reports(profiler)),
+        "final_blocks": sorted(blocks),
+    }
 
 
 def compact(history: dict[str, Any]) -> bytes:
@@ -208,8 +277,16 @@ def main() -> None:
     """All runs, or with arguments one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "PRECISION", "FILE"))
-    parser.add_argument("--steps", type=int, default=3, help="of a training; the last is larger than the others")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="RUN", help="runs whose names begin so, as `cnn` or `mlp-bf16-default`")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="of a training; the last is larger than the others"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="RUN",
+        help="runs whose names begin so, as `cnn` or `mlp-bf16-default`",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
@@ -226,11 +303,23 @@ def main() -> None:
         environ = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS[setting]}
         if (name, setting) == ("mixed", "expandable"):
             environ |= {"VGPU_TOTAL_BYTES": str(LIMIT_MIB << 20), "VGPU_CONTEXT_BYTES": "0"}
-        one = [sys.executable, __file__, "--one", name, precision, str(file), "--steps", str(arguments.steps)]
+        one = [
+            sys.executable,
+            __file__,
+            "--one",
+            name,
+            precision,
+            str(file),
+            "--steps",
+            str(arguments.steps),
+        ]
         subprocess.run(one, env=environ, check=True)
         print(file.name, file.stat().st_size)
 
-    runs = [*itertools.product(MODELS, PRECISIONS, SETTINGS), *(("mixed", "uint8", setting) for setting in SETTINGS)]
+    runs = [
+        *itertools.product(MODELS, PRECISIONS, SETTINGS),
+        *(("mixed", "uint8", setting) for setting in SETTINGS),
+    ]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda one: run(*one), runs))
 

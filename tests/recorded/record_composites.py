@@ -1,8 +1,11 @@
-"""Record what PyTorch's CUDA build calls and allocates for the cases of `composite_cases`; needs a CUDA device.
+"""Record what PyTorch's CUDA build calls and allocates for the cases of `composite_cases`; needs a
+CUDA device.
 
-    python tests/recorded/record_composites.py NAME    # such as a100: the device's name in the recording
+    python tests/recorded/record_composites.py NAME    # such as a100: the device's name in the
+    recording
 
-Adds to `composites.json` the operators below autograd with the bytes of their outputs, and the bytes held, without any mode.
+Adds to `composites.json` the operators below autograd with the bytes of their outputs, and the
+bytes held, without any mode.
 """
 
 import datetime
@@ -41,7 +44,10 @@ def main():
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "date": datetime.date.today().isoformat(),
-        "operators": {key: "|".join(lines) for key, lines in record(groups, lambda case: cases.logged(case, cases.Maker())).items()},
+        "operators": {
+            key: "|".join(lines)
+            for key, lines in record(groups, lambda case: cases.logged(case, cases.Maker())).items()
+        },
         "held_bytes": record(held, lambda case: cases.held(case, cases.Maker(), None)),
     }
     TARGET.write_text(json.dumps(recording, indent=0) + "\n", encoding="utf-8")

@@ -1,9 +1,11 @@
-"""Record what convolutions take from CUDA's caching allocator, and the workspaces that cuDNN answers without a device.
+"""Record what convolutions take from CUDA's caching allocator, and the workspaces that cuDNN
+answers without a device.
 
-    PYTHONPATH=.:tests python tests/recorded/record_convolutions.py            # into tests/recorded/convolutions/
+    PYTHONPATH=.:tests python tests/recorded/record_convolutions.py            # into
+    tests/recorded/convolutions/
 
-Needs a CUDA device, real or virtual; tests/cuda/test_convolution.py reads those of tests/convolution_cases.py's CARDS.
-README.md beside this script tells the format.
+Needs a CUDA device, real or virtual; tests/cuda/test_convolution.py reads those of
+tests/convolution_cases.py's CARDS. README.md beside this script tells the format.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def main() -> None:
         op, args = case.call("meta")
         convolution_kernel(op, args, {}, None, card)
     meta = {"device": name, "torch": torch.__version__, "cudnn": cudnn.version()}
-    text = json.dumps({"meta": meta, "cases": cases, "workspaces": workspaces}, separators=(",", ":"))
+    text = json.dumps(
+        {"meta": meta, "cases": cases, "workspaces": workspaces}, separators=(",", ":")
+    )
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name.replace(' ', '-')}.json.gz"
     path.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -1,9 +1,11 @@
-"""Records what operators ask of PyTorch's caching allocator, on a real or virtual CUDA device: python tests/recorded/record_kernels.py NAME COUNT.
+"""Records what operators ask of PyTorch's caching allocator, on a real or virtual CUDA device:
+python tests/recorded/record_kernels.py NAME COUNT.
 
 At most COUNT calls of every operator are kept, evenly chosen.
 
-Every call of `tests/kernel_zoo.py` is made once to warm up and once with the allocator's history on. The file has one line for each:
-its allocations and frees in order (`+1024` asks for 1,024 B, `-0` frees the first), then its outputs as dtype[shape]strides@allocation.
+Every call of `tests/kernel_zoo.py` is made once to warm up and once with the allocator's history
+on. The file has one line for each: its allocations and frees in order (`+1024` asks for 1,024 B,
+`-0` frees the first), then its outputs as dtype[shape]strides@allocation.
 """
 
 import datetime
@@ -18,7 +20,9 @@ import kernel_zoo
 
 
 def history(call):
-    """What a call asks of the allocator: its events, and which allocation is at which address at its end."""
+    """What a call asks of the allocator: its events, and which allocation is at which address at
+    its end.
+    """
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=100000)
     try:
         result = call()
@@ -42,7 +46,9 @@ def describe(tensor, alive):
     place = alive.get(tensor.untyped_storage().data_ptr())
     kind = kernel_zoo.SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     device = "" if tensor.is_cuda else "cpu"
-    return f"{device}{kind}[{','.join(map(str, tensor.shape))}]{strides}" + ("" if place is None else f"@{place}")
+    return f"{device}{kind}[{','.join(map(str, tensor.shape))}]{strides}" + (
+        "" if place is None else f"@{place}"
+    )
 
 
 def record(case):
@@ -82,7 +88,9 @@ def main():
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
-    body = ",\n".join(f"{json.dumps(name)}: {json.dumps(line)}" for name, line in sorted(lines.items()))
+    body = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(line)}" for name, line in sorted(lines.items())
+    )
     text = json.dumps(head)[:-1] + ',\n"cases": {\n' + body + "\n}}\n"
     (Path(__file__).parent / "kernels" / f"{sys.argv[1]}.json").write_text(text, encoding="utf-8")
     for name, error in failed.items():

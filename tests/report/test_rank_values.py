@@ -7,15 +7,17 @@ import pytest
 from memcallback.core.types import Phase
 from memcallback.core.units import GiB, MiB
 from memcallback.record.rank_points import MAX_MESSAGE_BYTES, PATIENCE_S, RankMessage, RankPoints
-from memcallback.report.ranks import RankFigures, RankPoint, Spread
+from memcallback.report.rank_values import RankPoint, RankValues, Spread
 
 
 def point(rank, number, peak=100 * MiB, capacity=None, **others):
-    return RankPoint(rank=rank, number=number, peak_allocated_bytes=peak, capacity_bytes=capacity, **others)
+    return RankPoint(
+        rank=rank, number=number, peak_allocated_bytes=peak, capacity_bytes=capacity, **others
+    )
 
 
 def of_ranks(*points, num_ranks=None):
-    return RankFigures(number=1, points=points, num_ranks=num_ranks or len(points))
+    return RankValues(number=1, points=points, num_ranks=num_ranks or len(points))
 
 
 def test_the_range_over_the_ranks_is_of_those_that_know_a_figure():
@@ -32,11 +34,15 @@ def test_the_range_over_the_ranks_is_of_those_that_know_a_figure():
 
 def test_the_worst_rank_is_the_one_nearest_to_its_own_capacity_and_the_lowest_of_several():
     assert of_ranks(point(0, 1, 60, 100), point(1, 1, 40, 50), point(2, 1, 80, 100)).worst.rank == 1
-    assert of_ranks(point(0, 1, 10, 100), point(1, 1, 20, 100), point(2, 1, 20, 100)).worst.rank == 1
+    assert (
+        of_ranks(point(0, 1, 10, 100), point(1, 1, 20, 100), point(2, 1, 20, 100)).worst.rank == 1
+    )
 
 
 def test_reserved_memory_is_what_counts_where_there_is_any():
-    ranks = of_ranks(point(0, 1, 60, 100, peak_reserved_bytes=70), point(1, 1, 50, 100, peak_reserved_bytes=90))
+    ranks = of_ranks(
+        point(0, 1, 60, 100, peak_reserved_bytes=70), point(1, 1, 50, 100, peak_reserved_bytes=90)
+    )
     assert (ranks.worst.rank, ranks.worst.capacity_share_pct) == (1, 90.0)
 
 
@@ -47,14 +53,24 @@ def test_without_all_capacities_the_largest_peak_is_the_worst():
 def test_a_table_shows_the_range_and_the_worst_rank_beside_its_prediction():
     ranks = of_ranks(
         point(0, 1, 200 * MiB, GiB, phases={Phase.FORWARD: 100 * MiB}),
-        point(2, 1, 400 * MiB, GiB, phases={Phase.FORWARD: 300 * MiB}, predicted={Phase.FORWARD: 290 * MiB}, place="a card of node7"),
+        point(
+            2,
+            1,
+            400 * MiB,
+            GiB,
+            phases={Phase.FORWARD: 300 * MiB},
+            predicted={Phase.FORWARD: 290 * MiB},
+            place="a card of node7",
+        ),
         num_ranks=3,
     )
     lines = [" ".join(line.split()) for line in ranks.to_text().splitlines()]
     assert lines[0] == "Memory over 2 of 3 ranks, step 1, measured"
     assert "forward 100.00 MiB 200.00 MiB 300.00 MiB 300.00 MiB 290.00 MiB" in lines
     assert "peak of its capacity 19.5 % 29.3 % 39.1 % 39.1 %" in lines
-    assert "Rank 2 (a card of node7) took most of its capacity, 39.1 % at its peak." in ranks.to_text()
+    assert (
+        "Rank 2 (a card of node7) took most of its capacity, 39.1 % at its peak." in ranks.to_text()
+    )
     assert "No figures came for this step from rank 1" in ranks.to_markdown()
 
 
@@ -71,7 +87,16 @@ def test_a_message_has_its_points_back():
 def test_a_message_has_the_last_points_and_is_below_a_kilobyte():
     phases = dict.fromkeys(Phase, 10**14)
     points = tuple(
-        point(9999, 10**9 + n, 10**14, 10**14, phases=phases, predicted=phases, peak_reserved_bytes=10**14, place="\N{SNOWMAN}" * 300)
+        point(
+            9999,
+            10**9 + n,
+            10**14,
+            10**14,
+            phases=phases,
+            predicted=phases,
+            peak_reserved_bytes=10**14,
+            place="\N{SNOWMAN}" * 300,
+        )
         for n in range(9)
     )
     text = RankMessage(rank=9999, points=points).to_json()
@@ -81,7 +106,11 @@ def test_a_message_has_the_last_points_and_is_below_a_kilobyte():
 
 
 def told(rank, *numbers, has_ended=False):
-    return RankMessage(rank=rank, points=tuple(point(rank, n, 100 * rank + n) for n in numbers), has_ended=has_ended)
+    return RankMessage(
+        rank=rank,
+        points=tuple(point(rank, n, 100 * rank + n) for n in numbers),
+        has_ended=has_ended,
+    )
 
 
 def own(points, *numbers, now_s=0.0):

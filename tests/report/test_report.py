@@ -11,7 +11,7 @@ from memcallback.core.tables import Table
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB
 from memcallback.prediction.comparison import differences
-from memcallback.prediction.textbook.law import BytesLaw
+from memcallback.prediction.textbook.law import LinearBytes
 from memcallback.report.report import Report
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -27,8 +27,21 @@ def measured(**changes):
     }
 
     def window(phase, peak, end):
-        stats = MemoryStats(allocated_bytes=end, reserved_bytes=128 * MiB, num_alloc_retries=0, num_ooms=0, by_category=split)
-        return PhaseMemory(phase=phase, covers=(phase,), start=stats, end=stats, peak_allocated_bytes=peak, peak_reserved_bytes=128 * MiB)
+        stats = MemoryStats(
+            allocated_bytes=end,
+            reserved_bytes=128 * MiB,
+            num_alloc_retries=0,
+            num_ooms=0,
+            by_category=split,
+        )
+        return PhaseMemory(
+            phase=phase,
+            covers=(phase,),
+            start=stats,
+            end=stats,
+            peak_allocated_bytes=peak,
+            peak_reserved_bytes=128 * MiB,
+        )
 
     windows = (
         window(Phase.FORWARD, 80 * MiB, 71 * MiB),
@@ -48,19 +61,32 @@ def measured(**changes):
 
 def report(**changes):
     step = measured()
-    device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=128 * MiB, other_processes_bytes=0)
+    device = DeviceMemory(
+        capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=128 * MiB, other_processes_bytes=0
+    )
     advice = suggest(measured=step, predicted=None, capacity_bytes=GiB, outside_bytes=128 * MiB)
-    held = {Category.PARAMETER: 10 * MiB, Category.BUFFER: 0, Category.GRADIENT: 10 * MiB, Category.OPTIMIZER_STATE: 20 * MiB}
+    held = {
+        Category.PARAMETER: 10 * MiB,
+        Category.BUFFER: 0,
+        Category.GRADIENT: 10 * MiB,
+        Category.OPTIMIZER_STATE: 20 * MiB,
+    }
     law = prediction(
         held=held,
-        input=BytesLaw(fixed_bytes=0, per_sample_bytes=MiB // 10),
-        outputs=BytesLaw(fixed_bytes=0, per_sample_bytes=4 * MiB),
-        kept=BytesLaw(fixed_bytes=0, per_sample_bytes=4 * MiB),
-        saved=BytesLaw(fixed_bytes=0, per_sample_bytes=3 * MiB),
+        input=LinearBytes(fixed_bytes=0, per_sample_bytes=MiB // 10),
+        outputs=LinearBytes(fixed_bytes=0, per_sample_bytes=4 * MiB),
+        kept=LinearBytes(fixed_bytes=0, per_sample_bytes=4 * MiB),
+        saved=LinearBytes(fixed_bytes=0, per_sample_bytes=3 * MiB),
         gradients_live_in_forward=True,
         caveats=("Something was assumed.",),
     )
-    figures = {"measured": step, "prediction": law, "device": device, "advice": advice, "lifetime_peak_allocated_bytes": 100 * MiB}
+    figures = {
+        "measured": step,
+        "prediction": law,
+        "device": device,
+        "advice": advice,
+        "lifetime_peak_allocated_bytes": 100 * MiB,
+    }
     return Report(**(figures | changes))
 
 
@@ -75,7 +101,9 @@ def test_the_report_reads_as_it_did(form, request):
 
 
 def row(made, label):
-    return next(cells for cells in made.table().rows if cells[0].strip().startswith(label) and cells[3])
+    return next(
+        cells for cells in made.table().rows if cells[0].strip().startswith(label) and cells[3]
+    )
 
 
 def test_each_phase_has_predicted_and_measured_with_the_signed_error():
@@ -135,14 +163,20 @@ def as_measured(step, **changes):
 
 def traced_report(step=None, **changes):
     predicted = traced(16)
-    device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=58 * MiB, other_processes_bytes=0)
+    device = DeviceMemory(
+        capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=58 * MiB, other_processes_bytes=0
+    )
     step = as_measured(predicted.step) if step is None else step
-    return Report(**({"measured": step, "prediction": predicted, "device": device, "advice": None} | changes))
+    return Report(
+        **({"measured": step, "prediction": predicted, "device": device, "advice": None} | changes)
+    )
 
 
 def test_the_report_of_a_traced_prediction_reads_as_it_did(request):
     backward = traced(16).phases[Phase.BACKWARD]
-    made = traced_report(as_measured(traced(16).step, peak_allocated_bytes=backward.peak_allocated_bytes + 4 * MiB))
+    made = traced_report(
+        as_measured(traced(16).step, peak_allocated_bytes=backward.peak_allocated_bytes + 4 * MiB)
+    )
     golden = GOLDEN / "report_traced.txt"
     if request.config.getoption("--overwrite-golden"):
         golden.write_text(made.to_text(), encoding="utf-8")
@@ -152,7 +186,10 @@ def test_the_report_of_a_traced_prediction_reads_as_it_did(request):
 def test_a_traced_prediction_has_no_low_edge_and_a_reserved_peak():
     made = traced_report()
     assert made.table().columns == ("", "predicted", "measured", "error")
-    assert next(cells for cells in made.table().rows if "peak reserved" in cells[0])[1:3] == ("58.00 MiB", "58.00 MiB")
+    assert next(cells for cells in made.table().rows if "peak reserved" in cells[0])[1:3] == (
+        "58.00 MiB",
+        "58.00 MiB",
+    )
     assert not any("The prediction is off" in line for line in made.lines())
 
 
@@ -172,10 +209,16 @@ def test_a_difference_is_reported_beyond_the_band_alone():
 def test_a_difference_at_a_boundary_names_the_category_that_carries_it():
     predicted = traced(16)
     end = predicted.phases[Phase.BACKWARD].end
-    more = replace(end, allocated_bytes=end.allocated_bytes + 5 * MiB, by_category=end.by_category | {Category.GRADIENT: 9 * MiB})
+    more = replace(
+        end,
+        allocated_bytes=end.allocated_bytes + 5 * MiB,
+        by_category=end.by_category | {Category.GRADIENT: 9 * MiB},
+    )
     made = traced_report(as_measured(predicted.step, end=more))
     (line,) = [line for line in made.lines() if "The prediction is off" in line]
-    assert line.startswith("The prediction is off: allocated at the end of backward, predicted 16.02 MiB, measured 21.02 MiB")
+    assert line.startswith(
+        "The prediction is off: allocated at the end of backward, predicted 16.02 MiB, measured 21.02 MiB"
+    )
     assert line.endswith("; 5.00 MiB of the difference are gradients.")
 
 
@@ -187,7 +230,12 @@ def test_a_difference_of_a_peak_names_what_differs_at_the_phases_boundary_if_som
         allocated_bytes=window.start.allocated_bytes + 5 * MiB,
         by_category=window.start.by_category | {Category.INPUT: 6 * MiB},
     )
-    found = differences(predicted.step, as_measured(predicted.step, start=more, peak_allocated_bytes=window.peak_allocated_bytes + 5 * MiB))
+    found = differences(
+        predicted.step,
+        as_measured(
+            predicted.step, start=more, peak_allocated_bytes=window.peak_allocated_bytes + 5 * MiB
+        ),
+    )
     assert [difference.carrier[0] for difference in found] == ["input", "input"]
 
 
@@ -207,20 +255,27 @@ def test_on_a_cpu_the_boundaries_are_compared_and_peaks_are_not():
     peak = predicted.phases[Phase.BACKWARD].peak_allocated_bytes
     assert differences(predicted, as_measured(predicted, peak_allocated_bytes=peak + 5 * MiB)) == ()
     end = predicted.phases[Phase.BACKWARD].end
-    (difference,) = differences(predicted, as_measured(predicted, end=replace(end, allocated_bytes=end.allocated_bytes + 5 * MiB)))
+    (difference,) = differences(
+        predicted,
+        as_measured(predicted, end=replace(end, allocated_bytes=end.allocated_bytes + 5 * MiB)),
+    )
     assert difference.carrier == ("activations and other", 5 * MiB)
 
 
 def test_reserved_memory_may_differ_by_two_percent():
     predicted = traced(16)
     for reserved, number in ((58 * MiB, 0), (59 * MiB, 0), (62 * MiB, 1)):
-        windows = tuple(replace(window, peak_reserved_bytes=reserved) for window in predicted.step.windows)
+        windows = tuple(
+            replace(window, peak_reserved_bytes=reserved) for window in predicted.step.windows
+        )
         assert len(differences(predicted.step, replace(predicted.step, windows=windows))) == number
 
 
 def test_a_warm_up_step_or_another_batch_size_is_not_compared():
     predicted = traced(16)
-    assert not any("is off" in line for line in traced_report(as_measured(predicted.warm_up)).lines())
+    assert not any(
+        "is off" in line for line in traced_report(as_measured(predicted.warm_up)).lines()
+    )
     assert not any("is off" in line for line in traced_report(traced(20).step).lines())
 
 
@@ -241,7 +296,10 @@ def test_the_pictures_of_a_traced_prediction_are_drawn():
 
     predicted = traced(16)
     advice = suggest(measured=None, predicted=predicted, capacity_bytes=predicted.capacity_bytes)
-    for picture in (batch_size_curve(advice, predicted), step_by_category(as_measured(predicted.step), predicted)):
+    for picture in (
+        batch_size_curve(advice, predicted),
+        step_by_category(as_measured(predicted.step), predicted),
+    ):
         assert picture.ndim == 3
         assert picture.std() > 0
 
@@ -249,11 +307,16 @@ def test_the_pictures_of_a_traced_prediction_are_drawn():
 def test_scalars_of_the_device_stand_beside_those_of_memory():
     from memcallback.report.tensorboard import scalars
 
-    device = DeviceMemory(capacity_bytes=GiB, utilisation_pct=87, temperature_celsius=54, power_watts=412.5)
+    device = DeviceMemory(
+        capacity_bytes=GiB, utilisation_pct=87, temperature_celsius=54, power_watts=412.5
+    )
     points = scalars(measured(), None, device)
     assert {tag: value for tag, value in points.items() if tag.startswith("device/")} == {
         "device/utilisation_pct": 87,
         "device/temperature_celsius": 54,
         "device/power_watts": 412.5,
     }
-    assert not any(tag.startswith("device/") for tag in scalars(measured(), None, DeviceMemory(capacity_bytes=GiB)))
+    assert not any(
+        tag.startswith("device/")
+        for tag in scalars(measured(), None, DeviceMemory(capacity_bytes=GiB))
+    )

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from memcallback import MemoryWarning
-from memcallback.report.writers import Sinks
+from memcallback.report.writers import Writers
 
 
 class Failing:
@@ -29,13 +29,18 @@ def test_two_processes_that_write_to_one_folder_get_a_run_each(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from memcallback.report.writers import Sinks\n"
+        "from memcallback.report.writers import Writers\n"
         "sys.stdin.readline()\n"
         "for _ in range(5):\n"
-        "    print(Sinks([], Path(sys.argv[1])).log_dir.name)\n"
+        "    print(Writers([], Path(sys.argv[1])).log_dir.name)\n"
     )
     both = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in "ab"
     ]
     for one in both:
@@ -47,20 +52,22 @@ def test_two_processes_that_write_to_one_folder_get_a_run_each(tmp_path):
 
 def test_a_logger_that_raises_is_told_once_and_left_out(tmp_path):
     other = Listing()
-    sinks = Sinks([Failing(), other], None)
+    sinks = Writers([Failing(), other], None)
 
     def log():
         sinks.log_scalars({"memory/peak": 1.0}, 1)
         sinks.log_scalars({"memory/peak": 2.0}, 2)
 
-    with pytest.warns(MemoryWarning, match=r"Failing: ConnectionError: no server\. Memory is still recorded") as told:
+    with pytest.warns(
+        MemoryWarning, match=r"Failing: ConnectionError: no server\. Memory is still recorded"
+    ) as told:
         log()
     assert len(told) == 1
     assert other.points == [({"memory/peak": 1.0}, 1), ({"memory/peak": 2.0}, 2)]
 
 
 def test_a_run_that_can_no_longer_be_written_is_told_and_training_goes_on(tmp_path, monkeypatch):
-    sinks = Sinks([], tmp_path)
+    sinks = Writers([], tmp_path)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -82,7 +89,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.warns(MemoryWarning, match="Set default_root_dir"):
-        sinks = Sinks([], blocked)
+        sinks = Writers([], blocked)
     assert sinks.log_dir is None
     sinks.log_scalars({"memory/peak": 1.0}, 1)
     sinks.close()

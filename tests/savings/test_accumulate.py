@@ -1,4 +1,6 @@
-"""`accumulate`: the gradients of the large batch, whatever the last window has; updates, clipping and scaling once a window."""
+"""`accumulate`: the gradients of the large batch, whatever the last window has; updates, clipping
+and scaling once a window.
+"""
 
 import copy
 
@@ -19,7 +21,9 @@ def network():
 
 def samples(count):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, NUM_FEATURES, generator=generator, dtype=torch.float64), torch.randint(0, 4, (count,), generator=generator)
+    return torch.randn(
+        count, NUM_FEATURES, generator=generator, dtype=torch.float64
+    ), torch.randint(0, 4, (count,), generator=generator)
 
 
 def loss_of(model, batch):
@@ -34,7 +38,9 @@ class Recording(torch.optim.SGD):
         self.seen = []
 
     def step(self, closure=None):
-        self.seen.append([parameter.grad.clone() for group in self.param_groups for parameter in group["params"]])
+        self.seen.append(
+            [parameter.grad.clone() for group in self.param_groups for parameter in group["params"]]
+        )
         super().step(closure)
 
 
@@ -121,7 +127,9 @@ def test_a_loss_that_is_a_mean_over_tokens_counts_by_tokens():
     features, classes = samples(12)
     classes[[0, 1, 5]] = -100  # cross_entropy leaves these out of its mean
     micro_batches = list(zip(features.split(4), classes.split(4), strict=True))
-    found, _ = accumulated(micro_batches, 3, num_samples=lambda batch: int((batch[1] != -100).sum()))
+    found, _ = accumulated(
+        micro_batches, 3, num_samples=lambda batch: int((batch[1] != -100).sum())
+    )
     model = network()
     loss_of(model, (features, classes)).backward()
     assert_close(found, [[parameter.grad for parameter in model.parameters()]])
@@ -129,7 +137,10 @@ def test_a_loss_that_is_a_mean_over_tokens_counts_by_tokens():
 
 def test_a_window_of_equal_batches_is_pytorchs_own_recipe_to_the_bit():
     model = network().float()
-    micro_batches = [(features.float(), classes) for features, classes in DataLoader(TensorDataset(*samples(12)), 4)]
+    micro_batches = [
+        (features.float(), classes)
+        for features, classes in DataLoader(TensorDataset(*samples(12)), 4)
+    ]
     accumulation = mc.accumulate(3, model, torch.optim.SGD(model.parameters()))
     for batch in accumulation.over(micro_batches):
         accumulation.backward(loss_of(model, batch))
@@ -139,7 +150,10 @@ def test_a_window_of_equal_batches_is_pytorchs_own_recipe_to_the_bit():
     recipe.zero_grad()
     for batch in micro_batches:
         (loss_of(recipe, batch) / 3).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), recipe.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), recipe.parameters(), strict=True)
+    )
 
 
 def test_several_losses_of_a_batch_count_as_their_sum():
@@ -164,8 +178,12 @@ def test_with_a_grad_scaler_gradients_are_unscaled_clipped_and_skipped_by_the_wi
         amp = mc.amp("16-mixed", device="cpu", init_scale=1024.0, say=lambda text: None)
         accumulation = mc.accumulate(3, model, optimizer, amp=amp)
         updates = []
-        for position, batch in enumerate(accumulation.over(DataLoader(TensorDataset(*samples(num_samples)), 4))):
-            with torch.autocast("cpu", enabled=False):  # in float32, to compare with the large batch
+        for position, batch in enumerate(
+            accumulation.over(DataLoader(TensorDataset(*samples(num_samples)), 4))
+        ):
+            with torch.autocast(
+                "cpu", enabled=False
+            ):  # in float32, to compare with the large batch
                 loss = loss_of(model, (batch[0].float(), batch[1]))
             accumulation.backward(loss * float("inf") if position == overflow_at else loss)
             updates.append(accumulation.step(clip_grad_norm=0.5))
@@ -238,7 +256,10 @@ def test_a_loader_with_a_length_is_not_asked_ahead():
 
 @pytest.mark.parametrize("num_batches", [0, -1, 2.0, True, "4"])
 def test_a_number_of_batches_that_is_none_is_refused(num_batches):
-    with pytest.raises(ValueError, match=rf"accumulate must be a whole number of at least 1, got {num_batches!r}\. It is how many"):
+    with pytest.raises(
+        ValueError,
+        match=rf"accumulate must be a whole number of at least 1, got {num_batches!r}\. It is how many",
+    ):
         mc.accumulate(num_batches, network(), [])
 
 
@@ -253,7 +274,10 @@ def train(loader, *, calls_step, num_samples=None):
 
 def test_a_forgotten_step_is_an_error():
     loader = DataLoader(TensorDataset(*samples(8)), 2)
-    with pytest.raises(RuntimeError, match=r"After batch 1 an update was due and step\(\) was not called\. Call it for each batch"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"After batch 1 an update was due and step\(\) was not called\. Call it for each batch",
+    ):
         train(loader, calls_step=False)
 
 
@@ -264,11 +288,17 @@ def test_a_length_that_is_wrong_is_an_error(length, given):
             return length
 
     loader = Liar(DataLoader(TensorDataset(*samples(6)), 2))
-    with pytest.raises(RuntimeError, match=rf"a length of {length} and gave {given} batches.*over\(batch for batch in loader\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"a length of {length} and gave {given} batches.*over\(batch for batch in loader\)",
+    ):
         train(loader, calls_step=True)
 
 
 def test_a_batch_that_counts_nothing_is_an_error():
     loader = DataLoader(TensorDataset(*samples(6)), 2)
-    with pytest.raises(ValueError, match=r"num_samples gave 0 for batch 0: it must be at least 1\. Leave such batches out"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_samples gave 0 for batch 0: it must be at least 1\. Leave such batches out",
+    ):
         train(loader, calls_step=True, num_samples=lambda batch: 0)

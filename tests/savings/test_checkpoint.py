@@ -1,4 +1,6 @@
-"""`checkpoint`: the gradients, buffers and random numbers of the model as it was, to the bit, and the model as it was when it is undone."""
+"""`checkpoint`: the gradients, buffers and random numbers of the model as it was, to the bit, and
+the model as it was when it is undone.
+"""
 
 import copy
 import io
@@ -14,8 +16,18 @@ import memcallback as mc
 
 def convolutions(*, activation=nn.SiLU):
     """Batch norm, activations that work in place, dropout."""
-    layers = [(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), activation(inplace=True), nn.Dropout(0.3)) for _ in range(4)]
-    return nn.Sequential(*(layer for four in layers for layer in four), nn.Flatten(), nn.Linear(3 * 64, 5))
+    layers = [
+        (
+            nn.Conv2d(3, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+            activation(inplace=True),
+            nn.Dropout(0.3),
+        )
+        for _ in range(4)
+    ]
+    return nn.Sequential(
+        *(layer for four in layers for layer in four), nn.Flatten(), nn.Linear(3 * 64, 5)
+    )
 
 
 class Block(nn.Module):
@@ -55,7 +67,9 @@ def vectors():
 
 
 def left_behind(model, batch, *, autocast=None):
-    """Everything that two training steps leave: losses, gradients, buffers, weights, the random number generator."""
+    """Everything that two training steps leave: losses, gradients, buffers, weights, the random
+    number generator.
+    """
     torch.manual_seed(1234)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = {}
@@ -64,10 +78,17 @@ def left_behind(model, batch, *, autocast=None):
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             loss = model(batch).square().mean()
         loss.backward()
-        found |= {f"{step}.{name}.grad": parameter.grad.clone() for name, parameter in model.named_parameters()}
+        found |= {
+            f"{step}.{name}.grad": parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+        }
         found[f"{step}.loss"] = loss.detach()
         optimizer.step()
-    return found | {name: value.clone() for name, value in model.state_dict().items()} | {"generator": torch.get_rng_state()}
+    return (
+        found
+        | {name: value.clone() for name, value in model.state_dict().items()}
+        | {"generator": torch.get_rng_state()}
+    )
 
 
 def assert_same(left, right):
@@ -95,11 +116,16 @@ def test_autocast_is_followed_in_the_recomputation(autocast):
     plain = Blocks()
     saved = copy.deepcopy(plain)
     mc.checkpoint(saved)
-    assert_same(left_behind(saved, vectors(), autocast=autocast), left_behind(plain, vectors(), autocast=autocast))
+    assert_same(
+        left_behind(saved, vectors(), autocast=autocast),
+        left_behind(plain, vectors(), autocast=autocast),
+    )
 
 
 def test_the_gradients_are_those_of_checkpoint_sequential():
-    model = convolutions(activation=lambda inplace: nn.SiLU())  # torch's own cuts at layers that work in place, and fails
+    model = convolutions(
+        activation=lambda inplace: nn.SiLU()
+    )  # torch's own cuts at layers that work in place, and fails
     with mc.checkpoint(model, segments=3):
         ours = left_behind(copy.deepcopy(model), images())
     as_in_torch = copy.deepcopy(model)
@@ -114,7 +140,9 @@ def test_running_statistics_are_updated_once():
     model = convolutions()
     mc.checkpoint(model, segments=4)
     model(images()).sum().backward()
-    assert [norm.num_batches_tracked.item() for norm in model if isinstance(norm, nn.BatchNorm2d)] == [1] * 4
+    assert [
+        norm.num_batches_tracked.item() for norm in model if isinstance(norm, nn.BatchNorm2d)
+    ] == [1] * 4
     mean = F.conv2d(images(), model[0].weight, model[0].bias, padding=1).mean(dim=(0, 2, 3))
     assert torch.allclose(model[1].running_mean, 0.1 * mean, atol=1e-6)
 
@@ -189,7 +217,11 @@ def saved_bytes_after_forward(model, batch):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(batch).sum()
-    kept_bytes = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in parameters)
+    kept_bytes = sum(
+        tensor.untyped_storage().nbytes()
+        for pointer, tensor in kept.items()
+        if pointer not in parameters
+    )
     return kept_bytes, loss
 
 
@@ -282,7 +314,8 @@ class ResidualNetwork(nn.Module):
         (Blocks, ("blocks",)),
         (ResidualNetwork, ("layer1", "layer2")),
         (lambda: Encoder(3), ("body.layers",)),
-        # The list inside has nearly all layers, so cutting the three on the outside would save nothing.
+        # The list inside has nearly all layers, so cutting the three on the outside would save
+        # nothing.
         (lambda: nn.Sequential(nn.Linear(8, 8), Encoder(4), nn.Linear(8, 5)), ("1.body.layers",)),
     ],
 )
@@ -324,7 +357,12 @@ def test_no_segment_begins_with_a_layer_that_works_in_place():
 @pytest.mark.parametrize(
     "layers",
     [
-        lambda: [nn.LeakyReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.2, inplace=True), nn.Linear(8, 8)],
+        lambda: [
+            nn.LeakyReLU(inplace=True),
+            nn.Linear(8, 8),
+            nn.Dropout(0.2, inplace=True),
+            nn.Linear(8, 8),
+        ],
         lambda: [nn.Sequential(nn.ELU(inplace=True), nn.Linear(8, 8)), nn.Tanh()],
         lambda: [nn.Dropout(0.2, inplace=True), nn.LeakyReLU(inplace=True)],
     ],
@@ -342,8 +380,14 @@ def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"name": "layer3"}, r"ResidualNetwork has no module named 'layer3'\. Closest are 'layer2.*', 'layer1'\."),
-        ({"name": "qqqqqqqq"}, r"no module named 'qqqqqqqq'\. It has 'stem', 'layer1', 'layer1\.0', .*\.\.\."),
+        (
+            {"name": "layer3"},
+            r"ResidualNetwork has no module named 'layer3'\. Closest are 'layer2.*', 'layer1'\.",
+        ),
+        (
+            {"name": "qqqqqqqq"},
+            r"no module named 'qqqqqqqq'\. It has 'stem', 'layer1', 'layer1\.0', .*\.\.\.",
+        ),
         (
             {"name": "layer2", "segments": 5},
             r"segments=5 for 'layer2', whose number of layers is 4: .* at least 1 and at most as many\. Leave it out",
@@ -353,8 +397,14 @@ def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
             {"segments": 2},
             r"segments=2 is for one nn\.Sequential, and there are 2 modules: 'layer1', 'layer2'\. Leave it out, or give a mapping",
         ),
-        ({"name": "head", "segments": 2}, r"segments=2 is for an nn\.Sequential, and 'head' is a Linear.*Leave segments out"),
-        ({"name": {"layer1": 2}, "segments": 2}, r"segments=2 cannot hold beside those in name=\{'layer1': 2\}\. Leave segments out"),
+        (
+            {"name": "head", "segments": 2},
+            r"segments=2 is for an nn\.Sequential, and 'head' is a Linear.*Leave segments out",
+        ),
+        (
+            {"name": {"layer1": 2}, "segments": 2},
+            r"segments=2 cannot hold beside those in name=\{'layer1': 2\}\. Leave segments out",
+        ),
         ({"name": ["layer1", "layer1.0"]}, None),
     ],
 )
@@ -370,17 +420,26 @@ def test_what_cannot_be_checkpointed_is_refused_with_the_way_out(arguments, text
 
 
 def test_the_model_itself_needs_two_segments():
-    with pytest.raises(ValueError, match=r"segments=1 for 'the model'.*at least 2 \(the last one is not checkpointed\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"segments=1 for 'the model'.*at least 2 \(the last one is not checkpointed\)",
+    ):
         mc.checkpoint(convolutions(), segments=1)
 
 
 def test_a_list_of_blocks_has_no_segments():
-    with pytest.raises(ValueError, match=r"segments=2 is for an nn\.Sequential, and 'blocks' is a ModuleList, which has blocks"):
+    with pytest.raises(
+        ValueError,
+        match=r"segments=2 is for an nn\.Sequential, and 'blocks' is a ModuleList, which has blocks",
+    ):
         mc.checkpoint(Blocks(), "blocks", segments=2)
 
 
 def test_a_model_with_nothing_to_find_asks_for_names():
-    with pytest.raises(ValueError, match=r"Block has no nn\.Sequential of several layers.*Name the modules.*'norm', 'first'"):
+    with pytest.raises(
+        ValueError,
+        match=r"Block has no nn\.Sequential of several layers.*Name the modules.*'norm', 'first'",
+    ):
         mc.checkpoint(Block())
 
 
@@ -389,7 +448,9 @@ def test_a_module_cannot_be_checkpointed_twice():
     mc.checkpoint(model)
     with pytest.raises(ValueError, match=r"'blocks\.0' is checkpointed already\. Undo that first"):
         mc.checkpoint(model)
-    with pytest.raises(ValueError, match=r"has a module twice, perhaps as a block of another one\. Name each once"):
+    with pytest.raises(
+        ValueError, match=r"has a module twice, perhaps as a block of another one\. Name each once"
+    ):
         mc.checkpoint(Blocks(), ["blocks", "blocks.0"])
 
 
@@ -398,27 +459,37 @@ def test_a_block_that_changes_its_input_in_place_is_refused_when_it_runs():
         def forward(self, x):
             return F.leaky_relu_(x) * 2
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(InPlace(), nn.Linear(8, 8)), nn.Linear(8, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Sequential(InPlace(), nn.Linear(8, 8)), nn.Linear(8, 8)
+    )
     mc.checkpoint(model, "1")
-    with pytest.raises(RuntimeError, match=r"'1\[0:2\]' has changed its own input in place.*inplace=False"):
+    with pytest.raises(
+        RuntimeError, match=r"'1\[0:2\]' has changed its own input in place.*inplace=False"
+    ):
         model(vectors())
 
 
 @pytest.mark.parametrize("name", [3, ["layer1", 3], {3: 2}, True])
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(
-        TypeError, match=r"name must be the name of a module, a list of several, or numbers of segments by name, got .*Leave it"
+        TypeError,
+        match=r"name must be the name of a module, a list of several, or numbers of segments by name, got .*Leave it",
     ):
         mc.checkpoint(convolutions(), name)
 
 
 @pytest.mark.parametrize("name", [[], {}, ()])
 def test_no_name_at_all_is_refused(name):
-    with pytest.raises(ValueError, match=r"name must have at least one name of a module, got .*Leave it out to have modules found"):
+    with pytest.raises(
+        ValueError,
+        match=r"name must have at least one name of a module, got .*Leave it out to have modules found",
+    ):
         mc.checkpoint(convolutions(), name)
 
 
 @pytest.mark.parametrize("options", [{"segments": "3"}, {"name": {"": 2.5}}, {"segments": True}])
 def test_a_number_of_segments_that_is_none_is_refused(options):
-    with pytest.raises(TypeError, match=r"segments=.* for 'the model' must be a whole number\. Leave it out"):
+    with pytest.raises(
+        TypeError, match=r"segments=.* for 'the model' must be a whole number\. Leave it out"
+    ):
         mc.checkpoint(convolutions(), **options)

@@ -1,4 +1,6 @@
-"""`dry_run`: what a saving would save, against what it does save on this CPU; tests/savings/test_savings_cuda.py does the same on a GPU."""
+"""`dry_run`: what a saving would save, against what it does save on this CPU;
+tests/savings/test_savings_cuda.py does the same on a GPU.
+"""
 
 import pytest
 import savings_run
@@ -21,7 +23,8 @@ def test_what_is_predicted_is_saved(before, savings):
     dry = mc.dry_run(savings_run.training_step("cpu"), device="cpu", **savings)
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     assert saved > 2**20
-    # A loss and its scale are 4 bytes each, and are let go at slightly other places than in the user's loop.
+    # A loss and its scale are 4 bytes each, and are let go at slightly other places than in the
+    # user's loop.
     assert abs(dry.saved_bytes - saved) <= 32
     assert dry.after.batch_size == after.batch_size
     for predicted, measured in zip(dry.after.step.windows, after.windows, strict=True):
@@ -61,7 +64,9 @@ def test_accumulation_splits_the_batch_of_an_update():
 def test_the_step_of_a_lightning_module_is_tried_too():
     import training
 
-    step = mc.TrainingStep.from_lightning(training.Automatic(), (torch.randn(512, 64), torch.randint(0, 10, (512,))))
+    step = mc.TrainingStep.from_lightning(
+        training.Automatic(), (torch.randn(512, 64), torch.randint(0, 10, (512,)))
+    )
     assert mc.dry_run(step, accumulate=4, device="cpu").saved_bytes > 2**20
     assert mc.dry_run(step, checkpoint="network", device="cpu").saved_bytes != 0
     assert mc.dry_run(step, amp="bf16-mixed", device="cpu").saved_bytes > 2**18
@@ -72,21 +77,32 @@ def test_the_step_of_a_lightning_module_is_tried_too():
     [
         ({}, r"there is no saving to try\. Give accumulate=\.\.\., amp=\.\.\. or checkpoint="),
         ({"accumulate": 0}, r"accumulate must be a whole number of at least 1, got 0\."),
-        ({"accumulate": 9}, r"accumulate=9 for a batch of 8: a micro-batch has at least one sample\. Give at most 8\."),
+        (
+            {"accumulate": 9},
+            r"accumulate=9 for a batch of 8: a micro-batch has at least one sample\. Give at most 8\.",
+        ),
         ({"amp": "fp16"}, r"amp must be one of 16-mixed, bf16-mixed, got 'fp16'\. Leave it out"),
         ({"checkpoint": "body"}, r"Sequential has no module named 'body'"),
-        ({"checkpoint": 3}, r"checkpoint must be True, the name of a module, several, or numbers of segments by name, got 3\."),
+        (
+            {"checkpoint": 3},
+            r"checkpoint must be True, the name of a module, several, or numbers of segments by name, got 3\.",
+        ),
     ],
 )
 def test_a_saving_that_cannot_be_tried_is_refused(savings, text):
-    step = mc.TrainingStep(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(8, 8), optimizer=torch.optim.SGD)
+    step = mc.TrainingStep(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(8, 8), optimizer=torch.optim.SGD
+    )
     with pytest.raises(ValueError, match=text):
         mc.dry_run(step, device="cpu", **savings)
 
 
 def test_mixed_precision_is_for_a_step_in_float32():
     step = mc.TrainingStep(nn.Linear(8, 8), torch.ones(8, 8), precision="bf16-mixed")
-    with pytest.raises(ValueError, match=r"amp='16-mixed' is for a step of precision 32-true, and this one is bf16-mixed\. Leave it out"):
+    with pytest.raises(
+        ValueError,
+        match=r"amp='16-mixed' is for a step of precision 32-true, and this one is bf16-mixed\. Leave it out",
+    ):
         mc.dry_run(step, amp="16-mixed", device="cpu")
 
 
@@ -104,10 +120,13 @@ def test_gradients_are_cleared_before_the_first_batch_of_an_update_comes():
     events = after.trace.at(after.batch_size).events
     starts = [position for position, event in enumerate(events) if isinstance(event, StepStart)]
     allocs = {event.id: event for event in events if isinstance(event, Alloc)}
-    # As `Accumulation.over` does: in the second update, at whose third step of all, before the batch is on the device.
+    # As `Accumulation.over` does: in the second update, at whose third step of all, before the
+    # batch is on the device.
     of_step = events[starts[2] + 1 : starts[3]]
     first = next(position for position, event in enumerate(of_step) if isinstance(event, Alloc))
     assert of_step[first].category is Category.INPUT
     cleared = [allocs[event.id].category for event in of_step[:first]]
     assert set(cleared) == {Category.GRADIENT}
-    assert len(cleared) == sum(parameter.requires_grad for parameter in savings_run.training_step("cpu").model.parameters())
+    assert len(cleared) == sum(
+        parameter.requires_grad for parameter in savings_run.training_step("cpu").model.parameters()
+    )

@@ -23,7 +23,8 @@ def measured(**savings):
 
 @pytest.fixture(scope="module")
 def before():
-    # The workspaces of cuBLAS stay, so a first run has other boundaries of segments than later ones.
+    # The workspaces of cuBLAS stay, so a first run has other boundaries of segments than later
+    # ones.
     measured()
     return measured()
 
@@ -39,7 +40,8 @@ def test_what_is_predicted_is_saved(before, savings):
     assert abs(dry.saved_bytes - saved) <= 512
     for predicted, found in zip(dry.after.step.windows, after.windows, strict=True):
         assert abs(predicted.peak_allocated_bytes - found.peak_allocated_bytes) <= 512
-        # What else this process has left in its segments can move one small segment, the least that is reserved.
+        # What else this process has left in its segments can move one small segment, the least that
+        # is reserved.
         assert abs(predicted.peak_reserved_bytes - found.peak_reserved_bytes) <= 2 * MiB
 
 
@@ -48,7 +50,9 @@ def test_a_loss_that_keeps_more_than_its_value_is_counted_until_its_owner_lets_g
         return F.mse_loss(model(batch), batch)  # on CUDA its storage is as large as the batch
 
     def make():
-        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1))
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1)
+        )
 
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -64,7 +68,12 @@ def test_a_loss_that_keeps_more_than_its_value_is_counted_until_its_owner_lets_g
         accumulation.step()
         peaks.append(torch.cuda.max_memory_allocated())
         del loss, batch
-    step = mc.TrainingStep(make(), torch.zeros(64, 3, 64, 64), loss=reconstruct, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    step = mc.TrainingStep(
+        make(),
+        torch.zeros(64, 3, 64, 64),
+        loss=reconstruct,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+    )
     assert mc.dry_run(step, accumulate=2).after.peak_allocated_bytes == max(peaks[-2:])
 
 
@@ -77,8 +86,12 @@ class Deep(training.Automatic):
 @pytest.mark.parametrize("amp", ["16-mixed", "bf16-mixed"])
 def test_the_callback_predicts_the_step_with_the_savings_of_its_trainer(tmp_path, amp):
     callback = mc.MemoryCallback(accumulate=2, amp=amp, checkpoint={"network.blocks": 2})
-    data = torch.utils.data.DataLoader([savings_run.batch_of(savings_run.BATCH_SIZE, "cpu")] * 12, batch_size=None)
-    training.trainer(tmp_path, [callback], accelerator="gpu", gradient_clip_val=1.0).fit(Deep(), data)
+    data = torch.utils.data.DataLoader(
+        [savings_run.batch_of(savings_run.BATCH_SIZE, "cpu")] * 12, batch_size=None
+    )
+    training.trainer(tmp_path, [callback], accelerator="gpu", gradient_clip_val=1.0).fit(
+        Deep(), data
+    )
     predicted, measured = callback.prediction.step, callback.recorder.steps[-1]
     assert measured.num_optimizer_updates == 1
     assert abs(predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1) <= 0.001

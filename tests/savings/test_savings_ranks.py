@@ -1,4 +1,6 @@
-"""Savings under DistributedDataParallel: two processes on this CPU, which exchange gradients through gloo."""
+"""Savings under DistributedDataParallel: two processes on this CPU, which exchange gradients
+through gloo.
+"""
 
 import pytest
 import savings_ranks
@@ -50,9 +52,15 @@ def test_checkpointing_leaves_the_same_bits_under_mixed_precision(found):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(found):
-    assert [rank["checkpointed"]["updates"] for rank in found] == [[False, True, False, False, False, True]] * 2
+    assert [rank["checkpointed"]["updates"] for rank in found] == [
+        [False, True, False, False, False, True]
+    ] * 2
     states = [rank["checkpointed"]["state"] for rank in found]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] if "weight" in name or "bias" in name)
+    assert all(
+        torch.equal(states[0][name], states[1][name])
+        for name in states[0]
+        if "weight" in name or "bias" in name
+    )
 
 
 def test_counts_of_tokens_are_refused_where_ranks_count_the_same(found):

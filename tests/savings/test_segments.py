@@ -2,7 +2,12 @@
 
 from memcallback.core.allocation_trace import Alloc, Free, PhaseEnd, PhaseStart
 from memcallback.core.types import Category, Phase
-from memcallback.savings.segments import LayerBytes, layer_bytes, segments_together, sensible_segments
+from memcallback.savings.segments import (
+    LayerBytes,
+    layer_bytes,
+    segments_together,
+    sensible_segments,
+)
 
 
 def alloc(id_, size, module):
@@ -25,7 +30,11 @@ def test_what_layers_make_is_that_of_the_last_forward_pass():
         PhaseEnd(Phase.FORWARD),
         Free(3),
     ]
-    assert layer_bytes(events, "net", ["0", "1", "2"]) == (LayerBytes(10, 20), LayerBytes(30, 30), LayerBytes(0, 0))
+    assert layer_bytes(events, "net", ["0", "1", "2"]) == (
+        LayerBytes(10, 20),
+        LayerBytes(30, 30),
+        LayerBytes(0, 0),
+    )
     assert layer_bytes(events, "", ["0"]) == (LayerBytes(0, 0),)
     assert layer_bytes(events, "", ["net", "other"]) == (LayerBytes(90, 50), LayerBytes(40, 40))
 

@@ -1,4 +1,6 @@
-"""What savings would buy: each row of a plan is a prediction of the step with that saving, made by hand here."""
+"""What savings would buy: each row of a plan is a prediction of the step with that saving, made by
+hand here.
+"""
 
 import json
 from collections import OrderedDict
@@ -30,7 +32,9 @@ def loss(model, batch):
 
 def step(model=None, **options):
     batch = torch.randn(BATCH_SIZE, 3, 32, 32), torch.zeros(BATCH_SIZE, dtype=torch.int64)
-    return mc.TrainingStep(model or convolutional(), batch, loss=loss, **{"optimizer": torch.optim.AdamW} | options)
+    return mc.TrainingStep(
+        model or convolutional(), batch, loss=loss, **{"optimizer": torch.optim.AdamW} | options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +52,44 @@ def figures(prediction):
 
 def test_the_step_as_it_is_comes_first(plan):
     as_it_is = mc.predict(step(), device=CARD)
-    assert (plan.current.peak_allocated_bytes, plan.current.peak_reserved_bytes) == figures(as_it_is)
+    assert (plan.current.peak_allocated_bytes, plan.current.peak_reserved_bytes) == figures(
+        as_it_is
+    )
     assert plan.current.batch_size == BATCH_SIZE
-    assert plan.current.largest_batch_size == mc.suggest_batch_size(step(), device=CARD, multiple_of=1).batch_size
+    assert (
+        plan.current.largest_batch_size
+        == mc.suggest_batch_size(step(), device=CARD, multiple_of=1).batch_size
+    )
 
 
 @pytest.mark.parametrize(
     ("saving", "by_hand"),
     [
-        ("accumulate 4 batches", lambda: mc.predict(_accumulated(), device=CARD, batch_size=BATCH_SIZE // 4)),
+        (
+            "accumulate 4 batches",
+            lambda: mc.predict(_accumulated(), device=CARD, batch_size=BATCH_SIZE // 4),
+        ),
         ("bf16-mixed", lambda: mc.predict(step(precision="bf16-mixed"), device=CARD)),
         ("16-mixed", lambda: mc.predict(step(precision="16-mixed"), device=CARD)),
-        ("SGD", lambda: mc.predict(step(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-3)), device=CARD)),
+        (
+            "SGD",
+            lambda: mc.predict(
+                step(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-3)), device=CARD
+            ),
+        ),
         ("Adafactor", lambda: mc.predict(step(optimizer=torch.optim.Adafactor), device=CARD)),
-        ("fused optimizer", lambda: mc.predict(step(optimizer=lambda ps: torch.optim.AdamW(ps, fused=True)), device=CARD)),
-        ("expandable_segments", lambda: mc.predict(step(), device=CARD, settings=AllocatorSettings(expandable_segments=True))),
+        (
+            "fused optimizer",
+            lambda: mc.predict(
+                step(optimizer=lambda ps: torch.optim.AdamW(ps, fused=True)), device=CARD
+            ),
+        ),
+        (
+            "expandable_segments",
+            lambda: mc.predict(
+                step(), device=CARD, settings=AllocatorSettings(expandable_segments=True)
+            ),
+        ),
         ("channels_last", lambda: mc.predict(_channels_last(), device=CARD)),
         ("bf16-true", lambda: mc.predict(_in_half(torch.bfloat16), device=CARD)),
         ("16-true", lambda: mc.predict(_in_half(torch.float16), device=CARD)),
@@ -86,11 +113,19 @@ def _accumulated(**options):
 def _channels_last():
     images = torch.randn(BATCH_SIZE, 3, 32, 32).to(memory_format=torch.channels_last)
     model = convolutional().to(memory_format=torch.channels_last)
-    return mc.TrainingStep(model, (images, torch.zeros(BATCH_SIZE, dtype=torch.int64)), loss=loss, optimizer=torch.optim.AdamW)
+    return mc.TrainingStep(
+        model,
+        (images, torch.zeros(BATCH_SIZE, dtype=torch.int64)),
+        loss=loss,
+        optimizer=torch.optim.AdamW,
+    )
 
 
 def _in_half(dtype):
-    batch = torch.randn(BATCH_SIZE, 3, 32, 32, dtype=dtype), torch.zeros(BATCH_SIZE, dtype=torch.int64)
+    batch = (
+        torch.randn(BATCH_SIZE, 3, 32, 32, dtype=dtype),
+        torch.zeros(BATCH_SIZE, dtype=torch.int64),
+    )
     return mc.TrainingStep(convolutional().to(dtype), batch, loss=loss, optimizer=torch.optim.AdamW)
 
 
@@ -128,7 +163,9 @@ def test_rows_that_help_come_first_and_those_that_do_not_are_shown_as_such(plan)
 
 def test_savings_are_tried_together(plan):
     both = row(plan, "16-mixed + accumulate 4 batches")
-    by_hand = mc.predict(_accumulated(precision="16-mixed"), device=CARD, batch_size=BATCH_SIZE // 4)
+    by_hand = mc.predict(
+        _accumulated(precision="16-mixed"), device=CARD, batch_size=BATCH_SIZE // 4
+    )
     assert (both.peak_allocated_bytes, both.peak_reserved_bytes) == figures(by_hand)
 
 
@@ -137,8 +174,12 @@ def test_what_does_not_work_with_the_others_is_left_out_of_them():
     for _ in range(4):
         layers += [nn.ReLU(), nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64)]
     batch = torch.randn(512, 64), torch.zeros(512, dtype=torch.int64)
-    plan = mc.what_if(mc.TrainingStep(nn.Sequential(*layers), batch, loss=loss, optimizer=torch.optim.SGD), device=CARD)
-    # The second segment begins with an activation, which would change the input that is kept for it.
+    plan = mc.what_if(
+        mc.TrainingStep(nn.Sequential(*layers), batch, loss=loss, optimizer=torch.optim.SGD),
+        device=CARD,
+    )
+    # The second segment begins with an activation, which would change the input that is kept for
+    # it.
     assert plan.helps(row(plan, "inplace activations"))
     most = max(plan.rows, key=lambda one: one.saving.count(" + "))
     assert most.saving == "bf16-mixed + checkpoint_sequential, 3 segments + accumulate 4 batches"
@@ -146,7 +187,11 @@ def test_what_does_not_work_with_the_others_is_left_out_of_them():
 
 
 def test_the_best_number_of_segments_is_among_those_that_were_tried(plan):
-    tried = [one for one in plan.rows if one.saving.startswith("checkpoint_sequential") and " + " not in one.saving]
+    tried = [
+        one
+        for one in plan.rows
+        if one.saving.startswith("checkpoint_sequential") and " + " not in one.saving
+    ]
     best = min(_checkpointed({"": segments}).peak_allocated_bytes for segments in range(2, 16))
     assert min(one.peak_allocated_bytes for one in tried) == best
     assert all(0 < one.extra_compute_pct < 50 for one in tried)
@@ -156,16 +201,22 @@ def test_blocks_are_checkpointed_all_or_every_second():
     class Blocks(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+            )
 
         def forward(self, x):
             for block in self.blocks:
                 x = x + block(x)
             return x
 
-    plan = mc.what_if(mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device=CARD)
+    plan = mc.what_if(
+        mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device=CARD
+    )
     every, second = row(plan, "checkpoint 4 blocks"), row(plan, "checkpoint every second block")
-    assert every.peak_allocated_bytes < second.peak_allocated_bytes < plan.current.peak_allocated_bytes
+    assert (
+        every.peak_allocated_bytes < second.peak_allocated_bytes < plan.current.peak_allocated_bytes
+    )
     assert every.extra_compute_pct > second.extra_compute_pct > 0
     assert "blocks.2" in second.line
 
@@ -185,7 +236,10 @@ def test_nothing_of_the_users_is_changed():
     mc.what_if(tried, device=CARD)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
+    assert all(
+        parameter.requires_grad and parameter.dtype is torch.float32
+        for parameter in model.parameters()
+    )
     assert not any(module.inplace for module in model if isinstance(module, nn.ReLU))
     assert not optimizer.state
     assert not optimizer.param_groups[0]["fused"]
@@ -235,9 +289,15 @@ def test_in_lightning_the_lines_are_the_trainers_and_gradients_can_be_cleared_ea
 def test_as_data_every_figure_has_its_unit(plan):
     data = json.loads(json.dumps(plan.to_dict()))
     assert data["current"]["peak_reserved_bytes"] == plan.current.peak_reserved_bytes
-    assert {"saving", "helps", "saved_pct", "peak_allocated_bytes", "largest_batch_size", "extra_compute_pct", "kind"} <= data["savings"][
-        0
-    ].keys()
+    assert {
+        "saving",
+        "helps",
+        "saved_pct",
+        "peak_allocated_bytes",
+        "largest_batch_size",
+        "extra_compute_pct",
+        "kind",
+    } <= data["savings"][0].keys()
 
 
 def test_on_a_cpu_there_is_no_reserved_memory():
@@ -257,13 +317,19 @@ def single(plan):
 
 
 def linear(**options):
-    return mc.TrainingStep(nn.Linear(64, 64), torch.randn(8, 64), **{"optimizer": torch.optim.SGD} | options)
+    return mc.TrainingStep(
+        nn.Linear(64, 64), torch.randn(8, 64), **{"optimizer": torch.optim.SGD} | options
+    )
 
 
 @pytest.mark.parametrize(("batch_size", "parts"), [(1, set()), (6, {2}), (7, set()), (12, {2, 4})])
 def test_a_batch_is_divided_only_where_that_leaves_no_rest(batch_size, parts):
     plan = mc.what_if(linear(), device=CARD, batch_size=batch_size)
-    divided = {int(one.saving.split()[1]): one for one in single(plan) if one.saving.startswith("accumulate")}
+    divided = {
+        int(one.saving.split()[1]): one
+        for one in single(plan)
+        if one.saving.startswith("accumulate")
+    }
     assert divided.keys() == parts
     assert all(one.batch_size * num_parts == batch_size for num_parts, one in divided.items())
     assert plan.current.batch_size == batch_size
@@ -282,11 +348,19 @@ class Vgg(nn.Module):
         super().__init__()
         layers, channels = [], 3
         for position, width in enumerate((16, 16, 32, 32, 64, 64)):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(channels, width, 3, padding=1),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+            ]
             layers += [nn.MaxPool2d(2)] if position % 2 else []
             channels = width
-        self.features = nn.Sequential(OrderedDict((f"layer{number}", layer) for number, layer in enumerate(layers)))
-        self.classifier = nn.Sequential(nn.Linear(64 * 16, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 10))
+        self.features = nn.Sequential(
+            OrderedDict((f"layer{number}", layer) for number, layer in enumerate(layers))
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(64 * 16, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 10)
+        )
 
     def forward(self, x):
         return self.classifier(self.features(x).flatten(1))
@@ -306,7 +380,9 @@ def test_of_several_sequentials_the_large_one_is_cut_into_every_sensible_number_
     six = row(plan, "checkpoint_sequential of features, 6 segments")
     assert figures(known[6]) == (six.peak_allocated_bytes, six.peak_reserved_bytes)
     assert six.line == "memcallback.checkpoint(model, {'features': 6})"
-    assert min(one.peak_allocated_bytes for one in tried) == min(one.peak_allocated_bytes for one in known.values())
+    assert min(one.peak_allocated_bytes for one in tried) == min(
+        one.peak_allocated_bytes for one in known.values()
+    )
 
 
 def test_two_sequentials_alike_are_cut_together():
@@ -314,17 +390,24 @@ def test_two_sequentials_alike_are_cut_together():
         def __init__(self):
             super().__init__()
             self.first, self.second = (
-                nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.SiLU()))) for _ in range(2)
+                nn.Sequential(
+                    *(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.SiLU()))
+                )
+                for _ in range(2)
             )
 
         def forward(self, x):
             return self.second(self.first(x))
 
-    plan = mc.what_if(mc.TrainingStep(Two(), torch.randn(4096, 64), optimizer=torch.optim.SGD), device=CARD)
+    plan = mc.what_if(
+        mc.TrainingStep(Two(), torch.randn(4096, 64), optimizer=torch.optim.SGD), device=CARD
+    )
     tried = [one for one in single(plan) if one.kind == "checkpointing"]
     assert len(tried) <= 8
     assert plan.best_checkpointing is row(plan, "checkpoint 2 sequentials")
-    assert {name for one in tried for name in ("first", "second") if f" of {name}," in one.saving} == {"first", "second"}
+    assert {
+        name for one in tried for name in ("first", "second") if f" of {name}," in one.saving
+    } == {"first", "second"}
 
 
 def test_the_best_way_to_checkpoint_is_marked(plan):
@@ -341,16 +424,29 @@ def test_the_best_way_to_checkpoint_is_marked(plan):
 def test_together_is_of_each_kind_what_lets_the_largest_batch_fit(plan):
     chosen = max(plan.tried, key=lambda one: one.saving.count(" + ")).saving.split(" + ")
     for kind in ("precision", "checkpointing"):
-        same_training = [one for one in single(plan) if one.kind == kind and not one.saving.endswith("-true")]
+        same_training = [
+            one for one in single(plan) if one.kind == kind and not one.saving.endswith("-true")
+        ]
         largest = max(one.largest_batch_size for one in same_training)
-        assert any(one.largest_batch_size == largest for one in same_training if one.saving in chosen)
+        assert any(
+            one.largest_batch_size == largest for one in same_training if one.saving in chosen
+        )
 
 
 def planned(*, peak_bytes, largest, of_bytes=1000 * 2**20, of_largest=1000):
     """A plan with one saving, made by hand."""
-    current = PlanRow(saving="as it is", batch_size=8, peak_allocated_bytes=of_bytes, largest_batch_size=of_largest)
-    saving = PlanRow(saving="a saving", batch_size=8, peak_allocated_bytes=peak_bytes, largest_batch_size=largest)
-    return Plan(current=current, tried=(saving,), device_name="a card", capacity_bytes=2**40, headroom=0.05)
+    current = PlanRow(
+        saving="as it is",
+        batch_size=8,
+        peak_allocated_bytes=of_bytes,
+        largest_batch_size=of_largest,
+    )
+    saving = PlanRow(
+        saving="a saving", batch_size=8, peak_allocated_bytes=peak_bytes, largest_batch_size=largest
+    )
+    return Plan(
+        current=current, tried=(saving,), device_name="a card", capacity_bytes=2**40, headroom=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,7 +464,9 @@ def planned(*, peak_bytes, largest, of_bytes=1000 * 2**20, of_largest=1000):
 def test_what_saves_less_than_1_percent_is_no_help(peak_bytes, largest, verdict):
     plan = planned(peak_bytes=peak_bytes, largest=largest)
     assert plan.helps(plan.tried[0]) == (verdict != "does not help")
-    line = next(line for line in plan.to_text().splitlines() if line.strip().startswith("a saving "))
+    line = next(
+        line for line in plan.to_text().splitlines() if line.strip().startswith("a saving ")
+    )
     assert verdict in line
 
 
@@ -381,7 +479,10 @@ def test_where_a_batch_fits_only_with_a_saving_the_text_says_which():
     plan = planned(peak_bytes=980 * 2**20, largest=3, of_largest=0)
     assert plan.helps(plan.tried[0])
     for text in (plan.to_text(), plan.to_markdown()):
-        assert "As it is, not even one sample is sure to fit. A batch fits with a saving (up to 3)." in text
+        assert (
+            "As it is, not even one sample is sure to fit. A batch fits with a saving (up to 3)."
+            in text
+        )
 
 
 def test_what_is_checkpointed_already_is_not_checkpointed_again():
@@ -397,4 +498,7 @@ def test_what_is_checkpointed_already_is_not_checkpointed_again():
 def test_in_a_plain_loop_gradients_are_cleared_earlier_by_a_plain_line():
     late = linear()
     late.zero_grad_before_forward = False
-    assert row(mc.what_if(late, device=CARD), "zero_grad before forward").line == "optimizer.zero_grad()  # before the forward pass"
+    assert (
+        row(mc.what_if(late, device=CARD), "zero_grad before forward").line
+        == "optimizer.zero_grad()  # before the forward pass"
+    )

@@ -1,4 +1,6 @@
-"""On a CUDA device, real or virtual: what a row of a plan says is what training takes once its line is in the program."""
+"""On a CUDA device, real or virtual: what a row of a plan says is what training takes once its line
+is in the program.
+"""
 
 import ctypes
 import gc
@@ -33,7 +35,9 @@ def loss_of(model, batch):
 
 @pytest.fixture(scope="module")
 def plan():
-    return mc.what_if(mc.TrainingStep(network(), batch(), loss=loss_of, optimizer=torch.optim.Adam), device="cuda")
+    return mc.what_if(
+        mc.TrainingStep(network(), batch(), loss=loss_of, optimizer=torch.optim.Adam), device="cuda"
+    )
 
 
 def measured(line, dtype):
@@ -63,7 +67,10 @@ def measured(line, dtype):
     return recorder.steps[-1]
 
 
-@pytest.mark.parametrize(("saving", "dtype"), [("freeze all but the last layer", torch.float32), ("bf16-true", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("saving", "dtype"),
+    [("freeze all but the last layer", torch.float32), ("bf16-true", torch.bfloat16)],
+)
 def test_a_row_is_what_training_takes_with_its_line(plan, saving, dtype):
     row = next(row for row in plan.rows if row.saving == saving)
     step = measured(row.line, dtype)
@@ -86,7 +93,10 @@ def used_by_others():
 def test_what_others_use_of_the_device_is_left_to_them(used_by_others):
     step = mc.TrainingStep(nn.Linear(64, 64), torch.randn(8, 64), optimizer=torch.optim.SGD)
     plan = mc.what_if(step, device="cuda:0")
-    assert plan.current.largest_batch_size == mc.suggest_batch_size(step, device="cuda:0", multiple_of=1).batch_size
+    assert (
+        plan.current.largest_batch_size
+        == mc.suggest_batch_size(step, device="cuda:0", multiple_of=1).batch_size
+    )
     assert plan.outside_bytes >= used_by_others
     assert f"{format_bytes(plan.outside_bytes)} in use outside the allocator" in plan.to_text()
 

@@ -12,7 +12,9 @@ PARAMETER_BYTES = 4 * WIDTH * WIDTH * NUM_LAYERS
 
 
 def step():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(NUM_LAYERS)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(NUM_LAYERS))
+    )
     return mc.TrainingStep(model, torch.zeros(16, WIDTH), optimizer=torch.optim.Adam)
 
 
@@ -39,9 +41,19 @@ def test_a_sequential_model_can_be_a_pipeline():
     row = next(row for row in plan.tried if row.saving.startswith("pipeline"))
     assert (row.saving, row.batch_size, row.problem) == ("pipeline on 2, n_microbatches=2", 8, "")
     jobs = [mc.Ranks(2, "pipeline", rank=rank, n_microbatches=2) for rank in range(2)]
-    stages = [mc.predict(step().varied(ranks=job), device="NVIDIA L4", batch_size=8) for job in jobs]
-    assert row.peak_allocated_bytes == max(stages, key=lambda stage: stage.peak_reserved_bytes).peak_allocated_bytes
-    assert row.largest_batch_size == mc.suggest_batch_size(step().varied(ranks=jobs[0]), device="NVIDIA L4", multiple_of=1).batch_size
+    stages = [
+        mc.predict(step().varied(ranks=job), device="NVIDIA L4", batch_size=8) for job in jobs
+    ]
+    assert (
+        row.peak_allocated_bytes
+        == max(stages, key=lambda stage: stage.peak_reserved_bytes).peak_allocated_bytes
+    )
+    assert (
+        row.largest_batch_size
+        == mc.suggest_batch_size(
+            step().varied(ranks=jobs[0]), device="NVIDIA L4", multiple_of=1
+        ).batch_size
+    )
     # What a stage computes is a part of the whole.
     assert row.extra_compute_pct == pytest.approx(0)
     assert "one batch together" in row.changes
@@ -70,15 +82,26 @@ def test_a_batch_that_cannot_be_cut_into_microbatches_is_told():
 
 def llama():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 @needs_ranks
 def test_a_model_that_says_how_has_tensor_parallel_layers():
     tokens = torch.zeros(4, 32, dtype=torch.int64)
-    step = mc.TrainingStep(llama(), tokens, loss=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss)
+    step = mc.TrainingStep(
+        llama(),
+        tokens,
+        loss=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss,
+    )
     plan = mc.what_if(step, device="NVIDIA L4", ranks=2)
     rows = {row.saving: row for row in plan.tried if row.kind == "ranks"}
     row = rows["tensor_parallel on 2"]
@@ -95,10 +118,15 @@ def test_a_model_that_says_how_has_tensor_parallel_layers():
 def test_a_row_is_the_prediction_of_a_rank(rows):
     row = rows["fsdp2 on 8"]
     prediction = mc.predict(step().varied(ranks=mc.Ranks(WORLD_SIZE, "fsdp2")), device="NVIDIA L4")
-    assert (row.peak_allocated_bytes, row.peak_reserved_bytes) == (prediction.peak_allocated_bytes, prediction.peak_reserved_bytes)
+    assert (row.peak_allocated_bytes, row.peak_reserved_bytes) == (
+        prediction.peak_allocated_bytes,
+        prediction.peak_reserved_bytes,
+    )
     assert (
         row.largest_batch_size
-        == mc.suggest_batch_size(step().varied(ranks=mc.Ranks(WORLD_SIZE, "fsdp2")), device="NVIDIA L4", multiple_of=1).batch_size
+        == mc.suggest_batch_size(
+            step().varied(ranks=mc.Ranks(WORLD_SIZE, "fsdp2")), device="NVIDIA L4", multiple_of=1
+        ).batch_size
     )
 
 
@@ -107,7 +135,8 @@ def test_a_row_is_the_prediction_of_a_rank(rows):
     [
         # Gradients are reduced and given to all: twice what is sent to scatter or to gather them.
         ("ddp on 8, gradient_as_bucket_view=True", 2 * 7 / 8),
-        # Parameters are gathered for the forward pass and again for the backward pass, gradients are scattered.
+        # Parameters are gathered for the forward pass and again for the backward pass, gradients
+        # are scattered.
         ("fsdp2 on 8", 3 * 7 / 8),
         ("fsdp2 on 8, reshard_after_forward=False", 2 * 7 / 8),
         # The same within four, and a quarter of the gradients is summed over two.
@@ -127,7 +156,9 @@ def test_jobs_of_ones_own_are_tried_too():
     assert (ddp.saving, fsdp2.saving) == ("ddp on 2, bucket_cap_mb=1", "fsdp2 on 16")
     assert fsdp2.line == "memcallback.Ranks(16, 'fsdp2').parallelize(model, 'cuda')"
     assert plan.to_table().columns[-1] == "sent"
-    assert {row["saving"]: row["sent_bytes"] for row in plan.to_dict()["savings"]}["fsdp2 on 16"] == int(3 * 15 / 16 * PARAMETER_BYTES)
+    assert {row["saving"]: row["sent_bytes"] for row in plan.to_dict()["savings"]}[
+        "fsdp2 on 16"
+    ] == int(3 * 15 / 16 * PARAMETER_BYTES)
 
 
 def test_on_one_device_nothing_is_sent_and_no_column_says_so():

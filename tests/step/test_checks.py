@@ -1,4 +1,6 @@
-"""Plain mistakes in a step: refused with the value, the rule and the way out, when it is made where it can be known there."""
+"""Plain mistakes in a step: refused with the value, the rule and the way out, when it is made where
+it can be known there.
+"""
 
 import functools
 
@@ -41,9 +43,21 @@ def scaled(model, batch, scale):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"loss": []}, ValueError, "loss is an empty list. Give one function of the model and the batch, or leave it out"),
-        ({"loss": "mse"}, TypeError, r"loss must be a function of the model and the batch.* got 'mse'. Give loss=lambda model, batch: "),
-        ({"loss": ["mse"]}, TypeError, r"loss\[0\] must be a function of the model and the batch.* got 'mse'\."),
+        (
+            {"loss": []},
+            ValueError,
+            "loss is an empty list. Give one function of the model and the batch, or leave it out",
+        ),
+        (
+            {"loss": "mse"},
+            TypeError,
+            r"loss must be a function of the model and the batch.* got 'mse'. Give loss=lambda model, batch: ",
+        ),
+        (
+            {"loss": ["mse"]},
+            TypeError,
+            r"loss\[0\] must be a function of the model and the batch.* got 'mse'\.",
+        ),
         ({"loss": torch.ones(())}, TypeError, "loss must be a function .* got a Tensor"),
         (
             {"loss": nn.MSELoss()},
@@ -60,19 +74,67 @@ def scaled(model, batch, scale):
             TypeError,
             r"loss is mse_loss, which compares .* batch: mse_loss\(model\(batch\[0\]\), batch\[1\]\)",
         ),
-        ({"loss": lambda model: model.weight.sum()}, TypeError, "loss .*<lambda> cannot be called with the model and the batch: too many"),
-        ({"optimizer": "adam"}, TypeError, r"optimizer must be an optimizer .* got 'adam'. Give torch.optim.Adam\(model.parameters\(\)\)"),
-        ({"optimizer": "mine"}, TypeError, r"got 'mine'. Give torch.optim.AdamW\(model.parameters\(\)\), or torch.optim.AdamW alone"),
+        (
+            {"loss": lambda model: model.weight.sum()},
+            TypeError,
+            "loss .*<lambda> cannot be called with the model and the batch: too many",
+        ),
+        (
+            {"optimizer": "adam"},
+            TypeError,
+            r"optimizer must be an optimizer .* got 'adam'. Give torch.optim.Adam\(model.parameters\(\)\)",
+        ),
+        (
+            {"optimizer": "mine"},
+            TypeError,
+            r"got 'mine'. Give torch.optim.AdamW\(model.parameters\(\)\), or torch.optim.AdamW alone",
+        ),
         ({"optimizer": 3}, TypeError, "optimizer must be an optimizer .* got 3"),
-        ({"optimizer": {"optimizer": OTHERS}}, TypeError, "optimizer must be an optimizer .* got a dict"),
-        ({"optimizer": torch.optim.lr_scheduler.ConstantLR(OTHERS)}, TypeError, "optimizer must be .* got a ConstantLR"),
-        ({"optimizer": [SGD]}, TypeError, r"optimizer\[0\] is SGD, which makes an optimizer; a list must hold .* Give it alone"),
-        ({"optimizer": ["sgd"]}, TypeError, r"optimizer\[0\] must be an optimizer .* got 'sgd'. Give torch.optim.SGD\("),
-        ({"optimizer": takes_a_rate}, TypeError, "optimizer takes_a_rate cannot be called with parameters alone: missing a .*'rate'"),
-        ({"optimizer": lambda: OTHERS}, TypeError, "cannot be called with parameters alone: too many .* optimizer=lambda parameters: "),
-        ({"optimizer": OTHERS}, ValueError, "the optimizer SGD has 1 parameter, and none is the model's. Give one that was made of"),
-        ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0. It is how many batches"),
-        ({"accumulate": 1.5}, TypeError, "accumulate must be a whole number, got 1.5. It is how many batches"),
+        (
+            {"optimizer": {"optimizer": OTHERS}},
+            TypeError,
+            "optimizer must be an optimizer .* got a dict",
+        ),
+        (
+            {"optimizer": torch.optim.lr_scheduler.ConstantLR(OTHERS)},
+            TypeError,
+            "optimizer must be .* got a ConstantLR",
+        ),
+        (
+            {"optimizer": [SGD]},
+            TypeError,
+            r"optimizer\[0\] is SGD, which makes an optimizer; a list must hold .* Give it alone",
+        ),
+        (
+            {"optimizer": ["sgd"]},
+            TypeError,
+            r"optimizer\[0\] must be an optimizer .* got 'sgd'. Give torch.optim.SGD\(",
+        ),
+        (
+            {"optimizer": takes_a_rate},
+            TypeError,
+            "optimizer takes_a_rate cannot be called with parameters alone: missing a .*'rate'",
+        ),
+        (
+            {"optimizer": lambda: OTHERS},
+            TypeError,
+            "cannot be called with parameters alone: too many .* optimizer=lambda parameters: ",
+        ),
+        (
+            {"optimizer": OTHERS},
+            ValueError,
+            "the optimizer SGD has 1 parameter, and none is the model's. Give one that was made of",
+        ),
+        (
+            {"accumulate": 0},
+            ValueError,
+            "accumulate must be at least 1, got 0. It is how many batches",
+        ),
+        (
+            {"accumulate": 1.5},
+            TypeError,
+            "accumulate must be a whole number, got 1.5. It is how many batches",
+        ),
         ({"accumulate": True}, TypeError, "accumulate must be a whole number, got True."),
         ({"accumulate": None}, TypeError, "accumulate must be a whole number, got None."),
         (
@@ -84,10 +146,22 @@ def scaled(model, batch, scale):
         ({"clip_grad_norm": 0}, ValueError, "clip_grad_norm must be above 0, got 0."),
         ({"clip_grad_norm": -1}, ValueError, "clip_grad_norm must be above 0, got -1."),
         ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm must be above 0, got nan."),
-        ({"clip_grad_value": "a"}, TypeError, "clip_grad_value must be a number, got 'a'. Give the largest value, such as 0.5, or None"),
+        (
+            {"clip_grad_value": "a"},
+            TypeError,
+            "clip_grad_value must be a number, got 'a'. Give the largest value, such as 0.5, or None",
+        ),
         ({"clip_grad_value": 0.0}, ValueError, "clip_grad_value must be above 0, got 0.0."),
-        ({"precision": "fp8"}, ValueError, "precision 'fp8' is not known. Use one of 16-mixed, bf16-mixed, "),
-        ({"precision": torch.float16}, ValueError, "precision torch.float16 is not known. Use one of"),
+        (
+            {"precision": "fp8"},
+            ValueError,
+            "precision 'fp8' is not known. Use one of 16-mixed, bf16-mixed, ",
+        ),
+        (
+            {"precision": torch.float16},
+            ValueError,
+            "precision torch.float16 is not known. Use one of",
+        ),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused_when_the_step_is_made(options, error, message):
@@ -99,7 +173,11 @@ def test_an_argument_that_cannot_be_is_refused_when_the_step_is_made(options, er
     "options",
     [
         {"loss": scaled},
-        {"loss": functools.partial(lambda model, batch, scale: model(batch).sum() * scale, scale=2)},
+        {
+            "loss": functools.partial(
+                lambda model, batch, scale: model(batch).sum() * scale, scale=2
+            )
+        },
         {"optimizer": functools.partial(SGD, lr=0.1)},
         {"optimizer": []},
         {"accumulate": np.int64(2)},
@@ -135,14 +213,19 @@ def test_a_loss_function_that_returns_no_loss_is_said_so(loss, message):
 
 def test_of_several_losses_the_one_without_a_loss_is_named():
     model = nn.Linear(8, 4)
-    step = make_step(model, loss=[lambda m, b: m(b).sum(), lambda m, b: 1.0], optimizer=[SGD(model.parameters()), SGD(model.parameters())])
+    step = make_step(
+        model,
+        loss=[lambda m, b: m(b).sum(), lambda m, b: 1.0],
+        optimizer=[SGD(model.parameters()), SGD(model.parameters())],
+    )
     with pytest.raises(PredictionError, match=r"^loss\[1\] returned a float; it must"):
         mc.predict(step, device="24GiB")
 
 
 def test_a_model_of_which_nothing_is_trained_is_said_so():
     with pytest.raises(
-        PredictionError, match=r"does not require grad; .* None of the model's 2 parameters requires grad: set requires_grad"
+        PredictionError,
+        match=r"does not require grad; .* None of the model's 2 parameters requires grad: set requires_grad",
     ):
         mc.predict(make_step(nn.Linear(8, 4).requires_grad_(False)), device="24GiB")
 
@@ -150,9 +233,18 @@ def test_a_model_of_which_nothing_is_trained_is_said_so():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ({"los": 1}, "^training_step returned a dict of 'los'; it must .* Return that tensor, alone or in a dict under 'loss'"),
-        (None, "^training_step returned None; it must .* Return that tensor, alone or in a dict under 'loss'"),
-        ({"loss": 1.5}, "^training_step returned a dict with a float under 'loss'; it must .* without .item"),
+        (
+            {"los": 1},
+            "^training_step returned a dict of 'los'; it must .* Return that tensor, alone or in a dict under 'loss'",
+        ),
+        (
+            None,
+            "^training_step returned None; it must .* Return that tensor, alone or in a dict under 'loss'",
+        ),
+        (
+            {"loss": 1.5},
+            "^training_step returned a dict with a float under 'loss'; it must .* without .item",
+        ),
     ],
 )
 def test_a_training_step_that_returns_no_loss_is_said_so(returned, message):
@@ -167,11 +259,20 @@ def test_a_training_step_that_returns_no_loss_is_said_so(returned, message):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (lambda parameters: None, "returned None; it must return an optimizer. Give one that does: optimizer=lambda parameters: "),
+        (
+            lambda parameters: None,
+            "returned None; it must return an optimizer. Give one that does: optimizer=lambda parameters: ",
+        ),
         (lambda parameters: SGD, "returned the class SGD; it must return an optimizer"),
         (lambda parameters: [SGD(parameters)], "returned a list; it must return an optimizer"),
-        (lambda parameters: OTHERS, "returned a SGD of 1 parameter, and none is among those that it was called with. Make it of these"),
-        (lambda parameters: 1 / 0, "failed when it was called with the model's parameters: ZeroDivisionError: division by zero"),
+        (
+            lambda parameters: OTHERS,
+            "returned a SGD of 1 parameter, and none is among those that it was called with. Make it of these",
+        ),
+        (
+            lambda parameters: 1 / 0,
+            "failed when it was called with the model's parameters: ZeroDivisionError: division by zero",
+        ),
     ],
 )
 def test_a_function_that_makes_no_optimizer_of_its_parameters_is_said_so(optimizer, message):
@@ -182,13 +283,16 @@ def test_a_function_that_makes_no_optimizer_of_its_parameters_is_said_so(optimiz
 def test_an_optimizer_that_a_list_holds_is_what_lightning_gives():
     module = Automatic()
     optimizer = module.configure_optimizers()
-    step = TrainingStep.from_lightning(module, (torch.ones(4, 64), torch.zeros(4, dtype=torch.long)), optimizer=[optimizer])
+    step = TrainingStep.from_lightning(
+        module, (torch.ones(4, 64), torch.zeros(4, dtype=torch.long)), optimizer=[optimizer]
+    )
     assert step.given_optimizers == (optimizer,)
 
 
 def test_a_module_without_training_step_is_no_lightning_module():
     with pytest.raises(
-        TypeError, match=r"module must be a LightningModule, got a Linear, .* TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)"
+        TypeError,
+        match=r"module must be a LightningModule, got a Linear, .* TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)",
     ):
         TrainingStep.from_lightning(nn.Linear(8, 4), torch.ones(4, 8))
 
@@ -196,14 +300,19 @@ def test_a_module_without_training_step_is_no_lightning_module():
 @pytest.mark.parametrize("ask", [mc.predict, mc.suggest_batch_size])
 def test_what_is_no_step_is_refused(ask):
     with pytest.raises(
-        TypeError, match=r"step must be a TrainingStep, got a Linear. Give TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)"
+        TypeError,
+        match=r"step must be a TrainingStep, got a Linear. Give TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)",
     ):
         ask(nn.Linear(8, 4), device="24GiB")
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_grad_norm": 0.5}, {"clip_grad_value": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"clip_grad_norm": 0.5}, {"clip_grad_value": 0.5}]
+)
 def test_what_lightning_refuses_with_manual_optimization_is_refused(options):
     (name, value), module = next(iter(options.items())), Automatic()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match=f"{name}={value} with manual optimization is not known: .* Leave it out."):
+    with pytest.raises(
+        ValueError, match=f"{name}={value} with manual optimization is not known: .* Leave it out."
+    ):
         TrainingStep.from_lightning(module, torch.ones(4, 8), **options)

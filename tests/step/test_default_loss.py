@@ -24,7 +24,9 @@ class Tagger(nn.Module):
         logits = self.score(self.embed(input_ids))
         if labels is None:
             return self.returns(logits=logits, loss=None)
-        return self.returns(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+        return self.returns(
+            loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits
+        )
 
 
 class TakesOneMapping(nn.Module):
@@ -81,14 +83,18 @@ def test_a_batch_is_handed_over_by_name_and_the_loss_that_the_model_returns_is_t
 
 def test_without_labels_the_outputs_are_summed():
     batch = ids(has_labels=False)
-    assert events(Tagger(), batch) == events(Tagger(), batch, sum_of("logits", lambda model, batch: model(input_ids=batch["input_ids"])))
+    assert events(Tagger(), batch) == events(
+        Tagger(), batch, sum_of("logits", lambda model, batch: model(input_ids=batch["input_ids"]))
+    )
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Wrapper])
 def test_a_mapping_that_is_one_argument_stays_one(wrap):
     batch = {"x": torch.zeros(8, WIDTH)}
     model = wrap(TakesOneMapping())
-    assert events(model, batch) == events(model, batch, sum_of("prediction", lambda model, batch: model(batch)))
+    assert events(model, batch) == events(
+        model, batch, sum_of("prediction", lambda model, batch: model(batch))
+    )
 
 
 def test_a_model_that_returns_no_numbers_is_told_what_to_give():
@@ -116,7 +122,12 @@ class Wrapper(nn.Module):
 
 
 def test_the_textbook_law_follows_what_takes_anything_too():
-    step = mc.TrainingStep(Wrapper(Tagger()), ids(), loss=lambda model, batch: model(**batch).loss, optimizer=torch.optim.AdamW)
+    step = mc.TrainingStep(
+        Wrapper(Tagger()),
+        ids(),
+        loss=lambda model, batch: model(**batch).loss,
+        optimizer=torch.optim.AdamW,
+    )
     assert predict_by_the_textbook(step).peak_allocated_bytes > 8 * 12 * WIDTH * 4
 
 
@@ -127,30 +138,45 @@ def test_a_model_whose_forward_does_not_say_what_it_takes_gets_the_whole_batch()
 
         forward.__signature__ = "anything"
 
-    step = mc.TrainingStep(Silent(WIDTH, 1), {"x": torch.zeros(8, WIDTH)}, optimizer=torch.optim.SGD)
+    step = mc.TrainingStep(
+        Silent(WIDTH, 1), {"x": torch.zeros(8, WIDTH)}, optimizer=torch.optim.SGD
+    )
     assert mc.predict(step, device="24GiB").peak_allocated_bytes > 0
 
 
 def test_a_model_that_cannot_do_with_what_it_got_by_name_is_told_of_the_loss():
-    class Whole(nn.Linear):
+    class UnshardedModule(nn.Linear):
         def forward(self, batch):
             return super().forward(batch["batch"])
 
-    step = mc.TrainingStep(Whole(WIDTH, 1), {"batch": torch.zeros(8, WIDTH)}, optimizer=torch.optim.SGD)
-    with pytest.raises(mc.PredictionError, match=r"called as model\(\*\*batch\): give TrainingStep\(model, batch, loss="):
+    step = mc.TrainingStep(
+        UnshardedModule(WIDTH, 1), {"batch": torch.zeros(8, WIDTH)}, optimizer=torch.optim.SGD
+    )
+    with pytest.raises(
+        mc.PredictionError,
+        match=r"called as model\(\*\*batch\): give TrainingStep\(model, batch, loss=",
+    ):
         mc.predict(step, device="24GiB")
 
 
-@pytest.mark.parametrize("batch", [(torch.zeros(8, WIDTH), torch.zeros(8)), {"x": torch.zeros(8, WIDTH)}])
+@pytest.mark.parametrize(
+    "batch", [(torch.zeros(8, WIDTH), torch.zeros(8)), {"x": torch.zeros(8, WIDTH)}]
+)
 def test_a_model_that_does_not_take_the_whole_batch_is_told_of_the_loss(batch):
     step = mc.TrainingStep(nn.Sequential(nn.Linear(WIDTH, 1)), batch, optimizer=torch.optim.SGD)
-    with pytest.raises(mc.PredictionError, match=r"called with the whole batch: give TrainingStep\(model, batch, loss="):
+    with pytest.raises(
+        mc.PredictionError,
+        match=r"called with the whole batch: give TrainingStep\(model, batch, loss=",
+    ):
         mc.predict(step, device="24GiB")
 
 
 def test_a_loss_of_ones_own_that_fails_is_not_told_to_be_missing():
     step = mc.TrainingStep(
-        nn.Linear(WIDTH, 1), (torch.zeros(8, WIDTH), torch.zeros(8)), loss=lambda model, batch: model(batch), optimizer=torch.optim.SGD
+        nn.Linear(WIDTH, 1),
+        (torch.zeros(8, WIDTH), torch.zeros(8)),
+        loss=lambda model, batch: model(batch),
+        optimizer=torch.optim.SGD,
     )
     with pytest.raises(mc.PredictionError, match="Give a step without it") as told:
         mc.predict(step, device="24GiB")

@@ -38,7 +38,12 @@ def mode() -> FakeTensorMode:
 def assert_like(fake: torch.Tensor, real: torch.Tensor) -> None:
     assert isinstance(fake, FakeTensor)
     assert fake.device == torch.device("cpu")
-    assert (fake.shape, fake.stride(), fake.dtype, fake.requires_grad) == (real.shape, real.stride(), real.dtype, real.requires_grad)
+    assert (fake.shape, fake.stride(), fake.dtype, fake.requires_grad) == (
+        real.shape,
+        real.stride(),
+        real.dtype,
+        real.requires_grad,
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,18 @@ def assert_like(fake: torch.Tensor, real: torch.Tensor) -> None:
         torch.zeros(3, requires_grad=True) * 2,
         torch.zeros(5, device="meta"),
     ],
-    ids=["contiguous", "transposed", "channels last", "expanded", "slice", "scalar", "empty", "complex", "not a leaf", "meta"],
+    ids=[
+        "contiguous",
+        "transposed",
+        "channels last",
+        "expanded",
+        "slice",
+        "scalar",
+        "empty",
+        "complex",
+        "not a leaf",
+        "meta",
+    ],
 )
 def test_a_fake_has_the_shape_strides_dtype_and_requires_grad_of_its_tensor_on_the_cpu(real, mode):
     assert_like(fake_copy(real, mode), real)
@@ -65,8 +81,12 @@ def test_a_module_keeps_its_parameters_as_parameters_and_its_buffers(mode):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     model[0].weight.requires_grad_(False)
     copy = fake_copy(model, mode)
-    assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
-    for fake, real in zip((*copy.parameters(), *copy.buffers()), (*model.parameters(), *model.buffers()), strict=True):
+    assert [name for name, _ in copy.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    for fake, real in zip(
+        (*copy.parameters(), *copy.buffers()), (*model.parameters(), *model.buffers()), strict=True
+    ):
         assert_like(fake, real)
         assert isinstance(fake, nn.Parameter) == isinstance(real, nn.Parameter)
 
@@ -100,9 +120,15 @@ def test_no_data_is_copied_so_a_petabyte_takes_no_memory(mode):
 def test_copying_runs_no_operator_on_real_tensors(mode):
     model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
     holder = {"model": model, "loose": [nn.Parameter(torch.ones(7))], "batch": torch.ones(3)}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         fake_copy(holder, mode)
-    assert not [event.key for event in profile.key_averages() if event.key in ("aten::clone", "aten::copy_", "aten::empty_like")]
+    assert not [
+        event.key
+        for event in profile.key_averages()
+        if event.key in ("aten::clone", "aten::copy_", "aten::empty_like")
+    ]
 
 
 def test_tied_weights_stay_tied(mode):
@@ -152,14 +178,27 @@ def test_batches_of_any_make_are_copied_and_resized(mode):
         "n": 4,
     }
     resized = resize_batch(fake_copy(batch, mode), 4, 9)
-    found = [resized["list"][0], resized["tuple"][0], resized["named"].image, resized["data"].image, resized["own"].image]
+    found = [
+        resized["list"][0],
+        resized["tuple"][0],
+        resized["named"].image,
+        resized["data"].image,
+        resized["own"].image,
+    ]
     assert all(isinstance(tensor, FakeTensor) and tensor.shape == (9, 3) for tensor in found)
     assert type(resized["named"]) is Pair
-    assert (resized["tuple"][1], resized["named"].label, resized["data"].name, resized["n"]) == ("text", 7, "cat", 4)
+    assert (resized["tuple"][1], resized["named"].label, resized["data"].name, resized["n"]) == (
+        "text",
+        7,
+        "cat",
+        4,
+    )
 
 
 def test_only_tensors_with_the_batch_size_first_are_resized(mode):
-    batch = fake_copy({"x": torch.zeros(4, 3), "classes": torch.zeros(10), "scalar": torch.zeros(())}, mode)
+    batch = fake_copy(
+        {"x": torch.zeros(4, 3), "classes": torch.zeros(10), "scalar": torch.zeros(())}, mode
+    )
     resized = resize_batch(batch, 4, 8)
     assert [tuple(tensor.shape) for tensor in resized.values()] == [(8, 3), (10,), ()]
     assert batch["x"].shape == (4, 3)
@@ -174,8 +213,16 @@ def test_dimensions_as_long_as_the_sequences_are_resized_where_asked(mode):
         "x": torch.zeros(()),
     }
     resized = resize_batch(fake_copy(batch, mode), 4, 9, lengths=(6, 8))
-    assert [tuple(tensor.shape) for tensor in resized.values()] == [(9, 8), (9, 1, 8, 8), (6,), (6, 4), ()]
-    turned = resize_batch(fake_copy(torch.zeros(4, 3, 6).transpose(1, 2), mode), 4, 4, lengths=(6, 8))
+    assert [tuple(tensor.shape) for tensor in resized.values()] == [
+        (9, 8),
+        (9, 1, 8, 8),
+        (6,),
+        (6, 4),
+        (),
+    ]
+    turned = resize_batch(
+        fake_copy(torch.zeros(4, 3, 6).transpose(1, 2), mode), 4, 4, lengths=(6, 8)
+    )
     assert (turned.shape, turned.stride()) == ((4, 8, 3), (24, 1, 8))
 
 
@@ -197,7 +244,9 @@ def test_a_resized_tensor_keeps_the_order_of_its_dimensions_in_memory(tensor, st
 
 
 def test_a_negative_batch_size_is_refused(mode):
-    with pytest.raises(ValueError, match="new_batch_size is a number of samples and cannot be negative, got -1"):
+    with pytest.raises(
+        ValueError, match="new_batch_size is a number of samples and cannot be negative, got -1"
+    ):
         resize_batch([], 4, -1)
 
 
@@ -216,11 +265,18 @@ class SmallModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # Lightning 2.6 uses it
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated:FutureWarning"
+)  # Lightning 2.6 uses it
 def test_a_lightning_module_is_copied_without_its_trainer_wherever_it_refers_to_it(mode, tmp_path):
     module = SmallModule()
     trainer = pl.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
     )
     module.notes = {"trainer": trainer}
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(4, 4)), batch_size=2))
@@ -244,13 +300,20 @@ def test_every_device_that_a_module_remembers_becomes_the_cpu(mode):
 def test_lightning_is_not_imported():
     code = "import sys, memcallback.step.copies.fakes; sys.exit(any(name.split('.')[0] in ('lightning', 'pytorch_lightning') for name in sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(Path(memcallback.__file__).parents[1])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    )
 
 
 def test_what_cannot_be_copied_is_shared_and_what_holds_it_is_copied(mode, tmp_path):
     model = nn.Linear(3, 3)
     with open(tmp_path / "log.txt", "w") as file:
-        model.helper = {"lock": threading.Lock(), "file": file, "generator": (i for i in range(3)), "tensor": torch.zeros(3)}
+        model.helper = {
+            "lock": threading.Lock(),
+            "file": file,
+            "generator": (i for i in range(3)),
+            "tensor": torch.zeros(3),
+        }
         copy = fake_copy(model, mode)
         assert copy.helper is not model.helper
         for name in ("lock", "file", "generator"):
@@ -286,14 +349,20 @@ def test_a_module_that_refuses_to_be_copied_is_named(mode):
         def __deepcopy__(self, memo):
             raise RuntimeError("no copies")
 
-    with pytest.raises(ValueError, match=r"class Stubborn cannot be copied \(no copies\). Give it a __deepcopy__"):
+    with pytest.raises(
+        ValueError, match=r"class Stubborn cannot be copied \(no copies\). Give it a __deepcopy__"
+    ):
         fake_copy(nn.Sequential(Stubborn()), mode)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_parametrized_and_weight_normalised_modules_run_as_copies(mode):
     old = nn.utils.weight_norm(nn.Linear(4, 4))
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.spectral_norm(nn.Linear(4, 4)), old)
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+        old,
+    )
     copy = fake_copy(model, mode)
     with mode:
         assert copy(torch.zeros(5, 4)).shape == (5, 4)
@@ -333,7 +402,12 @@ def test_a_sparse_tensor_has_fake_indices_and_values(mode):
     real = torch.eye(6)[:4].to_sparse()
     copy, again = fake_copy((real, real), mode)
     assert copy is again
-    assert (copy.layout, copy.shape, copy.is_coalesced(), copy._nnz()) == (torch.sparse_coo, (4, 6), True, 4)
+    assert (copy.layout, copy.shape, copy.is_coalesced(), copy._nnz()) == (
+        torch.sparse_coo,
+        (4, 6),
+        True,
+        4,
+    )
     assert isinstance(copy._indices(), FakeTensor)
     assert copy._values().shape == (4,)
 
@@ -352,9 +426,15 @@ def test_a_sparse_batch_has_as_many_elements_for_each_further_sample(mode):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR tensor support)")
 def test_tensors_that_no_fake_can_stand_for_are_named_with_the_way_out(mode):
-    with pytest.raises(ValueError, match=r"shape \(3, 3\) and layout torch.sparse_csr cannot be made fake: .* Convert it first"):
+    with pytest.raises(
+        ValueError,
+        match=r"shape \(3, 3\) and layout torch.sparse_csr cannot be made fake: .* Convert it first",
+    ):
         fake_copy({"adjacency": torch.eye(3).to_sparse_csr()}, mode)
-    with pytest.raises(ValueError, match=r"UninitializedParameter of a lazy module has no shape yet.* Run the model once"):
+    with pytest.raises(
+        ValueError,
+        match=r"UninitializedParameter of a lazy module has no shape yet.* Run the model once",
+    ):
         fake_copy(nn.LazyLinear(3), mode)
     with pytest.raises(ValueError, match=r"shape unknown .* cannot be made fake"):
         fake_copy(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), mode)

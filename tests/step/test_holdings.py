@@ -44,7 +44,9 @@ def test_views_of_one_storage_count_once_and_whole():
 
 
 def test_storages_on_another_device_do_not_count():
-    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False, device="meta"))
+    model = nn.Sequential(
+        nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False, device="meta")
+    )
     assert split(model)[Category.PARAMETER] == 400
 
 
@@ -86,7 +88,13 @@ Pair = namedtuple("Pair", ["left", "right"])
 def test_tensors_are_found_in_any_nesting_once_each():
     graph = Graph()
     one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
-    batch = {"a": [one, (two, None, "text", 3)], "b": Sample(three, one), "c": graph, "d": Pair(two, {4}), "e": lambda: one}
+    batch = {
+        "a": [one, (two, None, "text", 3)],
+        "b": Sample(three, one),
+        "c": graph,
+        "d": Pair(two, {4}),
+        "e": lambda: one,
+    }
     assert [tensor.shape[0] for tensor in tensors_in(batch)] == [1, 2, 3, 1, 3, 2]
 
 
@@ -97,7 +105,11 @@ def test_a_lazy_parameter_has_no_storage_yet():
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_a_tensor_in_compressed_rows_has_three_storages():
     compressed = torch.sparse_csr_tensor(
-        torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2]), torch.ones(3), size=(3, 3), check_invariants=True
+        torch.tensor([0, 1, 2, 3]),
+        torch.tensor([0, 1, 2]),
+        torch.ones(3),
+        size=(3, 3),
+        check_invariants=True,
     )
     assert len(list(storages_of(compressed))) == 3
 

@@ -1,4 +1,6 @@
-"""Models in stages: what each stage is predicted to hold, and that the schedule trains as the whole model does. On devices: test_ranks_predicted_cuda.py."""
+"""Models in stages: what each stage is predicted to hold, and that the schedule trains as the whole
+model does. On devices: test_ranks_predicted_cuda.py.
+"""
 
 import json
 from functools import cache
@@ -15,14 +17,17 @@ pytestmark = needs_ranks
 
 WIDTH = 256
 NUM_BLOCKS, NUM_RANKS, NUM_MICROBATCHES = 6, 3, 4
-#: A block keeps its input for the gradient of its weight, and its output for that of its activation function, which is the next one's input.
+#: A block keeps its input for the gradient of its weight, and its output for that of its activation
+#: function, which is the next one's input.
 MICROBATCH_BYTES = 4 * 8 * WIDTH
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 BATCH = torch.zeros(8, WIDTH), torch.zeros(8, WIDTH)
 
 
 def network(num_blocks=NUM_BLOCKS):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(num_blocks)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(num_blocks))
+    )
 
 
 def loss_of(model, batch):
@@ -31,11 +36,15 @@ def loss_of(model, batch):
 
 
 def job(world_size=NUM_RANKS, rank=0, **options):
-    return mc.Ranks(world_size, "pipeline", rank=rank, **{"n_microbatches": NUM_MICROBATCHES, **options})
+    return mc.Ranks(
+        world_size, "pipeline", rank=rank, **{"n_microbatches": NUM_MICROBATCHES, **options}
+    )
 
 
 def step(ranks, *, model=None, optimizer=torch.optim.SGD, loss=loss_of, batch=BATCH, **options):
-    return mc.TrainingStep(model or network(), batch, loss=loss, optimizer=optimizer, ranks=ranks, **options)
+    return mc.TrainingStep(
+        model or network(), batch, loss=loss, optimizer=optimizer, ranks=ranks, **options
+    )
 
 
 def predicted(ranks, **options):
@@ -88,13 +97,20 @@ def test_an_optimizer_of_the_whole_model_updates_the_stage():
 
 
 def test_a_microbatch_more_is_as_many_bytes_more():
-    small, large = (predicted(job(rank=1), batch=tuple(torch.zeros(size, WIDTH) for _ in BATCH)) for size in (8, 16))
+    small, large = (
+        predicted(job(rank=1), batch=tuple(torch.zeros(size, WIDTH) for _ in BATCH))
+        for size in (8, 16)
+    )
     assert small.at(batch_size=16).step.peak_allocated_bytes == large.step.peak_allocated_bytes
 
 
 def test_stages_that_go_round_are_several_on_each_rank():
-    held = predicted(job(rank=1, schedule="Interleaved1F1B", stages_per_rank=2), optimizer=torch.optim.Adam).step.windows[-1]
-    assert held.end.by_category[mc.Category.OPTIMIZER_STATE] == pytest.approx(2 * 2 * BLOCK_BYTES, abs=64)
+    held = predicted(
+        job(rank=1, schedule="Interleaved1F1B", stages_per_rank=2), optimizer=torch.optim.Adam
+    ).step.windows[-1]
+    assert held.end.by_category[mc.Category.OPTIMIZER_STATE] == pytest.approx(
+        2 * 2 * BLOCK_BYTES, abs=64
+    )
 
 
 class Residual(nn.Module):
@@ -118,7 +134,9 @@ def test_a_function_says_how_a_model_is_cut():
     assert peaks(told.step.windows) == peaks(of_rank(0))
     with pytest.raises(mc.PredictionError, match=r"cannot be cut into 3 stages.* Give split="):
         predicted(job(), model=Residual())
-    with pytest.raises(mc.PredictionError, match=r"Sequential with 2 children cannot be cut into 3 stages"):
+    with pytest.raises(
+        mc.PredictionError, match=r"Sequential with 2 children cannot be cut into 3 stages"
+    ):
         predicted(job(), model=network(2))
 
 
@@ -126,7 +144,13 @@ def own_schedule(model, mesh):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     number, group = mesh.get_local_rank(), mesh.get_group()
-    stage = PipelineStage(model[2 * number : 2 * number + 2], number, mesh.size(), torch.device(mesh.device_type), group=group)
+    stage = PipelineStage(
+        model[2 * number : 2 * number + 2],
+        number,
+        mesh.size(),
+        torch.device(mesh.device_type),
+        group=group,
+    )
     return Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss)
 
 
@@ -141,7 +165,8 @@ def run_own(schedule, batch):
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_schedule_of_ones_own_is_predicted_like_ours(rank):
     own = peaks(predicted(mc.Ranks(NUM_RANKS, own_schedule, rank=rank), loss=run_own).step.windows)
-    # For the loss of a whole model there is a byte for each sample on the host, which here is the device, and the losses are returned.
+    # For the loss of a whole model there is a byte for each sample on the host, which here is the
+    # device, and the losses are returned.
     of_loss = NUM_MICROBATCHES * (len(BATCH[0]) + 4) if rank == NUM_RANKS - 1 else 0
     assert own == pytest.approx(peaks(of_rank(rank)), abs=of_loss)
 
@@ -162,7 +187,9 @@ def waits_for_ever(model, mesh):
 
 
 def test_a_rank_that_waits_for_what_nobody_sends_is_told():
-    with pytest.raises(mc.PredictionError, match="rank 1 waits for an object from rank 0, which sends it none"):
+    with pytest.raises(
+        mc.PredictionError, match="rank 1 waits for an object from rank 0, which sends it none"
+    ):
         predicted(mc.Ranks(2, waits_for_ever, rank=1))
 
 
@@ -182,9 +209,13 @@ def test_a_loss_that_does_not_call_the_model_once_is_refused():
     with pytest.raises(mc.PredictionError, match="called it 0 times"):
         predicted(job(), loss=lambda model, batch: batch[0].sum())
     with pytest.raises(mc.PredictionError, match="called it 2 times"):
-        predicted(job(2, rank=1), loss=lambda model, batch: (model(batch[0]) - model(batch[1])).sum())
+        predicted(
+            job(2, rank=1), loss=lambda model, batch: (model(batch[0]) - model(batch[1])).sum()
+        )
     with pytest.raises(mc.PredictionError, match="asks for 'weight' of the model"):
-        predicted(job(2, rank=1), loss=lambda model, batch: model(batch[0]).sum() + model.weight.sum())
+        predicted(
+            job(2, rank=1), loss=lambda model, batch: model(batch[0]).sum() + model.weight.sum()
+        )
     with pytest.raises(mc.PredictionError, match="Reduce it"):
         predicted(job(2, rank=1), loss=lambda model, batch: model(batch[0]))
 
@@ -222,12 +253,16 @@ def test_what_a_pipeline_is_not_is_refused():
 
 def train(rank, world_size, folder, schedule):
     """One rank: the gradients of its stages."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
     torch.manual_seed(0)
     model = network()
     # Of the inputs all rows are one in memory.
     batch = torch.randn(1, WIDTH).expand(16, WIDTH), torch.randn(16, WIDTH)
-    pipeline = mc.Ranks(world_size, "pipeline", rank=rank, n_microbatches=4, schedule=schedule).parallelize(model, "cpu")
+    pipeline = mc.Ranks(
+        world_size, "pipeline", rank=rank, n_microbatches=4, schedule=schedule
+    ).parallelize(model, "cpu")
     losses = pipeline.step(loss_of, batch)
     assert len(losses) == (4 if rank == world_size - 1 else 0)
     with pytest.raises(ValueError, match="A batch of 10 samples cannot be cut into 4 microbatches"):

@@ -1,4 +1,6 @@
-"""Batches of fakes with another number of samples: nested tensors, and lists with an item for each sample."""
+"""Batches of fakes with another number of samples: nested tensors, and lists with an item for each
+sample.
+"""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -43,7 +45,11 @@ def test_a_list_with_an_item_for_each_sample_has_more_of_them_each_in_memory_of_
     assert isinstance(boxes, tuple)
     assert shapes(box["boxes"] for box in boxes) == [(0, 4), (1, 4), (2, 4), (3, 4), (0, 4), (1, 4)]
     assert len({picture.untyped_storage()._cdata for picture in pictures}) == 6
-    assert shapes(resize_batch(fake_copy((images(4), targets(4)), mode), 4, 3)[0]) == [(3, 8, 8), (3, 9, 8), (3, 10, 8)]
+    assert shapes(resize_batch(fake_copy((images(4), targets(4)), mode), 4, 3)[0]) == [
+        (3, 8, 8),
+        (3, 9, 8),
+        (3, 10, 8),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,12 +75,16 @@ def test_lists_of_samples_are_found_in_containers_of_any_kind(wrapped, found, mo
 def test_a_list_of_tensors_of_all_samples_is_none_of_samples(mode):
     x, y = resize_batch(fake_copy([torch.zeros(2, 3), torch.zeros(2)], mode), 2, 5)
     assert (x.shape, y.shape) == ((5, 3), (5,))
-    views = resize_batch(fake_copy({"views": [torch.zeros(2, 3), torch.zeros(2, 4)]}, mode), 2, 5)["views"]
+    views = resize_batch(fake_copy({"views": [torch.zeros(2, 3), torch.zeros(2, 4)]}, mode), 2, 5)[
+        "views"
+    ]
     assert shapes(views) == [(5, 3), (5, 4)]
 
 
 def test_numbers_beside_the_tensors_are_as_they_were(mode):
-    assert resize_batch(fake_copy({"x": torch.zeros(2, 3), "size": [224, 224]}, mode), 2, 5)["size"] == [224, 224]
+    assert resize_batch(fake_copy({"x": torch.zeros(2, 3), "size": [224, 224]}, mode), 2, 5)[
+        "size"
+    ] == [224, 224]
 
 
 @pytest.mark.parametrize(
@@ -92,10 +102,14 @@ def test_a_batch_of_lists_has_as_many_samples_as_they_have_items(batch, expected
 
 
 def jagged(lengths, **options):
-    return torch.nested.nested_tensor([torch.zeros(length, 8) for length in lengths], layout=torch.jagged, **options)
+    return torch.nested.nested_tensor(
+        [torch.zeros(length, 8) for length in lengths], layout=torch.jagged, **options
+    )
 
 
-@pytest.mark.parametrize(("count", "ends"), [(3, [0, 2, 5, 6]), (5, [0, 2, 5, 6, 8, 10]), (2, [0, 2, 4])])
+@pytest.mark.parametrize(
+    ("count", "ends"), [(3, [0, 2, 5, 6]), (5, [0, 2, 5, 6, 8, 10]), (2, [0, 2, 4])]
+)
 def test_further_sequences_of_a_nested_tensor_are_as_long_as_the_mean(count, ends, mode):
     resized = resize_batch(fake_copy(jagged([2, 3, 1]), mode), 3, count)
     assert resized.shape[0] == count
@@ -113,5 +127,17 @@ def test_nested_tensors_that_share_their_lengths_still_do(mode):
 
 
 def test_a_nested_tensor_with_gaps_is_named_with_the_way_out(mode):
-    with pytest.raises(ValueError, match=r"NestedTensor of shape unknown and layout torch.jagged cannot be made fake: .*\.contiguous\(\)"):
-        fake_copy(torch.nested.narrow(torch.zeros(3, 5, 8), 1, torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1]), layout=torch.jagged), mode)
+    with pytest.raises(
+        ValueError,
+        match=r"NestedTensor of shape unknown and layout torch.jagged cannot be made fake: .*\.contiguous\(\)",
+    ):
+        fake_copy(
+            torch.nested.narrow(
+                torch.zeros(3, 5, 8),
+                1,
+                torch.tensor([0, 1, 2]),
+                torch.tensor([2, 3, 1]),
+                layout=torch.jagged,
+            ),
+            mode,
+        )

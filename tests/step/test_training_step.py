@@ -41,7 +41,13 @@ def test_a_batch_without_first_dimensions_has_no_size(batch):
 def test_lightnings_optimizers_are_found_in_whatever_configure_optimizers_returns():
     module = training.Automatic()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    for returned in (sgd, [sgd], {"optimizer": sgd, "lr_scheduler": None}, ([sgd], []), [{"optimizer": sgd}]):
+    for returned in (
+        sgd,
+        [sgd],
+        {"optimizer": sgd, "lr_scheduler": None},
+        ([sgd], []),
+        [{"optimizer": sgd}],
+    ):
         module.configure_optimizers = lambda returned=returned: returned
         assert TrainingStep.from_lightning(module, torch.ones(2, 3)).optimizers_of(module) == (sgd,)
     module.configure_optimizers = lambda: None
@@ -50,6 +56,9 @@ def test_lightnings_optimizers_are_found_in_whatever_configure_optimizers_return
 
 def test_a_trainer_clips_in_one_way():
     with pytest.raises(
-        ValueError, match=r"clip_grad_norm is 1\.0 and clip_grad_value is 0\.5; a Trainer clips in one of these ways: give one"
+        ValueError,
+        match=r"clip_grad_norm is 1\.0 and clip_grad_value is 0\.5; a Trainer clips in one of these ways: give one",
     ):
-        TrainingStep.from_lightning(training.Automatic(), torch.ones(2, 3), clip_grad_norm=1.0, clip_grad_value=0.5)
+        TrainingStep.from_lightning(
+            training.Automatic(), torch.ones(2, 3), clip_grad_norm=1.0, clip_grad_value=0.5
+        )

@@ -1,4 +1,6 @@
-"""Backward passes that make nodes for another one: predicted in the order in which a device's own thread makes autograd run them."""
+"""Backward passes that make nodes for another one: predicted in the order in which a device's own
+thread makes autograd run them.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from memcallback.trace.tracer import trace
         (20, 0, ["slope", "after", "before"]),
     ],
 )
-def test_nodes_of_a_backward_pass_run_before_or_after_all_others(capsys, num_passes, num_others, order):
+def test_nodes_of_a_backward_pass_run_before_or_after_all_others(
+    capsys, num_passes, num_others, order
+):
     def loss(model, batch):
         x = batch.clone().requires_grad_()
         before = model(x).exp()
@@ -32,7 +36,12 @@ def test_nodes_of_a_backward_pass_run_before_or_after_all_others(capsys, num_pas
             tensor.register_hook(lambda gradient, name=name: print(name))
         return before.sum() + slope.sum() + after.sum()
 
-    step = TrainingStep(nn.Linear(4, 4), torch.ones(8, 4), loss=loss, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
+    step = TrainingStep(
+        nn.Linear(4, 4),
+        torch.ones(8, 4),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+    )
     trace(step, find_device("NVIDIA H200"))
     # What a step's functions put into lists is taken out again.
     assert capsys.readouterr().out.split()[-3:] == order

@@ -1,4 +1,6 @@
-"""In bfloat16 on a card without it, PyTorch takes other kernels: what they take is what was recorded on such a (virtual) device."""
+"""In bfloat16 on a card without it, PyTorch takes other kernels: what they take is what was
+recorded on such a (virtual) device.
+"""
 
 import json
 

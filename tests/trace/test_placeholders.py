@@ -1,4 +1,6 @@
-"""Steps in which PyTorch itself reads values, or whose sizes shrink with the batch: they are predicted."""
+"""Steps in which PyTorch itself reads values, or whose sizes shrink with the batch: they are
+predicted.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ DEVICES = ["NVIDIA H200", "cpu"]
 
 def normal(model, batch):
     output = model(batch)
-    return D.kl_divergence(D.Normal(output, output.exp()), D.Normal(0.0, 1.0)).mean() + D.Normal(output, output.exp()).rsample().mean()
+    return (
+        D.kl_divergence(D.Normal(output, output.exp()), D.Normal(0.0, 1.0)).mean()
+        + D.Normal(output, output.exp()).rsample().mean()
+    )
 
 
 def categorical(model, batch):
@@ -37,16 +42,26 @@ def back_from_spectrum(model, batch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", [normal, categorical, spectrum, back_from_spectrum])
 def test_a_check_of_pytorch_on_values_passes(loss, device):
-    prediction = mc.predict(mc.TrainingStep(nn.Linear(32, 256), torch.zeros(8, 32), loss=loss), device=device)
+    prediction = mc.predict(
+        mc.TrainingStep(nn.Linear(32, 256), torch.zeros(8, 32), loss=loss), device=device
+    )
     assert not [caveat for caveat in prediction.caveats if caveat.startswith("Only batch size")]
     assert prediction.at(batch_size=32).peak_allocated_bytes > prediction.peak_allocated_bytes
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_last_part_that_shrinks_from_one_batch_size_to_the_next_leaves_only_the_traced_one_known(device):
+def test_a_last_part_that_shrinks_from_one_batch_size_to_the_next_leaves_only_the_traced_one_known(
+    device,
+):
     def in_parts(model, batch):
         return sum(F.cross_entropy(part, part.softmax(-1)) for part in model(batch).chunk(4))
 
-    prediction = mc.predict(mc.TrainingStep(nn.Linear(32, 1000), torch.zeros(512, 32), loss=in_parts), device=device)
+    prediction = mc.predict(
+        mc.TrainingStep(nn.Linear(32, 1000), torch.zeros(512, 32), loss=in_parts), device=device
+    )
     assert prediction.peak_allocated_bytes > 512 * 1000 * 4
-    assert [caveat for caveat in prediction.caveats if caveat.startswith("Only batch size 512 is predicted")]
+    assert [
+        caveat
+        for caveat in prediction.caveats
+        if caveat.startswith("Only batch size 512 is predicted")
+    ]

@@ -1,4 +1,6 @@
-"""Steps that the accuracy proof has no model for, on a device, real or virtual: what is predicted of them is measured."""
+"""Steps that the accuracy proof has no model for, on a device, real or virtual: what is predicted
+of them is measured.
+"""
 
 import json
 from operator import ge
@@ -15,7 +17,9 @@ pytestmark = pytest.mark.cuda
 
 
 class Experts(nn.Module):
-    """A mixture of experts as transformers has it: tokens sorted by expert, counted by histc, multiplied in groups."""
+    """A mixture of experts as transformers has it: tokens sorted by expert, counted by histc,
+    multiplied in groups.
+    """
 
     def __init__(self, width=256, num_experts=4):
         super().__init__()
@@ -26,10 +30,17 @@ class Experts(nn.Module):
     def forward(self, x):
         weights, experts = self.router(x).softmax(-1).topk(2)
         experts, order = experts.reshape(-1).sort()
-        counts = torch.histc(experts.int() if experts.is_cuda else experts.float(), bins=len(self.up), min=0, max=len(self.up) - 1)
+        counts = torch.histc(
+            experts.int() if experts.is_cuda else experts.float(),
+            bins=len(self.up),
+            min=0,
+            max=len(self.up) - 1,
+        )
         ends = counts.cumsum(0, dtype=torch.int32)
         hidden = torch._grouped_mm(x[order // 2].to(self.up.dtype), self.up, offs=ends).relu()
-        return torch._grouped_mm(hidden, self.down, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch._grouped_mm(hidden, self.down, offs=ends) * weights.reshape(-1)[
+            order
+        ].unsqueeze(-1)
 
 
 class GroupedQueries(nn.Module):
@@ -40,8 +51,17 @@ class GroupedQueries(nn.Module):
         self.out = nn.Linear(heads * size, 16)  # so that attention takes most
 
     def forward(self, x):
-        parts = self.project(x).unflatten(-1, (-1, self.size)).transpose(1, 2).split([self.heads, self.shared, self.shared], 1)
-        return self.out(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        parts = (
+            self.project(x)
+            .unflatten(-1, (-1, self.size))
+            .transpose(1, 2)
+            .split([self.heads, self.shared, self.shared], 1)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Pairs(nn.Module):
@@ -55,18 +75,24 @@ class Pairs(nn.Module):
     def forward(self, x):
         joined = self.product(x, x.flip(-1))
         joined = joined - joined.detach().median()
-        return joined.new_zeros(len(x), 8).scatter_reduce(1, self.groups.expand(len(x), -1), joined, "mean")
+        return joined.new_zeros(len(x), 8).scatter_reduce(
+            1, self.groups.expand(len(x), -1), joined, "mean"
+        )
 
 
 def slopes(model, batch):
-    """The first derivative after the coordinates, of which autograd runs few nodes in the thread of the device."""
+    """The first derivative after the coordinates, of which autograd runs few nodes in the thread of
+    the device.
+    """
     x = batch.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return (slope - 1).square().mean()
 
 
 def curvature(model, batch):
-    """An equation with first and second derivatives: the thread of the device makes more nodes than the other."""
+    """An equation with first and second derivatives: the thread of the device makes more nodes than
+    the other.
+    """
     x = batch.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (curved,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
@@ -74,7 +100,9 @@ def curvature(model, batch):
 
 
 def layers(width, num_layers, activation):
-    hidden = [part for _ in range(num_layers - 1) for part in (nn.Linear(width, width), activation())]
+    hidden = [
+        part for _ in range(num_layers - 1) for part in (nn.Linear(width, width), activation())
+    ]
     return nn.Sequential(nn.Linear(2, width), activation(), *hidden, nn.Linear(width, 1))
 
 
@@ -83,8 +111,16 @@ PROGRAMS = {
     "curvature": lambda: (layers(64, 2, nn.Tanh), torch.zeros(4096, 2), {"loss": curvature}),
     "pairs": lambda: (Pairs(), torch.zeros(4096, 64), {}),
     "experts": lambda: (Experts(), torch.zeros(2048, 256), {}),
-    "experts-bfloat16": lambda: (Experts().bfloat16(), torch.zeros(2048, 256, dtype=torch.bfloat16), {}),
-    "grouped-queries": lambda: (GroupedQueries(), torch.zeros(4, 512, 512), {"precision": "bf16-mixed"}),
+    "experts-bfloat16": lambda: (
+        Experts().bfloat16(),
+        torch.zeros(2048, 256, dtype=torch.bfloat16),
+        {},
+    ),
+    "grouped-queries": lambda: (
+        GroupedQueries(),
+        torch.zeros(4, 512, 512),
+        {"precision": "bf16-mixed"},
+    ),
 }
 
 
@@ -93,7 +129,9 @@ def squares(model, batch):
 
 
 def train(_, name, file):
-    """In a process of its own, whose allocator has seen nothing else: what is predicted, and what is measured."""
+    """In a process of its own, whose allocator has seen nothing else: what is predicted, and what
+    is measured.
+    """
     model, batch, options = PROGRAMS[name]()
     loss_of = options.pop("loss", squares)
     step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=torch.optim.AdamW, **options)
@@ -103,14 +141,20 @@ def train(_, name, file):
         on_device = batch.cuda()
         with recorder.step(on_device):
             optimizer.zero_grad()
-            with recorder.phase(mc.Phase.FORWARD), torch.autocast("cuda", step.autocast_dtype, enabled=step.autocast_dtype is not None):
+            with (
+                recorder.phase(mc.Phase.FORWARD),
+                torch.autocast(
+                    "cuda", step.autocast_dtype, enabled=step.autocast_dtype is not None
+                ),
+            ):
                 loss = loss_of(model, on_device)
             with recorder.phase(mc.Phase.BACKWARD):
                 loss.backward()
             with recorder.phase(mc.Phase.OPTIMIZER_STEP):
                 optimizer.step()
         del on_device, loss
-    # After it: a trace makes autograd nodes, whose number decides in which order those of a double backward run.
+    # After it: a trace makes autograd nodes, whose number decides in which order those of a double
+    # backward run.
     predicted = mc.predict(step)
     with open(file, "w") as opened:
         json.dump([figures(predicted.step), [figures(one) for one in recorder.steps[4:]]], opened)
@@ -120,8 +164,11 @@ def train(_, name, file):
 def test_what_a_step_takes_is_predicted_to_the_byte(tmp_path, name):
     torch.multiprocessing.spawn(train, (name, str(tmp_path / "figures.json")), nprocs=1)
     predicted, measured = json.loads((tmp_path / "figures.json").read_text())
-    # The thread of the device may let go of what it has run a moment later, more often on a busy machine: a step of the curvature then has
-    # 32 KiB more at its peak. No step has less.
+    # The thread of the device may let go of what it has run a moment later, more often on a busy
+    # machine: a step of the curvature then has 32 KiB more at its peak. No step has less.
     assert predicted in measured
     for windows in measured:
-        assert all(all(map(ge, figures[1:], least[1:])) for figures, least in zip(windows, predicted, strict=True))
+        assert all(
+            all(map(ge, figures[1:], least[1:]))
+            for figures, least in zip(windows, predicted, strict=True)
+        )

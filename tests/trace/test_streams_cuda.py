@@ -1,4 +1,6 @@
-"""Steps of several CUDA streams on a device, real or virtual: what is predicted of them is measured."""
+"""Steps of several CUDA streams on a device, real or virtual: what is predicted of them is
+measured.
+"""
 
 import json
 
@@ -12,7 +14,9 @@ pytestmark = pytest.mark.cuda
 
 
 def network():
-    return nn.ModuleDict({"first": nn.Linear(512, 512), "aside": nn.Linear(512, 512), "last": nn.Linear(512, 256)})
+    return nn.ModuleDict(
+        {"first": nn.Linear(512, 512), "aside": nn.Linear(512, 512), "last": nn.Linear(512, 256)}
+    )
 
 
 def in_one_stream(model, batch, side):
@@ -34,13 +38,21 @@ def a_branch_aside(model, batch, side):
 
 def figures(step):
     return [
-        (window.label, window.start.allocated_bytes, window.peak_allocated_bytes, window.end.allocated_bytes, window.peak_reserved_bytes)
+        (
+            window.label,
+            window.start.allocated_bytes,
+            window.peak_allocated_bytes,
+            window.end.allocated_bytes,
+            window.peak_reserved_bytes,
+        )
         for window in step.windows
     ]
 
 
 def train(_, name, file):
-    """In a process of its own, whose allocator has seen nothing else: what is predicted, and what is measured."""
+    """In a process of its own, whose allocator has seen nothing else: what is predicted, and what
+    is measured.
+    """
     loss, side = LOSSES[name], None
 
     def in_streams(model, batch):
@@ -49,7 +61,9 @@ def train(_, name, file):
         return loss(model, batch, side)
 
     model = network()
-    predicted = mc.predict(mc.TrainingStep(model, torch.zeros(4096, 512), loss=in_streams, optimizer=torch.optim.AdamW))
+    predicted = mc.predict(
+        mc.TrainingStep(model, torch.zeros(4096, 512), loss=in_streams, optimizer=torch.optim.AdamW)
+    )
     side = None
     optimizer = torch.optim.AdamW(model.cuda().parameters())
     recorder = mc.MemoryRecorder(model, optimizer)

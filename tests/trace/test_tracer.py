@@ -1,4 +1,6 @@
-"""What a traced step allocates: against the allocation events of the real CPU run, and what CUDA would do otherwise."""
+"""What a traced step allocates: against the allocation events of the real CPU run, and what CUDA
+would do otherwise.
+"""
 
 import gc
 from functools import partial
@@ -45,7 +47,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
         self.blocks = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True), 2, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True),
+            2,
+            enable_nested_tensor=False,
         )
         self.head = nn.Linear(32, 10)
         self.head.weight = nn.Parameter(self.head.weight)
@@ -55,14 +59,26 @@ class Transformer(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(32, 64),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 64),
+        nn.GELU(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 10),
+    )
 
 
 def residual():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+            self.first, self.second, self.last = (
+                nn.Linear(32, 32),
+                nn.Linear(32, 32),
+                nn.Linear(32, 10),
+            )
 
         def forward(self, x):
             for _ in range(3):
@@ -101,7 +117,9 @@ OPTIMIZERS = {
 
 
 def measured(model, batch, make_optimizer, clip):
-    """The boundaries of a real training on this CPU, from PyTorch's own allocation events: of two steps."""
+    """The boundaries of a real training on this CPU, from PyTorch's own allocation events: of two
+    steps.
+    """
     optimizer = make_optimizer(model.parameters())
     recorder = MemoryRecorder(model, optimizer, device="cpu")
     steps = []
@@ -120,21 +138,39 @@ def measured(model, batch, make_optimizer, clip):
         del loss, fresh
         gc.collect()
         step = recorder.end_step()
-        steps.append([bytes_ for window in step.windows for bytes_ in (window.start.allocated_bytes, window.end.allocated_bytes)])
+        steps.append(
+            [
+                bytes_
+                for window in step.windows
+                for bytes_ in (window.start.allocated_bytes, window.end.allocated_bytes)
+            ]
+        )
     recorder.close()
     return steps
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("model", "batch"), [(mlp, vectors), (residual, vectors), (cnn, images), (Transformer, tokens)])
+@pytest.mark.parametrize(
+    ("model", "batch"), [(mlp, vectors), (residual, vectors), (cnn, images), (Transformer, tokens)]
+)
 def test_on_a_cpu_bytes_alive_at_every_boundary_are_those_of_the_real_run(model, batch, optimizer):
     made, data = model(), batch()
-    traced = trace(TrainingStep(made, data, loss=cross_entropy, optimizer=OPTIMIZERS[optimizer], clip_grad_norm=1.0), None)
+    traced = trace(
+        TrainingStep(
+            made, data, loss=cross_entropy, optimizer=OPTIMIZERS[optimizer], clip_grad_norm=1.0
+        ),
+        None,
+    )
     assert boundaries(traced) == measured(made, data, OPTIMIZERS[optimizer], 1.0)
 
 
 def on_card(model, batch, loss=cross_entropy, optimizer=None, **options):
-    return trace(TrainingStep(model, batch, loss=loss, optimizer=optimizer or OPTIMIZERS["adamw"], **options), CARD)
+    return trace(
+        TrainingStep(
+            model, batch, loss=loss, optimizer=optimizer or OPTIMIZERS["adamw"], **options
+        ),
+        CARD,
+    )
 
 
 def allocations(traced):
@@ -143,13 +179,19 @@ def allocations(traced):
 
 def test_on_cuda_dropout_keeps_a_mask_of_one_byte_for_each_value():
     traced = on_card(mlp(), vectors())
-    masks = [event for event in allocations(traced) if event.operator == "aten::native_dropout" and event.size_bytes == 16 * 64]
+    masks = [
+        event
+        for event in allocations(traced)
+        if event.operator == "aten::native_dropout" and event.size_bytes == 16 * 64
+    ]
     assert [mask.category for mask in masks] == [Category.ACTIVATION] * 2
 
 
 def test_on_cuda_the_first_matrix_products_of_forward_and_backward_pass_take_a_workspace_that_stays():
     traced = on_card(mlp(), vectors())
-    workspaces = [event.id for event in allocations(traced) if event.size_bytes == CARD.cublas_workspace_bytes]
+    workspaces = [
+        event.id for event in allocations(traced) if event.size_bytes == CARD.cublas_workspace_bytes
+    ]
     freed = {event.id for event in traced.trace.events if isinstance(event, Free)}
     assert len(workspaces) == 2
     assert not freed & set(workspaces)
@@ -157,12 +199,19 @@ def test_on_cuda_the_first_matrix_products_of_forward_and_backward_pass_take_a_w
 
 def test_autocast_runs_layer_norm_in_single_precision_and_keeps_half_copies_of_weights_until_it_ends():
     traced = on_card(mlp(), vectors(), precision="bf16-mixed")
-    copies = [event for event in allocations(traced) if event.operator == "aten::_to_copy" and event.size_bytes == 2 * 64 * 64]
+    copies = [
+        event
+        for event in allocations(traced)
+        if event.operator == "aten::_to_copy" and event.size_bytes == 2 * 64 * 64
+    ]
     assert copies
     norms = [event for event in allocations(traced) if event.operator == "aten::native_layer_norm"]
     assert max(norm.size_bytes for norm in norms) == 4 * 16 * 64
     # The loss too: nll_loss gets the 16 x 10 logarithms in single precision.
-    assert any(event.operator == "aten::_to_copy" and event.size_bytes == 4 * 160 for event in allocations(traced))
+    assert any(
+        event.operator == "aten::_to_copy" and event.size_bytes == 4 * 160
+        for event in allocations(traced)
+    )
 
 
 class AsksForDevices(nn.Module):
@@ -174,10 +223,20 @@ class AsksForDevices(nn.Module):
         self.seen = []
 
     def forward(self, x):
-        self.seen += [str(x.device), x.is_cuda, str(self.linear.weight.device), torch.cuda.is_available()]
+        self.seen += [
+            str(x.device),
+            x.is_cuda,
+            str(self.linear.weight.device),
+            torch.cuda.is_available(),
+        ]
         mask = torch.ones(16, 32, device="cuda") + torch.zeros(16, 32, device=x.device)
         on_host = torch.ones(1000)
-        self.seen += [str(on_host.device), str(on_host.cuda().device), str(x.cpu().device), str(on_host.to(x).device)]
+        self.seen += [
+            str(on_host.device),
+            str(on_host.cuda().device),
+            str(x.cpu().device),
+            str(on_host.to(x).device),
+        ]
         with torch.autocast("cuda", dtype=torch.float16):
             self.seen.append(self.linear(x).dtype)
         return self.linear(x * mask)
@@ -203,41 +262,60 @@ def test_user_code_that_asks_for_cuda_gets_it():
     on_card(Keeps(), vectors())
     assert seen[: len(expected)] == expected
     sizes = [event.size_bytes for event in allocations(traced) if event.size_bytes == 4000]
-    assert len(sizes) == 2 * 2  # in each of two steps, by .cuda() and by .to(x); the tensor of the host is not there
+    assert (
+        len(sizes) == 2 * 2
+    )  # in each of two steps, by .cuda() and by .to(x); the tensor of the host is not there
 
 
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 32)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 32))
+            for _ in range(4)
+        )
         self.head = nn.Linear(32, 10)
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
         x = x.clone().requires_grad_()
         for block in self.blocks:
-            run = block if self.use_reentrant is None else partial(checkpoint, block, use_reentrant=self.use_reentrant)
+            run = (
+                block
+                if self.use_reentrant is None
+                else partial(checkpoint, block, use_reentrant=self.use_reentrant)
+            )
             x = run(x)
         return self.head(x)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_checkpointing_keeps_the_inputs_of_segments_and_computes_the_rest_again(use_reentrant, precision):
+def test_checkpointing_keeps_the_inputs_of_segments_and_computes_the_rest_again(
+    use_reentrant, precision
+):
     batch = vectors(count=512)
     plain = boundaries(on_card(Checkpointed(None), batch, precision=precision))[1]
     saved = boundaries(on_card(Checkpointed(use_reentrant), batch, precision=precision))[1]
     hidden = 512 * 256 * (4 if precision == "32-true" else 2)
     assert plain[1] - saved[1] >= 4 * hidden
-    # At the end of the backward pass nothing is left of either but the workspace of its thread, where linear layers ran again.
+    # At the end of the backward pass nothing is left of either but the workspace of its thread,
+    # where linear layers ran again.
     assert abs(saved[3] - plain[3] - CUBLASLT_WORKSPACE_BYTES) <= 4 * 512
 
 
 def test_modules_own_their_parameters_gradients_state_and_activations():
     traced = on_card(mlp(), vectors())
     owned = {event.category for event in allocations(traced) if event.module == "3"}
-    assert {Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.ACTIVATION} <= owned
-    backward = [event for event in allocations(traced) if event.operator == "aten::threshold_backward"]
+    assert {
+        Category.PARAMETER,
+        Category.GRADIENT,
+        Category.OPTIMIZER_STATE,
+        Category.ACTIVATION,
+    } <= owned
+    backward = [
+        event for event in allocations(traced) if event.operator == "aten::threshold_backward"
+    ]
     assert {event.module for event in backward} == {"1"}
 
 
@@ -255,13 +333,20 @@ class ReadsValues(nn.Module):
 def test_a_value_that_is_read_has_a_stand_in_and_is_listed():
     traced = on_card(ReadsValues(), vectors())
     assert any("_local_scalar_dense reads a value" in caveat for caveat in traced.caveats)
-    assert any("aten::nonzero has a shape that depends on values: the largest possible stood for it" in caveat for caveat in traced.caveats)
+    assert any(
+        "aten::nonzero has a shape that depends on values: the largest possible stood for it"
+        in caveat
+        for caveat in traced.caveats
+    )
 
 
 @pytest.mark.parametrize(
-    ("stream_of_tensor", "stream_of_use"), [("own", "own"), ("own", "current"), ("current", "own"), ("current", "current")]
+    ("stream_of_tensor", "stream_of_use"),
+    [("own", "own"), ("own", "current"), ("current", "own"), ("current", "current")],
 )
-def test_memory_that_is_held_back_for_another_stream_than_its_own_is_listed(stream_of_tensor, stream_of_use):
+def test_memory_that_is_held_back_for_another_stream_than_its_own_is_listed(
+    stream_of_tensor, stream_of_use
+):
     def loss(model, batch):
         streams = {"own": torch.cuda.Stream(), "current": torch.cuda.current_stream()}
         with torch.cuda.stream(streams[stream_of_tensor]):
@@ -282,9 +367,17 @@ def test_the_backward_pass_runs_in_the_streams_of_the_forward_pass_and_each_has_
 
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 10, bias=False))
     events = trace(TrainingStep(model, vectors(), loss=loss), CARD, num_windows=1).trace.events
-    workspaces = [event.stream for event in events if isinstance(event, Alloc) and event.category is Category.WORKSPACE]
+    workspaces = [
+        event.stream
+        for event in events
+        if isinstance(event, Alloc) and event.category is Category.WORKSPACE
+    ]
     assert workspaces == [1, 0, 0, 1]
-    gradients = [event.stream for event in events if isinstance(event, Alloc) and event.category is Category.GRADIENT]
+    gradients = [
+        event.stream
+        for event in events
+        if isinstance(event, Alloc) and event.category is Category.GRADIENT
+    ]
     assert gradients == [0, 1]
 
 
@@ -292,7 +385,9 @@ class CallsAnotherLibrary(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(32, 10))
-        self.inner.register_forward_hook(lambda module, inputs, output: torch.utils.dlpack.to_dlpack(output.detach()))
+        self.inner.register_forward_hook(
+            lambda module, inputs, output: torch.utils.dlpack.to_dlpack(output.detach())
+        )
 
     def forward(self, x):
         return self.inner(x)
@@ -300,7 +395,8 @@ class CallsAnotherLibrary(nn.Module):
 
 def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
     with pytest.raises(
-        PredictionError, match=r"in the forward, in module 'inner'.*operator aten::.*memcallback.TrainingStep\(model, batch, loss="
+        PredictionError,
+        match=r"in the forward, in module 'inner'.*operator aten::.*memcallback.TrainingStep\(model, batch, loss=",
     ) as caught:
         on_card(CallsAnotherLibrary(), vectors())
     assert str(caught.value).count("\n") == 0
@@ -319,7 +415,10 @@ class FailsLater(nn.Linear):
 
 
 def test_an_operator_of_another_phase_is_not_what_failed():
-    with pytest.raises(PredictionError, match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. Give"):
+    with pytest.raises(
+        PredictionError,
+        match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. Give",
+    ):
         on_card(nn.Sequential(FailsLater(32, 10)), vectors())
 
 
@@ -332,7 +431,8 @@ def test_what_ran_before_the_step_is_not_what_failed():
             return 1 / 0
 
     with pytest.raises(
-        PredictionError, match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division by zero\."
+        PredictionError,
+        match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division by zero\.",
     ):
         trace(TrainingStep.from_lightning(Module(), vectors()), CARD)
 
@@ -342,10 +442,16 @@ def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
     optimizer = torch.optim.Adam(model.parameters())
     cross_entropy(model, batch).backward()
     optimizer.step()
-    before = [tensor.clone() for tensor in (*model.state_dict().values(), *(p.grad for p in model.parameters()))]
+    before = [
+        tensor.clone()
+        for tensor in (*model.state_dict().values(), *(p.grad for p in model.parameters()))
+    ]
     random, kernels = torch.get_rng_state(), torch._C._dispatch_dump("aten::dropout")
     device, autocast = vars(type(torch.empty(0))).get("device"), torch.autocast
-    trace(TrainingStep(model, batch, loss=cross_entropy, optimizer=optimizer, precision="16-mixed"), CARD)
+    trace(
+        TrainingStep(model, batch, loss=cross_entropy, optimizer=optimizer, precision="16-mixed"),
+        CARD,
+    )
     after = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert torch.equal(random, torch.get_rng_state())
@@ -353,7 +459,9 @@ def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
     assert (device, autocast) == (vars(type(torch.empty(0))).get("device"), torch.autocast)
     assert len(optimizer.state) == len(list(model.parameters()))
     assert not torch.cuda.is_available()
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(
+        not module._forward_hooks and not module._forward_pre_hooks for module in model.modules()
+    )
 
 
 def test_an_optimizer_with_state_keeps_it_and_a_scheduler_of_it_does_not_run():
@@ -365,7 +473,9 @@ def test_an_optimizer_with_state_keeps_it_and_a_scheduler_of_it_does_not_run():
     scheduler.step()
     weights = [p.detach().clone() for p in model.parameters()]
     traced = trace(TrainingStep(model, batch, loss=cross_entropy, optimizer=optimizer), CARD)
-    assert all(torch.equal(one, other) for one, other in zip(weights, model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(weights, model.parameters(), strict=True)
+    )
     state = [event for event in allocations(traced) if event.category is Category.OPTIMIZER_STATE]
     first_step = traced.trace.events.index(StepStart())
     assert all(traced.trace.events.index(event) < first_step for event in state)
@@ -383,7 +493,9 @@ def test_another_batch_size_is_traced_with_other_sizes_in_the_same_order():
     small, large = trace(step, CARD), trace(step, CARD, batch_size=64)
     assert large.batch_size == 64
     assert [e.operator for e in allocations(small)] == [e.operator for e in allocations(large)]
-    assert sum(e.size_bytes for e in allocations(large)) > sum(e.size_bytes for e in allocations(small))
+    assert sum(e.size_bytes for e in allocations(large)) > sum(
+        e.size_bytes for e in allocations(small)
+    )
 
 
 def test_tensors_from_elsewhere_are_not_written_to():
@@ -414,15 +526,26 @@ def test_under_lightning_a_weight_that_is_used_twice_has_as_many_copies_as_light
         in_forward, phase = [], None
         for event in trace(step, CARD, num_windows=1).trace.events:
             phase = event.phase if isinstance(event, PhaseStart) else phase
-            if isinstance(event, Alloc) and phase is Phase.FORWARD and event.operator == "aten::_to_copy":
+            if (
+                isinstance(event, Alloc)
+                and phase is Phase.FORWARD
+                and event.operator == "aten::_to_copy"
+            ):
                 in_forward.append(event.size_bytes)
         return in_forward.count(32 * 32 * 2)
 
     batch = torch.ones(8, 32)
     is_cached = MixedPrecision("bf16-mixed", device="cpu").autocast_context_manager()._cache_enabled
-    assert num_copies(TrainingStep.from_lightning(Twice(), batch, precision="bf16-mixed")) == (1 if is_cached else 2)
+    assert num_copies(TrainingStep.from_lightning(Twice(), batch, precision="bf16-mixed")) == (
+        1 if is_cached else 2
+    )
     module = Twice()
-    plain = TrainingStep(module, batch, loss=lambda model, batch: model.layer(model.layer(batch)).sum(), precision="bf16-mixed")
+    plain = TrainingStep(
+        module,
+        batch,
+        loss=lambda model, batch: model.layer(model.layer(batch)).sum(),
+        precision="bf16-mixed",
+    )
     assert num_copies(plain) == 1
 
 
@@ -439,9 +562,16 @@ def test_arithmetic_of_attention_with_few_keys_and_values_is_that_with_all_heads
     def counted(heads):
         def loss(model, batch):
             query = model(batch).unflatten(-1, (8, 32)).transpose(1, 2)
-            return F.scaled_dot_product_attention(query, query[:, :heads], query[:, :heads], enable_gqa=True).sum()
+            return F.scaled_dot_product_attention(
+                query, query[:, :heads], query[:, :heads], enable_gqa=True
+            ).sum()
 
-        return trace(TrainingStep(nn.Linear(256, 256).half(), torch.zeros(2, 64, 256, dtype=torch.float16), loss=loss), CARD).num_flops
+        return trace(
+            TrainingStep(
+                nn.Linear(256, 256).half(), torch.zeros(2, 64, 256, dtype=torch.float16), loss=loss
+            ),
+            CARD,
+        ).num_flops
 
     assert counted(2) == counted(8) > 0
 

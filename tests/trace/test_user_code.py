@@ -1,4 +1,6 @@
-"""What user code does in a training step: traced for a CPU and a card, against real runs and recordings of them."""
+"""What user code does in a training step: traced for a CPU and a card, against real runs and
+recordings of them.
+"""
 
 import json
 import warnings
@@ -37,7 +39,10 @@ NOT_RECORDED = {
     "a_jvp": NOT_ON_A_CPU["a_jvp"],
 }
 #: What a version of PyTorch does not have, or its fake kernels tell otherwise.
-MARKS = {"optimizer_adagrad_fused": needs_fused_adagrad, "jagged_attention_in_halves": needs_recorded_version}
+MARKS = {
+    "optimizer_adagrad_fused": needs_fused_adagrad,
+    "jagged_attention_in_halves": needs_recorded_version,
+}
 ON_A_CARD = [pytest.param(name, marks=MARKS.get(name, ())) for name in STEPS]
 #: A number that autograd keeps for the backward pass is a tensor of 8 bytes on the host.
 MOST_BYTES_OF_NUMBERS = 24
@@ -49,11 +54,15 @@ def real():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.compiler.set_stance("force_eager"):
-            return run_on_cpu([name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()])
+            return run_on_cpu(
+                [name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()]
+            )
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, at what some of the user code does
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()])
+@pytest.mark.parametrize(
+    "name", [name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()]
+)
 def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
     traced = boundaries(trace(STEPS[name](), None))
     measured = real[name]
@@ -63,9 +72,13 @@ def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
         for step, own in zip(measured, traced, strict=True)
         for size, mine in zip(step, own, strict=True)
     }
-    # A plain attribute that is a tensor belongs to no category: what the model holds of those before it trains does not count.
+    # A plain attribute that is a tensor belongs to no category: what the model holds of those
+    # before it trains does not count.
     differences -= {(measured[0][0] - measured[0][-1]) - (traced[0][0] - traced[0][-1])}
-    assert all(0 <= difference <= MOST_BYTES_OF_NUMBERS and difference % 8 == 0 for difference in differences)
+    assert all(
+        0 <= difference <= MOST_BYTES_OF_NUMBERS and difference % 8 == 0
+        for difference in differences
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -76,18 +89,26 @@ def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
         assert traced == RECORDED["steps"][name]
 
 
-RESIZED = [name for name in STEPS if name.startswith(("a_sparse_embedding", "a_jagged_batch", "jagged_"))] + [
-    "a_sparse_tensor_in_the_batch"
-]
+RESIZED = [
+    name for name in STEPS if name.startswith(("a_sparse_embedding", "a_jagged_batch", "jagged_"))
+] + ["a_sparse_tensor_in_the_batch"]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "device"), [(name, device) for name in RESIZED for device in (CARD, None) if device or name not in NEEDS_CUDA]
+    ("name", "device"),
+    [
+        (name, device)
+        for name in RESIZED
+        for device in (CARD, None)
+        if device or name not in NEEDS_CUDA
+    ],
 )
 def test_a_sparse_or_nested_step_at_another_batch_size_is_what_is_traced_there(name, device):
     step, bounds = STEPS[name](), Bounds()
-    fitted = BatchTrace.fit(*(trace(step, device, batch_size=size, bounds=bounds) for size in (16, 17, 23)))
+    fitted = BatchTrace.fit(
+        *(trace(step, device, batch_size=size, bounds=bounds) for size in (16, 17, 23))
+    )
     assert fitted.at(32) == trace(step, device, batch_size=32, bounds=bounds).trace
 
 
@@ -96,17 +117,25 @@ def test_no_more_rows_than_there_are_have_sparse_gradients_once_these_are_coales
     step = STEPS["a_sparse_embedding_with_sparse_adam"]()
     for batch_size, rows in ((16, 80), (100, 200)):
         traced = trace(step, CARD, batch_size=batch_size)
-        coalesced = {event.size_bytes for event in traced.trace.events if isinstance(event, Alloc) and event.operator == "aten::mul"}
+        coalesced = {
+            event.size_bytes
+            for event in traced.trace.events
+            if isinstance(event, Alloc) and event.operator == "aten::mul"
+        }
         assert coalesced == {rows * 10 * 4}
-        assert any("aten::_coalesce has a shape that depends on values" in caveat for caveat in traced.caveats)
+        assert any(
+            "aten::_coalesce has a shape that depends on values" in caveat
+            for caveat in traced.caveats
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ON_A_CARD)
 def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypatch):
     step = STEPS[name]()
-    # The first trace fills the memory of operators, the second is made from it, the third goes without.
+    # The first trace fills the memory of operators, the second is made from it, the third goes
+    # without.
     trace(step, CARD)
     remembered = trace(step, CARD)
-    monkeypatch.setattr("memcallback.trace.dispatch.output_cache.OutputMemo.ask", lambda *_: None)
+    monkeypatch.setattr("memcallback.trace.dispatch.output_cache.OutputCache.ask", lambda *_: None)
     assert trace(step, CARD) == remembered

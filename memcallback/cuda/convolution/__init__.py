@@ -1,4 +1,5 @@
-"""What a convolution takes from the allocator: its backend, the workspace that cuDNN asks for, its steps.
+"""What a convolution takes from the allocator: its backend, the workspace that cuDNN asks for, its
+steps.
 
 Start with `rule`.
 """

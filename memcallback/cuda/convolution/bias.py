@@ -21,13 +21,10 @@ class _Dimension:
 def bias_gradient_scratch(gradient: Layout, device: DeviceSpec) -> tuple[int, ...]:
     """The scratch of `gradient.sum((0, 2, 3, ...))`, in bytes, in the order in which it is taken.
 
-    A reduction whose outputs are too few to fill the device is split over thread blocks; these meet in a buffer and a
-    semaphore each: `setReduceConfig` and `gpu_reduce_kernel` in ATen/native/cuda/Reduce.cuh. Sums of more than 2^31 elements,
-    which PyTorch splits, are taken for one.
-
-    Args:
-        gradient: (batch, channels, *spatial).
-        device: Where it runs.
+    A reduction whose outputs are too few to fill the device is split over thread blocks; these meet
+    in a buffer and a semaphore each: `setReduceConfig` and `gpu_reduce_kernel` in
+    ATen/native/cuda/Reduce.cuh. Sums of more than 2^31 elements, which PyTorch splits, are taken
+    for one.
     """
     dimensions = _coalesced(gradient)
     reduced = [one for one in dimensions if one.reduced]
@@ -39,7 +36,9 @@ def bias_gradient_scratch(gradient: Layout, device: DeviceSpec) -> tuple[int, ..
     sum_bytes = 8 if gradient.dtype == "float64" else 4
 
     along_input = not kept or (bool(reduced) and reduced[0].stride < kept[0].stride)
-    width, height, vector = (num_inputs, num_outputs, 1) if along_input else (num_outputs, num_inputs, 1)
+    width, height, vector = (
+        (num_inputs, num_outputs, 1) if along_input else (num_outputs, num_inputs, 1)
+    )
     fastest = (reduced if along_input else kept)[0]
     if fastest.stride == 1 and along_input and width >= 128 and len(reduced) == 1:
         width //= 4 if ITEM_BYTES[gradient.dtype] > 2 else 8
@@ -54,7 +53,9 @@ def bias_gradient_scratch(gradient: Layout, device: DeviceSpec) -> tuple[int, ..
         return ()
     step_input *= block_height
     values = -(-num_inputs // step_input)
-    target = device.num_multiprocessors * (device.max_threads_per_multiprocessor // (block_width * block_height))
+    target = device.num_multiprocessors * (
+        device.max_threads_per_multiprocessor // (block_width * block_height)
+    )
     grid = -(-(num_outputs // vector) // step_output)
     if values < _MAX_VALUES or grid > target:
         return ()
@@ -66,8 +67,13 @@ def bias_gradient_scratch(gradient: Layout, device: DeviceSpec) -> tuple[int, ..
 
 
 def _coalesced(gradient: Layout) -> list[_Dimension]:
-    """The dimensions as `TensorIterator` has them: reduced ones first, fastest first, neighbours that are one run joined."""
-    dimensions = [_Dimension(size, stride, d != 1) for d, (size, stride) in enumerate(zip(gradient.shape, gradient.strides, strict=True))]
+    """The dimensions as `TensorIterator` has them: reduced ones first, fastest first, neighbours
+    that are one run joined.
+    """
+    dimensions = [
+        _Dimension(size, stride, d != 1)
+        for d, (size, stride) in enumerate(zip(gradient.shape, gradient.strides, strict=True))
+    ]
     dimensions.reverse()
     dimensions.sort(key=lambda one: (not one.reduced, one.stride))
     joined = dimensions[:1]

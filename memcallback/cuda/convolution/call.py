@@ -69,11 +69,20 @@ class ConvolutionCall:
 
     @classmethod
     def of(cls, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ConvolutionCall | None:
-        """The call, or None if the operator is no convolution or its dtype none that CUDA convolves."""
+        """The call, or None if the operator is no convolution or its dtype none that CUDA
+        convolves.
+        """
         aten = torch.ops.aten
-        if op not in (aten.convolution.default, aten._convolution.default, aten.convolution_backward.default):
+        if op not in (
+            aten.convolution.default,
+            aten._convolution.default,
+            aten.convolution_backward.default,
+        ):
             return None
-        given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        given = {
+            argument.name: value
+            for argument, value in zip(op._schema.arguments, args, strict=False)
+        } | dict(kwargs)
         input_, weight = _layout(given["input"]), _layout(given["weight"])
         if input_.dtype not in ITEM_BYTES or weight.dtype not in ITEM_BYTES:
             return None
@@ -101,7 +110,10 @@ class ConvolutionCall:
             has_bias=given.get("bias") is not None or bool(given.get("output_mask", (False,))[-1]),
             mask=tuple(given.get("output_mask", (True, False, False))),
             enabled=given.get("cudnn_enabled", torch.backends.cudnn.enabled),
-            deterministic=given.get("deterministic", torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()),
+            deterministic=given.get(
+                "deterministic",
+                torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+            ),
             allow_tf32=given.get("allow_tf32", _allow_tf32()),
         )
 
@@ -113,24 +125,45 @@ class ConvolutionCall:
     @property
     def view(self) -> Layout:
         """The input as the backend sees it; that of a 1d convolution has been made contiguous."""
-        return Layout.dense(self.input.shape, self.input.dtype).unsqueezed() if self.is_1d else self.input
+        return (
+            Layout.dense(self.input.shape, self.input.dtype).unsqueezed()
+            if self.is_1d
+            else self.input
+        )
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """The shape of the wide end, cuDNN's `x`: the input, or the output of a transposed convolution (`conv_input_size`)."""
+        """The shape of the wide end, cuDNN's `x`: the input, or the output of a transposed
+        convolution (`conv_input_size`).
+        """
         view = self.view.shape
         if not self.transposed:
             return view
-        geometry = zip(view[2:], self.weight.shape[2:], self.padding, self.output_padding, self.stride, self.dilation, strict=True)
+        geometry = zip(
+            view[2:],
+            self.weight.shape[2:],
+            self.padding,
+            self.output_padding,
+            self.stride,
+            self.dilation,
+            strict=True,
+        )
         spatial = (
-            (size - 1) * stride - 2 * pad + dilation * (kernel - 1) + 1 + extra for size, kernel, pad, extra, stride, dilation in geometry
+            (size - 1) * stride - 2 * pad + dilation * (kernel - 1) + 1 + extra
+            for size, kernel, pad, extra, stride, dilation in geometry
         )
         return (view[0], self.weight.shape[1] * self.groups, *spatial)
 
     @property
     def y_shape(self) -> tuple[int, ...]:
-        """The shape of the narrow end, cuDNN's `y`: the output, or the input of a transposed convolution."""
-        return self.view.shape if self.transposed else self.problem(Direction.FORWARD, False).output_shape(self.x_shape)
+        """The shape of the narrow end, cuDNN's `y`: the output, or the input of a transposed
+        convolution.
+        """
+        return (
+            self.view.shape
+            if self.transposed
+            else self.problem(Direction.FORWARD, False).output_shape(self.x_shape)
+        )
 
     def problem(self, direction: Direction, channels_last: bool) -> Convolution:
         """What cuDNN is asked for."""
@@ -154,14 +187,14 @@ class ConvolutionCall:
         return self.view.is_channels_last or self.weight.is_channels_last
 
     def backend(self, device: DeviceSpec) -> Backend:
-        """`_select_conv_backend` in ATen/native/Convolution.cpp.
-
-        Args:
-            device: Where it would run.
-        """
+        """`_select_conv_backend` in ATen/native/Convolution.cpp."""
         if 0 in self.view.shape[:2]:
             return Backend.EMPTY
-        if not self.transposed and 1 < self.groups == self.view.shape[1] and self.weight.shape[0] % self.groups == 0:
+        if (
+            not self.transposed
+            and 1 < self.groups == self.view.shape[1]
+            and self.weight.shape[0] % self.groups == 0
+        ):
             return Backend.CUDNN if self._cudnn_does_depthwise(device) else Backend.DEPTHWISE
         return Backend.CUDNN if self._cudnn_does(device) else Backend.SLOW
 
@@ -170,14 +203,22 @@ class ConvolutionCall:
         version = cudnn.version()
         if not self.enabled:
             return False
-        if version is not None and version < 91500 and self.is_3d and not self.suggests_channels_last and "float16" in self.input.dtype:
+        if (
+            version is not None
+            and version < 91500
+            and self.is_3d
+            and not self.suggests_channels_last
+            and "float16" in self.input.dtype
+        ):
             return set(self.weight.shape[2:]) == {1} and not self._pads_output_much()
         if "bfloat16" in (self.input.dtype, self.weight.dtype) and device.compute_capability[0] < 8:
             return False
         return not self._pads_output_much()
 
     def _pads_output_much(self) -> bool:
-        return any(extra >= stride for extra, stride in zip(self.output_padding, self.stride, strict=True))
+        return any(
+            extra >= stride for extra, stride in zip(self.output_padding, self.stride, strict=True)
+        )
 
     def _cudnn_does_depthwise(self, device: DeviceSpec) -> bool:
         """`ConvParams::use_cudnn_depthwise`: channels last always, else some float16."""
@@ -188,8 +229,18 @@ class ConvolutionCall:
         if self.suggests_channels_last:
             return True
         half = self.input.dtype == self.weight.dtype == "float16"
-        plain = not self.is_3d and set(self.dilation) == {1} and (self.stride[0] == self.stride[1] or self.view.shape[2] == 1)
-        return self._cudnn_does(device) and half and plain and self.view.shape[1] >= 32 and self._is_work_for_cudnn()
+        plain = (
+            not self.is_3d
+            and set(self.dilation) == {1}
+            and (self.stride[0] == self.stride[1] or self.view.shape[2] == 1)
+        )
+        return (
+            self._cudnn_does(device)
+            and half
+            and plain
+            and self.view.shape[1] >= 32
+            and self._is_work_for_cudnn()
+        )
 
     def _is_work_for_cudnn(self) -> bool:
         """`check_cudnn_depthwise_workload_with_filter`."""
@@ -197,7 +248,12 @@ class ConvolutionCall:
         stride, kernel = self.stride[1], self.weight.shape[3]
         if height == 1 and stride == 1:
             return True
-        if self.weight.shape[2] != kernel or kernel not in (1, 3, 5) or width < 7 or stride not in (1, 2):
+        if (
+            self.weight.shape[2] != kernel
+            or kernel not in (1, 3, 5)
+            or width < 7
+            or stride not in (1, 2)
+        ):
             return False
         if stride == 1:
             return True
@@ -207,7 +263,9 @@ class ConvolutionCall:
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
-    return Layout(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
+    return Layout(
+        tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
+    )
 
 
 def _allow_tf32() -> bool:

@@ -1,6 +1,7 @@
 """ctypes binding to the cuDNN backend API, without a device.
 
-The numbers are those of cudnn_graph.h; NVIDIA's documentation of the cuDNN backend API says what they stand for.
+The numbers are those of cudnn_graph.h; NVIDIA's documentation of the cuDNN backend API says what
+they stand for.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ _C_TYPES: dict[Type, Any] = {
     Type.DOUBLE: ctypes.c_double,
     Type.DESCRIPTOR: ctypes.c_void_p,
 }
-#: How the text of a device may be written, newest first; a cuDNN refuses those that are newer than it.
+#: How the text of a device may be written, newest first; a cuDNN refuses those that are newer than
+#: it.
 _SCHEMAS = (4, 3, 2, 1)
 #: The first version that answers for a device that is described to it.
 _OLDEST = 90800
@@ -98,12 +100,6 @@ class CuDNN:
 
     Attributes:
         version: Such as 91900.
-
-    Args:
-        library: The library.
-
-    Raises:
-        AttributeError: If it is no cuDNN 8 or newer.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -111,7 +107,13 @@ class CuDNN:
         library.cudnnBackendCreateDescriptor.argtypes = [ctypes.c_int, ctypes.c_void_p]
         library.cudnnBackendDestroyDescriptor.argtypes = [ctypes.c_void_p]
         library.cudnnBackendFinalize.argtypes = [ctypes.c_void_p]
-        values: list[Any] = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
+        values: list[Any] = [
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+        ]
         library.cudnnBackendSetAttribute.argtypes = values
         library.cudnnBackendGetAttribute.argtypes = [*values, ctypes.c_void_p]
         self._library = library
@@ -121,28 +123,39 @@ class CuDNN:
     def create(self, kind: int, stack: ExitStack) -> int:
         """A new descriptor, destroyed when the stack is left."""
         descriptor = ctypes.c_void_p()
-        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)), f"descriptor {kind} is not created")
+        self._check(
+            self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)),
+            f"descriptor {kind} is not created",
+        )
         stack.callback(self._library.cudnnBackendDestroyDescriptor, descriptor.value)
         return int(descriptor.value or 0)
 
     def set(self, descriptor: int, attribute: int, type_: Type, *values: Any) -> None:
         """Set an attribute."""
         array = (_C_TYPES.get(type_, ctypes.c_int) * len(values))(*values)
-        status = self._library.cudnnBackendSetAttribute(descriptor, attribute, type_, len(values), array)
+        status = self._library.cudnnBackendSetAttribute(
+            descriptor, attribute, type_, len(values), array
+        )
         self._check(status, f"attribute {attribute} is not set")
 
     def count(self, descriptor: int, attribute: int, type_: Type) -> int:
         """How many values an attribute has."""
         count = ctypes.c_int64()
-        status = self._library.cudnnBackendGetAttribute(descriptor, attribute, type_, 0, ctypes.byref(count), None)
+        status = self._library.cudnnBackendGetAttribute(
+            descriptor, attribute, type_, 0, ctypes.byref(count), None
+        )
         self._check(status, f"attribute {attribute} is not there")
         return count.value
 
-    def get(self, descriptor: int, attribute: int, type_: Type, room: int, into: Sequence[int] = ()) -> list[int]:
+    def get(
+        self, descriptor: int, attribute: int, type_: Type, room: int, into: Sequence[int] = ()
+    ) -> list[int]:
         """The values of an attribute, at most `room` of them; descriptors are filled in place."""
         array = (_C_TYPES.get(type_, ctypes.c_int) * room)(*into)
         count = ctypes.c_int64()
-        status = self._library.cudnnBackendGetAttribute(descriptor, attribute, type_, room, ctypes.byref(count), array)
+        status = self._library.cudnnBackendGetAttribute(
+            descriptor, attribute, type_, room, ctypes.byref(count), array
+        )
         self._check(status, f"attribute {attribute} is not there")
         return [int(value or 0) for value in array[: min(count.value, room)]]
 
@@ -168,7 +181,9 @@ class CuDNN:
             with ExitStack() as stack:
                 descriptor = self.create(Kind.DEVICE, stack)
                 text = json.dumps({**facts, "schemaVersion": schema}).encode()
-                status = self._library.cudnnBackendSetAttribute(descriptor, Attribute.DEVICE_TEXT, Type.CHAR, len(text), text)
+                status = self._library.cudnnBackendSetAttribute(
+                    descriptor, Attribute.DEVICE_TEXT, Type.CHAR, len(text), text
+                )
                 if status == 0 and self.finalize(descriptor):
                     stack.pop_all()
                     return descriptor
@@ -181,7 +196,9 @@ class CuDNN:
 
 @lru_cache(maxsize=1)
 def load() -> CuDNN | None:
-    """The installed cuDNN that answers for a device that is not there, 9.8 or newer; None if there is none."""
+    """The installed cuDNN that answers for a device that is not there, 9.8 or newer; None if there
+    is none.
+    """
     for path in [*_package_libraries(), "libcudnn.so.9"]:
         try:
             found = CuDNN(ctypes.CDLL(path))
@@ -193,9 +210,13 @@ def load() -> CuDNN | None:
 
 
 def _package_libraries() -> Iterator[str]:
-    """The library of the packages nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which the CUDA builds of torch bring."""
+    """The library of the packages nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which the CUDA builds of
+    torch bring.
+    """
     for folder in sys.path:
-        yield from glob.glob(os.path.join(glob.escape(folder), "nvidia", "cudnn", "lib", "libcudnn.so.9"))
+        yield from glob.glob(
+            os.path.join(glob.escape(folder), "nvidia", "cudnn", "lib", "libcudnn.so.9")
+        )
 
 
 def _facts(device: DeviceSpec, version: int) -> dict[str, Any]:
@@ -231,7 +252,9 @@ def _facts(device: DeviceSpec, version: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def is_driver_installed() -> bool:
-    """Whether CUDA's driver library can be loaded; cuDNN finishes the plans of some engines only where it can."""
+    """Whether CUDA's driver library can be loaded; cuDNN finishes the plans of some engines only
+    where it can.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -39,7 +39,9 @@ class Layout:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def is_contiguous(self, *, channels_last: bool) -> bool:
-        """`Tensor.is_contiguous(memory_format=...)`: no gaps, in this order; a dimension of size 1 has no say."""
+        """`Tensor.is_contiguous(memory_format=...)`: no gaps, in this order; a dimension of size 1
+        has no say.
+        """
         if prod(self.shape) == 0 and not channels_last:
             return True
         step = 1
@@ -52,7 +54,9 @@ class Layout:
 
     @property
     def is_channels_last(self) -> bool:
-        """`Tensor::suggest_memory_format`: `is_channels_last_strides_2d_s4` and `_3d_s5` in c10/core/MemoryFormat.h."""
+        """`Tensor::suggest_memory_format`: `is_channels_last_strides_2d_s4` and `_3d_s5` in
+        c10/core/MemoryFormat.h.
+        """
         if len(self.shape) not in (4, 5) or self.strides[1] == 0:
             return False
         least = 0
@@ -66,11 +70,17 @@ class Layout:
     def unsqueezed(self) -> Layout:
         """(N, C, L) as (N, C, 1, L): `Tensor.unsqueeze(2)`."""
         step = self.shape[2] * self.strides[2]
-        return Layout((*self.shape[:2], 1, self.shape[2]), (*self.strides[:2], step, self.strides[2]), self.dtype)
+        return Layout(
+            (*self.shape[:2], 1, self.shape[2]),
+            (*self.strides[:2], step, self.strides[2]),
+            self.dtype,
+        )
 
     def squeezed(self) -> Layout:
         """(N, C, 1, L) as (N, C, L)."""
-        return Layout((*self.shape[:2], *self.shape[3:]), (*self.strides[:2], *self.strides[3:]), self.dtype)
+        return Layout(
+            (*self.shape[:2], *self.shape[3:]), (*self.strides[:2], *self.strides[3:]), self.dtype
+        )
 
 
 def _order(dimensions: int, channels_last: bool) -> list[int]:

@@ -1,8 +1,8 @@
 """Convolutions without cuDNN (im2col).
 
-What they take follows ATen/native/cuda/ConvolutionMM2d.cu, NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu and
-NaiveConvolutionTranspose3d.cu of PyTorch 2.11 to 2.13. They go sample by sample; what is taken anew for every sample stands
-here once.
+What they take follows ATen/native/cuda/ConvolutionMM2d.cu, NaiveDilatedConvolution.cu,
+NaiveConvolutionTranspose2d.cu and NaiveConvolutionTranspose3d.cu of PyTorch 2.11 to 2.13. They go
+sample by sample; what is taken anew for every sample stands here once.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from math import prod
 
 from memcallback.cuda.convolution.call import ConvolutionCall
 from memcallback.cuda.convolution.layout import ITEM_BYTES, Layout
-from memcallback.cuda.convolution.steps import BIAS, INPUT, OUTPUT, WEIGHT, Steps
+from memcallback.cuda.convolution.steps import BIAS, INPUT, OUTPUT, WEIGHT, KernelBuilder
 
 
-def slow_convolution(call: ConvolutionCall, steps: Steps) -> None:
-    """Write the steps of a call; groups run one after the other, and are joined at the end.
-
-    Args:
-        call: The call.
-        steps: What is written.
-    """
+def slow_convolution(call: ConvolutionCall, steps: KernelBuilder) -> None:
+    """Write the steps of a call; groups run one after the other, and are joined at the end."""
     view, viewed = steps.input_view()
     view, copied = steps.contiguous(view)
     weight, weight_copied = steps.contiguous(call.weight)
@@ -32,9 +27,13 @@ def slow_convolution(call: ConvolutionCall, steps: Steps) -> None:
     else:
         parts: dict[int, list[int]] = {output: [] for output in outputs}
         for _ in range(call.groups):
-            gradient_part, gradient_taken = _part(steps, gradient, call.groups) if call.is_backward else (gradient, None)
+            gradient_part, gradient_taken = (
+                _part(steps, gradient, call.groups) if call.is_backward else (gradient, None)
+            )
             view_part, view_taken = _part(steps, view, call.groups)
-            weight_part = Layout.dense((weight.shape[0] // call.groups, *weight.shape[1:]), weight.dtype)
+            weight_part = Layout.dense(
+                (weight.shape[0] // call.groups, *weight.shape[1:]), weight.dtype
+            )
             group = _Group(call, steps, view_part, weight_part, gradient_part, outputs, parts)
             _group(call, steps, group)
             steps.give(view_taken, gradient_taken)
@@ -50,7 +49,7 @@ class _Group:
     """The tensors of one group."""
 
     call: ConvolutionCall
-    steps: Steps
+    steps: KernelBuilder
     view: Layout
     weight: Layout
     gradient: Layout
@@ -62,27 +61,41 @@ class _Group:
         if output not in self.outputs:
             return
         if self.parts:
-            self.parts[output].append(self.steps.take(self.outputs[output].size_bytes // self.call.groups))
+            self.parts[output].append(
+                self.steps.take(self.outputs[output].size_bytes // self.call.groups)
+            )
         else:
             self.steps.make(output, self.outputs[output])
 
     @property
     def columns_bytes(self) -> int:
-        """The columns of one sample: every element of the narrow end has one, as long as the kernel over all channels."""
+        """The columns of one sample: every element of the narrow end has one, as long as the kernel
+        over all channels.
+        """
         narrow = self.view.shape if self.call.transposed else self.call.y_shape
         return prod(self.weight.shape[1:]) * prod(narrow[2:]) * ITEM_BYTES[self.view.dtype]
 
     @property
     def unfolds(self) -> bool:
-        """Whether columns are anything but the tensor itself, as the kernels without dilation see it."""
+        """Whether columns are anything but the tensor itself, as the kernels without dilation see
+        it.
+        """
         call = self.call
-        return {*call.weight.shape[2:], *call.stride, *call.dilation} != {1} or set(call.padding) != {0}
+        return {*call.weight.shape[2:], *call.stride, *call.dilation} != {1} or set(
+            call.padding
+        ) != {0}
 
 
-def _group(call: ConvolutionCall, steps: Steps, group: _Group) -> None:
+def _group(call: ConvolutionCall, steps: KernelBuilder, group: _Group) -> None:
     dilated = call.is_3d or set(call.dilation) != {1}
     if call.is_backward:
-        (_transposed_backward if call.transposed else _dilated_backward if dilated else _plain_backward)(group)
+        (
+            _transposed_backward
+            if call.transposed
+            else _dilated_backward
+            if dilated
+            else _plain_backward
+        )(group)
     elif call.transposed:
         _transposed_forward(group)
     else:
@@ -112,7 +125,9 @@ def _plain_backward(group: _Group) -> None:
 
 
 def _dilated_backward(group: _Group) -> None:
-    """`slow_conv_dilated2d_backward_cuda` and `slow_conv_dilated3d_backward_cuda`; the sum is that of one sample."""
+    """`slow_conv_dilated2d_backward_cuda` and `slow_conv_dilated3d_backward_cuda`; the sum is that
+    of one sample.
+    """
     steps = group.steps
     gradient, copied = steps.contiguous(group.gradient)
     for output in (INPUT, WEIGHT, BIAS):
@@ -129,7 +144,8 @@ def _dilated_backward(group: _Group) -> None:
 
 
 def _transposed_forward(group: _Group) -> None:
-    """`slow_conv_transpose2d_cuda`, and `slow_conv_transpose3d_cuda`, whose output is made like the input and then grows.
+    """`slow_conv_transpose2d_cuda`, and `slow_conv_transpose3d_cuda`, whose output is made like the
+    input and then grows.
 
     Where it shrinks instead, it keeps the input's size, which is not said here.
     """
@@ -139,7 +155,9 @@ def _transposed_forward(group: _Group) -> None:
     group.make(OUTPUT)
     steps.give(first)
     columns = steps.take(group.columns_bytes)
-    ones = steps.take(prod(call.x_shape[2:]) * ITEM_BYTES[group.view.dtype]) if call.has_bias else None
+    ones = (
+        steps.take(prod(call.x_shape[2:]) * ITEM_BYTES[group.view.dtype]) if call.has_bias else None
+    )
     steps.multiply()
     steps.give(ones, columns)
 
@@ -165,9 +183,13 @@ def _transposed_backward(group: _Group) -> None:
         steps.give(columns, copied)
 
 
-def _part(steps: Steps, tensor: Layout, groups: int) -> tuple[Layout, int | None]:
+def _part(steps: KernelBuilder, tensor: Layout, groups: int) -> tuple[Layout, int | None]:
     """The channels of one group, without gaps, in the layout of the whole."""
-    part = Layout((tensor.shape[0], tensor.shape[1] // groups, *tensor.shape[2:]), tensor.strides, tensor.dtype)
+    part = Layout(
+        (tensor.shape[0], tensor.shape[1] // groups, *tensor.shape[2:]),
+        tensor.strides,
+        tensor.dtype,
+    )
     return steps.contiguous(part, channels_last=tensor.is_channels_last)
 
 
@@ -176,4 +198,8 @@ def _outputs(call: ConvolutionCall, view: Layout) -> dict[int, Layout]:
     if not call.is_backward:
         return {OUTPUT: Layout.dense(call.x_shape if call.transposed else call.y_shape, view.dtype)}
     shapes = (view.shape, call.weight.shape, (call.gradient.shape[1],))
-    return {output: Layout.dense(shapes[output], view.dtype) for output in (INPUT, WEIGHT, BIAS) if call.mask[output]}
+    return {
+        output: Layout.dense(shapes[output], view.dtype)
+        for output in (INPUT, WEIGHT, BIAS)
+        if call.mask[output]
+    }

@@ -15,34 +15,35 @@ from memcallback.cuda.convolution.layout import ITEM_BYTES, Layout
 from memcallback.devices.catalogue import DeviceSpec
 
 
-def workspace_or_estimate_bytes(convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec) -> int:
-    """The workspace of a convolution in bytes: cuDNN's answer, or the estimate.
-
-    Args:
-        convolution: What is computed.
-        input_shape: The shape of cuDNN's `x`, (batch, channels, *spatial).
-        device: Where.
-    """
+def workspace_or_estimate_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> int:
+    """The workspace of a convolution in bytes: cuDNN's answer, or the estimate."""
     size_bytes = workspace_bytes(convolution, input_shape, device)
-    return estimated_workspace_bytes(convolution, input_shape, device) if size_bytes is None else size_bytes
+    return (
+        estimated_workspace_bytes(convolution, input_shape, device)
+        if size_bytes is None
+        else size_bytes
+    )
 
 
-def estimated_workspace_bytes(convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec) -> int:
+def estimated_workspace_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> int:
     """What a workspace may be where no cuDNN can tell.
 
-    Tensor cores want channels last, so their kernels copy every tensor that lies otherwise, and the kernels without them copy
-    those that do; a gradient of weights may be summed up in float32, twice. This is no upper bound: of the 1,969 answers of
-    cuDNN 9.19 recorded in tests/recorded/convolutions (H200, A100 and T4, three dtypes, both layouts) 84 % are at most 1 MiB
-    above the estimate, 99 % at most 25 MiB, the worst 128 MiB; the estimates together are 1.18 times the answers.
-
-    Args:
-        convolution: What is computed.
-        input_shape: The shape of cuDNN's `x`, (batch, channels, *spatial).
-        device: Where.
+    Tensor cores want channels last, so their kernels copy every tensor that lies otherwise, and the
+    kernels without them copy those that do; a gradient of weights may be summed up in float32,
+    twice. This is no upper bound: of the 1,969 answers of cuDNN 9.19 recorded in
+    tests/recorded/convolutions (H200, A100 and T4, three dtypes, both layouts) 84 % are at most 1
+    MiB above the estimate, 99 % at most 25 MiB, the worst 128 MiB; the estimates together are 1.18
+    times the answers.
     """
     capability = device.compute_capability
     is_float32 = convolution.dtype == "float32"
-    on_tensor_cores = convolution.dtype != "float64" and capability >= ((8, 0) if is_float32 else (7, 5))
+    on_tensor_cores = convolution.dtype != "float64" and capability >= (
+        (8, 0) if is_float32 else (7, 5)
+    )
     if is_float32 and not convolution.allow_tf32:
         on_tensor_cores = False
     num_weights = prod(convolution.weight_shape)
@@ -53,7 +54,9 @@ def estimated_workspace_bytes(convolution: Convolution, input_shape: Sequence[in
         return 8 * num_weights if reads_as_is else copies_bytes
     if not on_tensor_cores:
         return 0
-    return copies_bytes + (8 * num_weights if convolution.direction is Direction.BACKWARD_FILTER else 0)
+    return copies_bytes + (
+        8 * num_weights if convolution.direction is Direction.BACKWARD_FILTER else 0
+    )
 
 
 # The values of cudnn_graph.h.
@@ -61,7 +64,8 @@ _DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 _CROSS_CORRELATION = 1
 _MODE_INSTANT, _MODE_B, _MODE_FALLBACK = 0, 1, 2
 _NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERT_INPUTS, _NOTE_NONDETERMINISTIC, _NUM_NOTES = 0, 1, 4, 10
-#: What the caching allocator gives is aligned to 512 bytes; Conv_v8.cpp promises cuDNN no more than 32.
+#: What the caching allocator gives is aligned to 512 bytes; Conv_v8.cpp promises cuDNN no more than
+#: 32.
 _ALIGNMENT = 32
 
 
@@ -85,8 +89,9 @@ _OPERATION = {
 class Convolution:
     """A convolution as cuDNN sees it, all but the size of its input.
 
-    The words are those of the forward direction: backward, `x` is the input or its gradient, `w` the weight or its gradient. A
-    transposed convolution is the backward of data. The number of groups follows from the channels of `x` and `w`.
+    The words are those of the forward direction: backward, `x` is the input or its gradient, `w`
+    the weight or its gradient. A transposed convolution is the backward of data. The number of
+    groups follows from the channels of `x` and `w`.
 
     Attributes:
         direction: What is computed.
@@ -111,29 +116,32 @@ class Convolution:
     deterministic: bool = False
 
     def output_shape(self, input_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of `y`, (batch, channels, *spatial): `conv_output_size` in ATen/native/ConvUtils.h.
-
-        Args:
-            input_shape: The shape of `x`, (batch, channels, *spatial).
+        """The shape of `y`, (batch, channels, *spatial): `conv_output_size` in
+        ATen/native/ConvUtils.h.
         """
-        geometry = zip(input_shape[2:], self.weight_shape[2:], self.padding, self.stride, self.dilation, strict=True)
-        spatial = ((size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, pad, stride, dilation in geometry)
+        geometry = zip(
+            input_shape[2:],
+            self.weight_shape[2:],
+            self.padding,
+            self.stride,
+            self.dilation,
+            strict=True,
+        )
+        spatial = (
+            (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, pad, stride, dilation in geometry
+        )
         return (input_shape[0], self.weight_shape[0], *spatial)
 
 
-def workspace_bytes(convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec) -> int | None:
-    """The workspace of the plan that PyTorch takes, in bytes; answers are kept.
-
-    Args:
-        convolution: What is computed.
-        input_shape: The shape of `x`, (batch, channels, *spatial).
-        device: Where.
-
-    Returns:
-        None where no cuDNN is installed that can tell, or where it has no plan for this device.
-    """
+def workspace_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> int | None:
+    """The workspace of the plan that PyTorch takes, in bytes; answers are kept."""
     mode_b = os.environ.get("TORCH_CUDNN_USE_HEURISTIC_MODE_B") == "1"
-    return _workspace_bytes(convolution, tuple(input_shape), device, _MODE_B if mode_b else _MODE_INSTANT)
+    return _workspace_bytes(
+        convolution, tuple(input_shape), device, _MODE_B if mode_b else _MODE_INSTANT
+    )
 
 
 def is_available() -> bool:
@@ -148,7 +156,9 @@ def version() -> int | None:
 
 
 @lru_cache(maxsize=65536)
-def _workspace_bytes(convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int) -> int | None:
+def _workspace_bytes(
+    convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
+) -> int | None:
     library = load()
     if library is None:
         return None
@@ -158,7 +168,11 @@ def _workspace_bytes(convolution: Convolution, input_shape: tuple[int, ...], dev
             graph = question.graph(convolution, input_shape)
             for one in (mode, _MODE_FALLBACK):
                 for config in question.configs(graph, one):
-                    size_bytes = None if _is_filtered(convolution, question.notes(config)) else question.plan_workspace(config)
+                    size_bytes = (
+                        None
+                        if _is_filtered(convolution, question.notes(config))
+                        else question.plan_workspace(config)
+                    )
                     if size_bytes is not None:
                         return size_bytes
     except CuDNNError:
@@ -167,12 +181,16 @@ def _workspace_bytes(convolution: Convolution, input_shape: tuple[int, ...], dev
 
 
 def _is_filtered(convolution: Convolution, notes: Sequence[int]) -> bool:
-    """Whether PyTorch passes an engine with these numerical notes over: `filterEngineConfigs` in Conv_v8.cpp."""
+    """Whether PyTorch passes an engine with these numerical notes over: `filterEngineConfigs` in
+    Conv_v8.cpp.
+    """
     if convolution.deterministic and _NOTE_NONDETERMINISTIC in notes:
         return True
     if _NOTE_DOWN_CONVERT_INPUTS in notes:
         return True
-    return convolution.dtype == "float32" and not convolution.allow_tf32 and _NOTE_TENSOR_CORE in notes
+    return (
+        convolution.dtype == "float32" and not convolution.allow_tf32 and _NOTE_TENSOR_CORE in notes
+    )
 
 
 @dataclass(frozen=True)
@@ -190,12 +208,21 @@ class _Question:
         operation = self._create(convolution.direction.value)
         self.cudnn.set(operation, geometry, Type.DESCRIPTOR, self._geometry(convolution))
         self.cudnn.set(operation, x, Type.DESCRIPTOR, self._tensor("x", input_shape, convolution))
-        self.cudnn.set(operation, y, Type.DESCRIPTOR, self._tensor("y", convolution.output_shape(input_shape), convolution))
-        self.cudnn.set(operation, w, Type.DESCRIPTOR, self._tensor("w", convolution.weight_shape, convolution))
+        self.cudnn.set(
+            operation,
+            y,
+            Type.DESCRIPTOR,
+            self._tensor("y", convolution.output_shape(input_shape), convolution),
+        )
+        self.cudnn.set(
+            operation, w, Type.DESCRIPTOR, self._tensor("w", convolution.weight_shape, convolution)
+        )
         self.cudnn.set(operation, alpha, number, 1.0)
         self.cudnn.set(operation, beta, number, 0.0)
         graph = self._create(Kind.GRAPH)
-        self.cudnn.set(graph, Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, self.cudnn.finalized(operation))
+        self.cudnn.set(
+            graph, Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, self.cudnn.finalized(operation)
+        )
         return self.cudnn.finalized(graph)
 
     def configs(self, graph: int, mode: int) -> list[int]:
@@ -208,7 +235,9 @@ class _Question:
             return []
         count = self.cudnn.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
         configs = [self._create(Kind.ENGINE_CONFIG) for _ in range(count)]
-        return self.cudnn.get(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, count, configs)
+        return self.cudnn.get(
+            heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, count, configs
+        )
 
     def notes(self, config: int) -> list[int]:
         """The numerical notes of a configuration's engine."""
@@ -221,24 +250,42 @@ class _Question:
         plan = self._create(Kind.PLAN)
         self.cudnn.set(plan, Attribute.PLAN_CONFIG, Type.DESCRIPTOR, config)
         self.cudnn.set(plan, Attribute.PLAN_DEVICE, Type.DESCRIPTOR, self.device)
-        return self.cudnn.get(plan, Attribute.PLAN_WORKSPACE, Type.INT64, 1)[0] if self.cudnn.finalize(plan) else None
+        return (
+            self.cudnn.get(plan, Attribute.PLAN_WORKSPACE, Type.INT64, 1)[0]
+            if self.cudnn.finalize(plan)
+            else None
+        )
 
     def _geometry(self, convolution: Convolution) -> int:
         descriptor = self._create(Kind.CONVOLUTION)
         dtype = "float64" if convolution.dtype == "float64" else "float32"
         self.cudnn.set(descriptor, Attribute.CONVOLUTION_DTYPE, Type.DTYPE, _DTYPES[dtype])
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_MODE, Type.CONVOLUTION_MODE, _CROSS_CORRELATION)
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_NUM_DIMENSIONS, Type.INT64, len(convolution.padding))
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_PRE_PADDINGS, Type.INT64, *convolution.padding)
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_POST_PADDINGS, Type.INT64, *convolution.padding)
+        self.cudnn.set(
+            descriptor, Attribute.CONVOLUTION_MODE, Type.CONVOLUTION_MODE, _CROSS_CORRELATION
+        )
+        self.cudnn.set(
+            descriptor, Attribute.CONVOLUTION_NUM_DIMENSIONS, Type.INT64, len(convolution.padding)
+        )
+        self.cudnn.set(
+            descriptor, Attribute.CONVOLUTION_PRE_PADDINGS, Type.INT64, *convolution.padding
+        )
+        self.cudnn.set(
+            descriptor, Attribute.CONVOLUTION_POST_PADDINGS, Type.INT64, *convolution.padding
+        )
         self.cudnn.set(descriptor, Attribute.CONVOLUTION_STRIDES, Type.INT64, *convolution.stride)
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_DILATIONS, Type.INT64, *convolution.dilation)
+        self.cudnn.set(
+            descriptor, Attribute.CONVOLUTION_DILATIONS, Type.INT64, *convolution.dilation
+        )
         return self.cudnn.finalized(descriptor)
 
     def _tensor(self, name: str, shape: Sequence[int], convolution: Convolution) -> int:
-        """A dense tensor; the strides of dimensions of size 1 are as `fixSizeOneDimStride` in Conv_v8.cpp has them."""
+        """A dense tensor; the strides of dimensions of size 1 are as `fixSizeOneDimStride` in
+        Conv_v8.cpp has them.
+        """
         tensor = self._create(Kind.TENSOR)
-        strides = Layout.dense(shape, convolution.dtype, channels_last=convolution.channels_last).strides
+        strides = Layout.dense(
+            shape, convolution.dtype, channels_last=convolution.channels_last
+        ).strides
         self.cudnn.set(tensor, Attribute.TENSOR_DTYPE, Type.DTYPE, _DTYPES[convolution.dtype])
         self.cudnn.set(tensor, Attribute.TENSOR_SHAPE, Type.INT64, *shape)
         self.cudnn.set(tensor, Attribute.TENSOR_STRIDES, Type.INT64, *strides)

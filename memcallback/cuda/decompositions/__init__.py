@@ -1,4 +1,5 @@
-"""Composite operators as CUDA decomposes them, where that differs from what fake tensors on a CPU do.
+"""Composite operators as CUDA decomposes them, where that differs from what fake tensors on a CPU
+do.
 
 Start with `registry`.
 """

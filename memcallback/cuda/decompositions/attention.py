@@ -1,6 +1,7 @@
 """scaled_dot_product_attention.
 
-Every rule is PyTorch's own: `scaled_dot_product_attention` in ATen/native/transformers/attention.cpp, `select_sdp_backend` in
+Every rule is PyTorch's own: `scaled_dot_product_attention` in
+ATen/native/transformers/attention.cpp, `select_sdp_backend` in
 ATen/native/transformers/cuda/sdp_utils.cpp, the checks in ATen/native/transformers/sdp_utils_cpp.h.
 """
 
@@ -12,7 +13,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from memcallback.cuda.decompositions.attention_backend import AttentionCall, choose_backend, scale_of
+from memcallback.cuda.decompositions.attention_backend import (
+    AttentionCall,
+    choose_backend,
+    scale_of,
+)
 from memcallback.devices.catalogue import DeviceSpec
 
 aten = torch.ops.aten
@@ -32,58 +37,49 @@ def scaled_dot_product_attention(
     *,
     device: DeviceSpec,
 ) -> torch.Tensor:
-    """Attention in terms of the operators that CUDA would call below autograd.
-
-    Args:
-        query: As for `torch.nn.functional.scaled_dot_product_attention`, as all arguments up to `enable_gqa`.
-        key: Keys.
-        value: Values.
-        attn_mask: Boolean, or added to the scores.
-        dropout_p: Probability of dropping a weight.
-        is_causal: Whether a position sees only those before it.
-        scale: Factor of the scores.
-        enable_gqa: Whether several heads of the query may share one of the key.
-        device: The card that is stood for.
-
-    Returns:
-        The attention's output.
-
-    Raises:
-        RuntimeError: If the flags that are set leave no kernel, as PyTorch does.
-    """
+    """Attention in terms of the operators that CUDA would call below autograd."""
     call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     backend = choose_backend(call, device)
     mask = _added_mask(attn_mask, query.dtype)
-    keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    keep = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
     if backend == SDPBackend.CUDNN_ATTENTION:
-        return _first(aten._scaled_dot_product_cudnn_attention(query, key, value, mask, keep, dropout_p, is_causal, False, scale=scale))
+        return _first(
+            aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, keep, dropout_p, is_causal, False, scale=scale
+            )
+        )
     if backend == SDPBackend.EFFICIENT_ATTENTION:
         mask = None if mask is None else _aligned_mask(mask, query, key)
-        return _first(aten._scaled_dot_product_efficient_attention(query, key, value, mask, keep, dropout_p, is_causal, scale=scale))
+        return _first(
+            aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, keep, dropout_p, is_causal, scale=scale
+            )
+        )
     if backend == SDPBackend.FLASH_ATTENTION:
         padded = [_padded(tensor, 8) for tensor in (query, key, value)]
         factor = scale_of(query, scale)
-        output = _first(aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=factor))
+        output = _first(
+            aten._scaled_dot_product_flash_attention(
+                *padded, dropout_p, is_causal, False, scale=factor
+            )
+        )
         size = query.shape[-1]
         return output if output.shape[-1] == size else aten.slice(output, -1, 0, size)
     return _math(call, mask)
 
 
-def attention_outputs(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> list[Output] | None:
-    """What CUDA allocates for the outputs of a fused attention operator, where the fake kernels answer otherwise.
+def attention_outputs(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+) -> list[Output] | None:
+    """What CUDA allocates for the outputs of a fused attention operator, where the fake kernels
+    answer otherwise.
 
-    The memory-efficient kernels leave the random state on the host, unless a CUDA graph is captured: `_efficient_attention_forward`
-    in ATen/native/transformers/cuda/attention.cu. cuDNN's make no logsumexp where no gradient is needed:
-    `_scaled_dot_product_cudnn_attention_cuda` there. The other outputs are what the fake kernels say.
-
-    Args:
-        op: The operator below autograd.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        outputs: What its fake kernel returned.
-
-    Returns:
-        One entry for each tensor in `outputs`, in order; None for every operator whose outputs need no correction.
+    The memory-efficient kernels leave the random state on the host, unless a CUDA graph is
+    captured: `_efficient_attention_forward` in ATen/native/transformers/cuda/attention.cu. cuDNN's
+    make no logsumexp where no gradient is needed: `_scaled_dot_product_cudnn_attention_cuda` there.
+    The other outputs are what the fake kernels say.
     """
     if op is aten._scaled_dot_product_efficient_attention.default:
         host = {2, 3}
@@ -92,7 +88,9 @@ def attention_outputs(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     else:
         return None
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
-    return [(tuple(t.shape), t.stride(), t.dtype, index not in host) for index, t in enumerate(tensors)]
+    return [
+        (tuple(t.shape), t.stride(), t.dtype, index not in host) for index, t in enumerate(tensors)
+    ]
 
 
 def _first(outputs: Any) -> torch.Tensor:
@@ -104,7 +102,9 @@ def _added_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
     # convert_boolean_attn_mask
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    zero, lowest = (aten.scalar_tensor(number, dtype=dtype, device=mask.device) for number in (0.0, -math.inf))
+    zero, lowest = (
+        aten.scalar_tensor(number, dtype=dtype, device=mask.device) for number in (0.0, -math.inf)
+    )
     return torch.where(mask, zero, lowest)
 
 
@@ -123,17 +123,22 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _math(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
-    # _scaled_dot_product_attention_math. PyTorch's own body would not add the mask in place under a TorchDispatchMode.
+    # _scaled_dot_product_attention_math. PyTorch's own body would not add the mask in place under a
+    # TorchDispatchMode.
     widen = not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     wide_query, key, value = (
-        tensor.to(torch.float32) if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        tensor.to(torch.float32)
+        if widen and tensor.dtype in (torch.float16, torch.bfloat16)
+        else tensor
         for tensor in (call.query, call.key, call.value)
     )
     negative = call.scale is not None and call.scale < 0.0
     factor = math.sqrt(scale_of(wide_query, abs(call.scale) if call.scale is not None else None))
     query = aten.mul.Scalar(wide_query, -factor if negative else factor)
     if call.is_causal:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril()
         mask = _added_mask(mask, query.dtype)
     if call.enable_gqa:
         key, value = _repeated_heads(query, key, value)
@@ -144,16 +149,21 @@ def _math(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
     del scores
     if call.dropout_p > 0.0:
         weights = torch.dropout(weights, call.dropout_p, True)
-    # C++ leaves the order of a tuple's elements open; compilers make the second one first, and both live until it is there.
+    # C++ leaves the order of a tuple's elements open; compilers make the second one first, and both
+    # live until it is there.
     second = weights.to(call.query.dtype)
     output = torch.matmul(weights, value).to(call.query.dtype)
     del second
     return output
 
 
-def _repeated_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _repeated_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     # pre_process_group_query_attention_input
     heads = query.shape[-3]
     if heads == key.shape[-3] == value.shape[-3]:
         return key, value
-    return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
+    return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(
+        heads // value.shape[-3], -3
+    )

@@ -18,9 +18,15 @@ from torch.utils._mode_utils import no_dispatch
 from memcallback.devices.catalogue import DeviceSpec
 
 #: The order in which a CUDA build tries them: `sdp_priority_order` in ATen/Context.h.
-_DEFAULT_ORDER = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
+_DEFAULT_ORDER = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)
 _HALVES = (torch.float16, torch.bfloat16)
-#: What the CUDA 13 builds of PyTorch 2.11 to 2.13 bring is 9.19 or newer; asked of the build where it has one.
+#: What the CUDA 13 builds of PyTorch 2.11 to 2.13 bring is 9.19 or newer; asked of the build where
+#: it has one.
 _CUDNN_VERSION = 91900
 
 
@@ -60,31 +66,12 @@ class AttentionCall:
 
 
 def scale_of(query: torch.Tensor, scale: float | None) -> float:
-    """The factor of the scores: `calculate_scale` in sdp_utils_cpp.h.
-
-    Args:
-        query: Queries.
-        scale: What the user gave.
-
-    Returns:
-        The user's, or one over the root of the head size.
-    """
+    """The factor of the scores: `calculate_scale` in sdp_utils_cpp.h."""
     return scale if scale is not None else 1.0 / math.sqrt(query.shape[-1])
 
 
 def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
-    """The kernel that CUDA takes, under the flags that are set now.
-
-    Args:
-        call: The arguments.
-        device: The card.
-
-    Returns:
-        The kernel.
-
-    Raises:
-        RuntimeError: If no kernel is left.
-    """
+    """The kernel that CUDA takes, under the flags that are set now."""
     usable: dict[SDPBackend, Callable[[AttentionCall, DeviceSpec], bool]] = {
         SDPBackend.FLASH_ATTENTION: _flash,
         SDPBackend.EFFICIENT_ATTENTION: _efficient,
@@ -98,30 +85,39 @@ def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
 
 
 def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
-    """What is asked of a CUDA build for nested tensors, whose attention PyTorch chooses in Python (torch/nested/_internal/sdpa.py).
-
-    Args:
-        device: The card.
-
-    Returns:
-        The name of the function of `torch.backends.cuda` -> what stands in for it.
+    """What is asked of a CUDA build for nested tensors, whose attention PyTorch chooses in Python
+    (torch/nested/_internal/sdpa.py).
     """
 
     def asked(usable: Callable[[AttentionCall, DeviceSpec], bool]) -> Callable[..., bool]:
         def answer(params: Any, debug: bool = False) -> bool:
-            query, key, value = (_as_dense(tensor) for tensor in (params.query, params.key, params.value))
-            return usable(AttentionCall(query, key, value, params.attn_mask, params.dropout, params.is_causal), device)
+            query, key, value = (
+                _as_dense(tensor) for tensor in (params.query, params.key, params.value)
+            )
+            return usable(
+                AttentionCall(
+                    query, key, value, params.attn_mask, params.dropout, params.is_causal
+                ),
+                device,
+            )
 
         return answer
 
-    return {"can_use_flash_attention": asked(_flash), "can_use_efficient_attention": asked(_efficient)}
+    return {
+        "can_use_flash_attention": asked(_flash),
+        "can_use_efficient_attention": asked(_efficient),
+    }
 
 
 def _as_dense(tensor: Any) -> torch.Tensor:
-    """The shape of a nested tensor (batch, heads, length, size) with a length of 1, which is all that is asked for."""
+    """The shape of a nested tensor (batch, heads, length, size) with a length of 1, which is all
+    that is asked for.
+    """
     values = tensor._values
     with no_dispatch(), torch._C.DisableTorchFunction():
-        dense = torch.empty(tensor.shape[0], values.shape[0], 1, values.shape[2], dtype=values.dtype, device="meta")
+        dense = torch.empty(
+            tensor.shape[0], values.shape[0], 1, values.shape[2], dtype=values.dtype, device="meta"
+        )
     return dense.requires_grad_(tensor.requires_grad)
 
 
@@ -174,7 +170,9 @@ def _flash(call: AttentionCall, device: DeviceSpec) -> bool:
 def _head_size_has_backward(call: AttentionCall, device: DeviceSpec) -> bool:
     # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
     capability = device.compute_capability
-    if not call.needs_grad or not ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)):
+    if not call.needs_grad or not (
+        (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    ):
         return True
     size = call.query.shape[-1]
     return size <= 192 or (size > 224 and call.dropout_p == 0.0)
@@ -184,14 +182,22 @@ def _efficient(call: AttentionCall, device: DeviceSpec) -> bool:
     # can_use_mem_efficient_attention
     sizes = (call.query.shape[-1], call.value.shape[-1])
     alignment = _gemm_alignment(call.query.dtype, device)
-    dtypes = (*_HALVES, torch.float32) if device.compute_capability >= (8, 0) else (torch.float16, torch.float32)
+    dtypes = (
+        (*_HALVES, torch.float32)
+        if device.compute_capability >= (8, 0)
+        else (torch.float16, torch.float32)
+    )
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and (5, 0) <= device.compute_capability <= (12, 1)
         and _four_dimensions(call)
         and sizes[0] == call.key.shape[-1]
         and all(size > 0 and size % alignment == 0 for size in sizes)
-        and (_torch_version() < (2, 13) or device.compute_capability < (8, 0) or _aligned(call, alignment))
+        and (
+            _torch_version() < (2, 13)
+            or device.compute_capability < (8, 0)
+            or _aligned(call, alignment)
+        )
         and _lengths_above_zero(call)
         and _dense_last_dimension(call, or_of_size_one=False)
         and _same_batch_and_heads(call, grouped=False)
@@ -201,7 +207,9 @@ def _efficient(call: AttentionCall, device: DeviceSpec) -> bool:
 
 def _aligned(call: AttentionCall, alignment: int) -> bool:
     # check_data_ptr_alignment_mem_efficient: since 2.13
-    return all(tensor.storage_offset() % alignment == 0 for tensor in call.tensors if tensor.numel())
+    return all(
+        tensor.storage_offset() % alignment == 0 for tensor in call.tensors if tensor.numel()
+    )
 
 
 def _gemm_alignment(dtype: torch.dtype, device: DeviceSpec) -> int:
@@ -219,7 +227,10 @@ def _cudnn(call: AttentionCall, device: DeviceSpec) -> bool:
         torch.backends.cuda.cudnn_sdp_enabled()
         and not (call.dropout_p > 0.0 and 91100 < _cudnn_version() < 91400)
         and _four_dimensions(call)
-        and not (torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled())
+        and not (
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
         and _one_dtype(call, _HALVES if device.compute_capability >= (8, 0) else (torch.float16,))
         and _mask_shape_fits(call)
         and (8, 0) <= device.compute_capability <= (12, 1)
@@ -259,7 +270,9 @@ def _mask_shape_fits(call: AttentionCall) -> bool:
         return False
     batch, heads, length, _ = call.query.shape
     whole = (batch, heads, length, call.key.shape[2])
-    return all(size in (1, full) for size, full in zip(mask.shape, whole[-mask.dim() :], strict=True))
+    return all(
+        size in (1, full) for size, full in zip(mask.shape, whole[-mask.dim() :], strict=True)
+    )
 
 
 def _four_dimensions(call: AttentionCall) -> bool:
@@ -276,11 +289,15 @@ def _lengths_above_zero(call: AttentionCall) -> bool:
 
 def _dense_last_dimension(call: AttentionCall, *, or_of_size_one: bool) -> bool:
     # check_last_dim_stride_equals_1_dense
-    dense = all(tensor.stride(-1) == 1 for tensor in call.tensors) or (or_of_size_one and call.query.shape[-1] == 1)
+    dense = all(tensor.stride(-1) == 1 for tensor in call.tensors) or (
+        or_of_size_one and call.query.shape[-1] == 1
+    )
     return dense and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)
 
 
-def _same_batch_and_heads(call: AttentionCall, *, grouped: bool, same_key_and_value: bool = True) -> bool:
+def _same_batch_and_heads(
+    call: AttentionCall, *, grouped: bool, same_key_and_value: bool = True
+) -> bool:
     # check_batch_size_and_num_heads_dense, check_grouped_query_attention
     if not call.query.shape[0] == call.key.shape[0] == call.value.shape[0]:
         return False

@@ -19,23 +19,20 @@ def rms_norm(
     *,
     own: Callable[..., Any],
 ) -> torch.Tensor:
-    """RMSNorm in one kernel, which keeps one number per row: `rms_norm_symint` in ATen/native/layer_norm.cpp, since PyTorch 2.9.
-
-    Args:
-        input: The tensor.
-        normalized_shape: The last dimensions' sizes.
-        weight: A factor, or none.
-        eps: Added to the mean square.
-        own: PyTorch's own decomposition, taken where CUDA takes it: for a weight of another dtype, and for channels_last.
-
-    Returns:
-        The normalized tensor.
+    """RMSNorm in one kernel, which keeps one number per row: `rms_norm_symint` in
+    ATen/native/layer_norm.cpp, since PyTorch 2.9.
     """
     channels_last = any(
-        input.dim() == dim and input.is_contiguous(memory_format=layout) and not input.is_contiguous()
+        input.dim() == dim
+        and input.is_contiguous(memory_format=layout)
+        and not input.is_contiguous()
         for dim, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
     )
-    if channels_last or (weight is not None and weight.dtype != input.dtype) or not input.is_floating_point():
+    if (
+        channels_last
+        or (weight is not None and weight.dtype != input.dtype)
+        or not input.is_floating_point()
+    ):
         composed: torch.Tensor = own(input, normalized_shape, weight, eps)
         return composed
     output: torch.Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
@@ -43,15 +40,21 @@ def rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """`_fused_rms_norm` and `_fused_rms_norm_backward`, which PyTorch's CPU wheel decomposes before autograd sees them."""
+    """`_fused_rms_norm` and `_fused_rms_norm_backward`, which PyTorch's CPU wheel decomposes before
+    autograd sees them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, num_dims: int
+    ) -> torch.Tensor:
         rows = math.prod(input.shape[:-num_dims])
         # _fused_rms_norm_cuda in ATen/native/cuda/layer_norm_kernel.cu
         input = input.contiguous()
         output = torch.empty_like(input)
-        scale = input.new_empty(rows, dtype=torch.float64 if input.dtype == torch.float64 else torch.float32)
+        scale = input.new_empty(
+            rows, dtype=torch.float64 if input.dtype == torch.float64 else torch.float32
+        )
         ctx.save_for_backward(input, weight, scale)
         return output
 
@@ -59,7 +62,9 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, weight, _ = ctx.saved_tensors
         grad_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        )
         return grad_input, grad_weight, None
 
 
@@ -76,22 +81,8 @@ def batch_norm_impl_index(
     *,
     own: Callable[..., Any],
 ) -> Any:
-    """Batch norm with cuDNN where it can: `_select_batch_norm_backend` in ATen/native/Normalization.cpp.
-
-    Args:
-        input: As for `torch.batch_norm`, as all arguments but the last.
-        weight: A factor.
-        bias: A summand.
-        running_mean: Mean over the steps so far.
-        running_var: Variance over the steps so far.
-        training: Whether this batch's statistics are used.
-        momentum: How fast the running statistics move.
-        eps: Added to the variance.
-        cudnn_enabled: Whether cuDNN may be used.
-        own: PyTorch's own decomposition, for when cuDNN cannot be used.
-
-    Returns:
-        Output, mean, inverse deviation, cuDNN's reserve, and which backend was taken.
+    """Batch norm with cuDNN where it can: `_select_batch_norm_backend` in
+    ATen/native/Normalization.cpp.
     """
     running = (running_mean is not None) + (running_var is not None)
     usable = (
@@ -108,10 +99,14 @@ def batch_norm_impl_index(
         and eps >= 1e-5
     )
     if not usable:
-        return own(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+        return own(
+            input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+        )
     layout = torch._prims_common.suggest_memory_format(input)
     dense = input.contiguous(memory_format=layout)
-    output, mean, inverse, reserve = aten.cudnn_batch_norm(dense, weight, bias, running_mean, running_var, training, momentum, eps)
+    output, mean, inverse, reserve = aten.cudnn_batch_norm(
+        dense, weight, bias, running_mean, running_var, training, momentum, eps
+    )
     return output, mean, inverse, reserve, 1
 
 
@@ -125,19 +120,8 @@ def group_norm(
     *,
     own: Callable[..., Any],
 ) -> torch.Tensor:
-    """Group norm of a contiguous tensor: `group_norm` in ATen/native/group_norm.cpp, which keeps channels_last on a CPU alone.
-
-    Args:
-        input: The tensor.
-        num_groups: Of channels.
-        weight: A factor for each channel, or none.
-        bias: Added to each channel, or none.
-        eps: Added to the variance.
-        cudnn_enabled: Not looked at.
-        own: PyTorch's own decomposition.
-
-    Returns:
-        The normalized tensor, contiguous.
+    """Group norm of a contiguous tensor: `group_norm` in ATen/native/group_norm.cpp, which keeps
+    channels_last on a CPU alone.
     """
     normalized: torch.Tensor = own(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
     return normalized

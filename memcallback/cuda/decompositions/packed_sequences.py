@@ -1,7 +1,8 @@
 """PackedSequence without values.
 
-`pack_padded` and `packed_kernels` do the same as `aten/src/ATen/native/PackedSequence.cpp` and `RNN.cpp` on tensors without values, with numbers
-that are known (`FakeTensor.constant`) or taken to be: without them, every sequence is as long as the longest.
+`pack_padded` and `packed_kernels` do the same as `aten/src/ATen/native/PackedSequence.cpp` and
+`RNN.cpp` on tensors without values, with numbers that are known (`FakeTensor.constant`) or taken to
+be: without them, every sequence is as long as the longest.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch.utils._mode_utils import no_dispatch
 
 from memcallback.core.tensors import known_values
 
-#: Parameters of one layer and direction: weights of the input and of the hidden state, biases or None, the projection or None.
-_Cell = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+#: Parameters of one layer and direction: weights of the input and of the hidden state, biases or
+#: None, the projection or None.
+_Cell = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+]
 
 
 def pack_padded(
@@ -29,23 +33,21 @@ def pack_padded(
     assumed: dict[str, None],
     on_host: Callable[[], AbstractContextManager[None]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_pack_padded_sequence`: of sequences that go on, all steps, one after the other; and how many go on at each step, on the host.
-
-    Args:
-        x: The padded sequences.
-        lengths: Their lengths, the longest first.
-        batch_first: Whether the first dimension is that of sequences, not of time.
-        assumed: Gets a sentence where the lengths are not known.
-        on_host: Makes a context in which tensors are made on the host.
+    """`_pack_padded_sequence`: of sequences that go on, all steps, one after the other; and how
+    many go on at each step, on the host.
     """
     x = x.transpose(0, 1) if batch_first else x
     longest, number = x.shape[:2]
     known = known_values(lengths)
     if len(lengths) != number:
-        raise ValueError(f"{len(lengths)} lengths are given for {number} packed sequences: give one for each.")
+        raise ValueError(
+            f"{len(lengths)} lengths are given for {number} packed sequences: give one for each."
+        )
     if known is None:
         known = [longest] * number
-        assumed["Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"] = None
+        assumed[
+            "Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"
+        ] = None
     sizes = [sum(length > step for length in known) for step in range(max(known, default=0))]
     parts, begin = [], 0
     for size, steps in groupby(sizes):
@@ -56,12 +58,15 @@ def pack_padded(
     with no_dispatch():
         batch_sizes = torch.tensor(sizes)
     with on_host():
-        # As torch.tensor does it, which detaches the result here in PyTorch 2.6: a fake loses its values by that.
+        # As torch.tensor does it, which detaches the result here in PyTorch 2.6: a fake loses its
+        # values by that.
         return data, torch.ops.aten.lift_fresh(batch_sizes)
 
 
 def packed_kernels() -> dict[str, Callable[..., Any]]:
-    """The composite operators that read the number of sequences at each step: for each name in `aten` a function with its signature."""
+    """The composite operators that read the number of sequences at each step: for each name in
+    `aten` a function with its signature.
+    """
     return {
         "_pad_packed_sequence": _pad,
         "_pack_padded_sequence_backward": _pack_backward,
@@ -72,12 +77,22 @@ def packed_kernels() -> dict[str, Callable[..., Any]]:
 def _sizes(data: torch.Tensor, batch_sizes: torch.Tensor) -> list[int]:
     """The sequences at each step; as many at all of them where that is not known."""
     known = known_values(batch_sizes)
-    return [data.shape[0] // max(len(batch_sizes), 1)] * len(batch_sizes) if known is None else known
+    return (
+        [data.shape[0] // max(len(batch_sizes), 1)] * len(batch_sizes) if known is None else known
+    )
 
 
-def _pad(data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
+def _pad(
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
+) -> Any:
     sizes = _sizes(data, batch_sizes)
-    output = data.new_full((max(total_length, len(sizes)), sizes[0], *data.shape[1:]), padding_value)
+    output = data.new_full(
+        (max(total_length, len(sizes)), sizes[0], *data.shape[1:]), padding_value
+    )
     begin = offset = 0
     for size, steps in groupby(sizes):
         num_steps = len([*steps])
@@ -89,7 +104,9 @@ def _pad(data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, paddi
     return (output.transpose(0, 1) if batch_first else output), lengths
 
 
-def _pack_backward(grad: torch.Tensor, input_size: Sequence[int], batch_sizes: torch.Tensor, batch_first: bool) -> torch.Tensor:
+def _pack_backward(
+    grad: torch.Tensor, input_size: Sequence[int], batch_sizes: torch.Tensor, batch_first: bool
+) -> torch.Tensor:
     shape = (input_size[1], input_size[0], *input_size[2:]) if batch_first else input_size
     gradient, offset = grad.new_zeros(shape), 0
     for step, size in enumerate(_sizes(grad, batch_sizes)):
@@ -99,7 +116,9 @@ def _pack_backward(grad: torch.Tensor, input_size: Sequence[int], batch_sizes: t
 
 
 def _recurrent(kind: str, cell: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer without cuDNN: `apply_layer_stack` over `PackedLayer` and `ReversedPackedLayer`."""
+    """A recurrent layer without cuDNN: `apply_layer_stack` over `PackedLayer` and
+    `ReversedPackedLayer`.
+    """
 
     def kernel(
         data: torch.Tensor,
@@ -114,14 +133,18 @@ def _recurrent(kind: str, cell: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         sizes, is_lstm = _sizes(data, batch_sizes), kind == "lstm"
         states = [*zip(*(state.unbind(0) for state in (hx if is_lstm else [hx])), strict=True)]
-        cells = _cells(params, has_biases, has_projection=is_lstm and hx[0].shape[2] != hx[1].shape[2])
+        cells = _cells(
+            params, has_biases, has_projection=is_lstm and hx[0].shape[2] != hx[1].shape[2]
+        )
         ends: list[tuple[torch.Tensor, ...]] = []
         num_directions = 2 if bidirectional else 1
         for layer in range(num_layers):
             outputs = []
             for direction in range(num_directions):
                 index = layer * num_directions + direction
-                output, end = (_backward_layer if direction else _forward_layer)(cell, data, sizes, states[index], cells[index])
+                output, end = (_backward_layer if direction else _forward_layer)(
+                    cell, data, sizes, states[index], cells[index]
+                )
                 outputs.append(output)
                 ends.append(end)
             data = torch.cat(outputs, -1) if bidirectional else outputs[0]
@@ -132,17 +155,26 @@ def _recurrent(kind: str, cell: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _cells(params: Sequence[torch.Tensor], has_biases: bool, *, has_projection: bool) -> list[_Cell]:
+def _cells(
+    params: Sequence[torch.Tensor], has_biases: bool, *, has_projection: bool
+) -> list[_Cell]:
     """`gather_params`."""
     step = 2 + 2 * has_biases + has_projection
     groups = (params[start : start + step] for start in range(0, len(params), step))
     return [
-        (group[0], group[1], *((group[2], group[3]) if has_biases else (None, None)), group[-1] if has_projection else None)
+        (
+            group[0],
+            group[1],
+            *((group[2], group[3]) if has_biases else (None, None)),
+            group[-1] if has_projection else None,
+        )
         for group in groups
     ]
 
 
-def _forward_layer(cell: Callable[..., Any], data: torch.Tensor, sizes: Sequence[int], state: Any, params: _Cell) -> Any:
+def _forward_layer(
+    cell: Callable[..., Any], data: torch.Tensor, sizes: Sequence[int], state: Any, params: _Cell
+) -> Any:
     offset, last, outputs, ended = 0, sizes[0], [], []
     state = tuple(part.narrow(0, 0, last) for part in state)
     for size in sizes:
@@ -153,40 +185,65 @@ def _forward_layer(cell: Callable[..., Any], data: torch.Tensor, sizes: Sequence
         outputs.append(state[0])
         offset += size
     ended.append(state)
-    return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*reversed(ended), strict=True))
+    return torch.cat(outputs), tuple(
+        torch.cat(parts) for parts in zip(*reversed(ended), strict=True)
+    )
 
 
-def _backward_layer(cell: Callable[..., Any], data: torch.Tensor, sizes: Sequence[int], whole: Any, params: _Cell) -> Any:
+def _backward_layer(
+    cell: Callable[..., Any], data: torch.Tensor, sizes: Sequence[int], whole: Any, params: _Cell
+) -> Any:
     offset, last, outputs = data.shape[0], sizes[-1], []
     state = tuple(part.narrow(0, 0, last) for part in whole)
     for size in reversed(sizes):
         if size > last:
-            state = tuple(torch.cat([part, rest[last:size]]) for part, rest in zip(state, whole, strict=True))
+            state = tuple(
+                torch.cat([part, rest[last:size]]) for part, rest in zip(state, whole, strict=True)
+            )
         offset -= size
         state, last = cell(data.narrow(0, offset, size), state, params), size
         outputs.append(state[0])
     return torch.cat(outputs[::-1]), state
 
 
-def _lstm_cell(x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], params: _Cell) -> tuple[torch.Tensor, ...]:
+def _lstm_cell(
+    x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], params: _Cell
+) -> tuple[torch.Tensor, ...]:
     w_ih, w_hh, b_ih, b_hh, projection = params
     gates = F.linear(state[0], w_hh, b_hh).add_(F.linear(x, w_ih, b_ih)).unsafe_chunk(4, 1)
-    in_gate, forget_gate, cell_gate, out_gate = gates[0].sigmoid_(), gates[1].sigmoid_(), gates[2].tanh_(), gates[3].sigmoid_()
+    in_gate, forget_gate, cell_gate, out_gate = (
+        gates[0].sigmoid_(),
+        gates[1].sigmoid_(),
+        gates[2].tanh_(),
+        gates[3].sigmoid_(),
+    )
     cell = (forget_gate * state[1]).add_(in_gate * cell_gate)
     hidden = out_gate * cell.tanh()
     return hidden if projection is None else torch.matmul(hidden, projection.t()), cell
 
 
-def _gru_cell(x: torch.Tensor, state: tuple[torch.Tensor], params: _Cell) -> tuple[torch.Tensor, ...]:
+def _gru_cell(
+    x: torch.Tensor, state: tuple[torch.Tensor], params: _Cell
+) -> tuple[torch.Tensor, ...]:
     w_ih, w_hh, b_ih, b_hh, _ = params
-    of_input, of_hidden = F.linear(x, w_ih, b_ih).unsafe_chunk(3, 1), F.linear(state[0], w_hh, b_hh).unsafe_chunk(3, 1)
-    reset, update = of_hidden[0].add_(of_input[0]).sigmoid_(), of_hidden[1].add_(of_input[1]).sigmoid_()
+    of_input, of_hidden = (
+        F.linear(x, w_ih, b_ih).unsafe_chunk(3, 1),
+        F.linear(state[0], w_hh, b_hh).unsafe_chunk(3, 1),
+    )
+    reset, update = (
+        of_hidden[0].add_(of_input[0]).sigmoid_(),
+        of_hidden[1].add_(of_input[1]).sigmoid_(),
+    )
     new = of_input[2].add(of_hidden[2].mul_(reset)).tanh_()
     return ((state[0] - new).mul_(update).add_(new),)
 
 
-def _simple_cell(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def cell(x: torch.Tensor, state: tuple[torch.Tensor], params: _Cell) -> tuple[torch.Tensor, ...]:
+def _simple_cell(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def cell(
+        x: torch.Tensor, state: tuple[torch.Tensor], params: _Cell
+    ) -> tuple[torch.Tensor, ...]:
         w_ih, w_hh, b_ih, b_hh, _ = params
         return (function(F.linear(state[0], w_hh, b_hh).add_(F.linear(x, w_ih, b_ih))),)
 

@@ -1,7 +1,8 @@
 """Install CUDA decompositions of composite operators for fake tensors.
 
-A composite operator is made of others, and some choose which by the tensor's device. Fake tensors of device `cpu` would go the
-CPU's way. `registered` gives them CUDA's, for as long as a trace lasts.
+A composite operator is made of others, and some choose which by the tensor's device. Fake tensors
+of device `cpu` would go the CPU's way. `registered` gives them CUDA's, for as long as a trace
+lasts.
 """
 
 from __future__ import annotations
@@ -25,15 +26,7 @@ Composite = Callable[..., Any]
 
 
 def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
-    """The operators that CUDA decomposes otherwise than a CPU.
-
-    Args:
-        device: The card that is stood for.
-
-    Returns:
-        For each name of an operator of `aten`, with its overload where it has one, a function with the operator's signature. It is
-        written in terms of the operators that CUDA calls below autograd.
-    """
+    """The operators that CUDA decomposes otherwise than a CPU."""
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return scaled_dot_product_attention(*args, **kwargs, device=device)
@@ -44,7 +37,9 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
         "softmax.int": _softmax("softmax.int", aten._softmax),
         "log_softmax.int": _softmax("log_softmax.int", aten._log_softmax),
         "rms_norm": lambda *args: rms_norm(*args, own=own_decomposition("rms_norm")),
-        "_batch_norm_impl_index": lambda *args: batch_norm_impl_index(*args, own=own_decomposition("_batch_norm_impl_index")),
+        "_batch_norm_impl_index": lambda *args: batch_norm_impl_index(
+            *args, own=own_decomposition("_batch_norm_impl_index")
+        ),
         "group_norm": lambda *args: group_norm(*args, own=own_decomposition("group_norm")),
         "linear": linear,
         "one_hot": one_hot,
@@ -56,30 +51,17 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
 
 
 def composite(op: torch._ops.OpOverload, device: DeviceSpec | None) -> Composite:
-    """What a composite operator is made of.
-
-    Args:
-        op: The operator.
-        device: The card that is stood for; None for a CPU.
-
-    Returns:
-        A function with the operator's signature, in terms of other operators.
-    """
-    name = op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else "")
+    """What a composite operator is made of."""
+    name = op._schema.name.removeprefix("aten::") + (
+        f".{op._overloadname}" if op._overloadname != "default" else ""
+    )
     kernels = packed_kernels() if device is None else composite_kernels(device)
     return kernels.get(name) or own_decomposition(name)
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout that keeps a mask of one byte per element: `dropout` in ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
-
-    Args:
-        input: The tensor.
-        p: Probability of dropping an element.
-        train: Whether anything is dropped.
-
-    Returns:
-        The tensor with elements dropped, the others scaled.
+    """Dropout that keeps a mask of one byte per element: `dropout` in ATen/native/Dropout.cpp
+    (`is_fused_kernel_acceptable`).
     """
     if train and 0 < p < 1 and input.numel() > 0:
         output: torch.Tensor = aten.native_dropout(input, p, train)[0]
@@ -88,16 +70,11 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return kept
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer: `linear` in ATen/native/Linear.cpp, which does not add the bias in place for tensors of subclasses, as fakes are.
-
-    Args:
-        input: The tensor.
-        weight: The matrix.
-        bias: Added to each row, or none.
-
-    Returns:
-        The product with the bias added.
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A linear layer: `linear` in ATen/native/Linear.cpp, which does not add the bias in place for
+    tensors of subclasses, as fakes are.
     """
     if bias is None or input.dim() <= 2 or input.is_contiguous() or bias.dim() != 1:
         output: torch.Tensor = own_decomposition("linear")(input, weight, bias)
@@ -106,19 +83,15 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """One-hot vectors, scattered: `one_hot` in ATen/native/Onehot.cpp, which takes another way for fake tensors.
-
-    Args:
-        self: Class indices.
-        num_classes: How many there are; -1 to find out.
-
-    Returns:
-        Ones at the indices, else zeros.
+    """One-hot vectors, scattered: `one_hot` in ATen/native/Onehot.cpp, which takes another way for
+    fake tensors.
     """
     if num_classes < 1 or self.numel() == 0:
         unknown: torch.Tensor = own_decomposition("one_hot")(self, num_classes)
         return unknown
-    return torch.zeros(*self.shape, num_classes, dtype=self.dtype, device=self.device).scatter_(-1, self.unsqueeze(-1), 1)
+    return torch.zeros(*self.shape, num_classes, dtype=self.dtype, device=self.device).scatter_(
+        -1, self.unsqueeze(-1), 1
+    )
 
 
 def ctc_loss(
@@ -130,27 +103,21 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """The CTC loss with PyTorch's own kernel: `ctc_loss_gpu_template` in ATen/native/cuda/LossCTC.cu.
+    """The CTC loss with PyTorch's own kernel: `ctc_loss_gpu_template` in
+    ATen/native/cuda/LossCTC.cu.
 
-    The longest target is taken to be as long as `targets` allows: `targets` padded to one length, which is what data loaders do.
-
-    Args:
-        log_probs: Of shape (time, batch, classes).
-        targets: Of shape (batch, length), or all targets one after the other.
-        input_lengths: Per sample.
-        target_lengths: Per sample.
-        blank: The blank class.
-        reduction: 0 for none, 1 for the mean, 2 for the sum.
-        zero_infinity: Whether infinite losses become zero.
-
-    Returns:
-        The loss.
+    The longest target is taken to be as long as `targets` allows: `targets` padded to one length,
+    which is what data loaders do.
     """
     steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
-    longest = max(target_lengths) if isinstance(target_lengths, (list, tuple)) else targets.shape[-1]
+    longest = (
+        max(target_lengths) if isinstance(target_lengths, (list, tuple)) else targets.shape[-1]
+    )
     loss: torch.Tensor = _CtcLoss.apply(log_probs, targets, batch, steps * (2 * longest + 1))  # type: ignore[no-untyped-call]
     if zero_infinity:
-        loss = torch.where(loss == float("inf"), torch.zeros((), dtype=loss.dtype, device=loss.device), loss)
+        loss = torch.where(
+            loss == float("inf"), torch.zeros((), dtype=loss.dtype, device=loss.device), loss
+        )
     if reduction == 1:
         lengths = torch.empty(batch, dtype=loss.dtype, device=loss.device).clamp_min(1)
         return (loss / lengths).mean()
@@ -158,11 +125,18 @@ def ctc_loss(
 
 
 class _CtcLoss(torch.autograd.Function):
-    """`_ctc_loss` and its backward as far as they allocate: the fake kernel of `_ctc_loss` reads the lengths."""
+    """`_ctc_loss` and its backward as far as they allocate: the fake kernel of `_ctc_loss` reads
+    the lengths.
+    """
 
     @staticmethod
-    def forward(ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, batch: int, table: int) -> torch.Tensor:
-        loss, log_alpha = log_probs.new_empty(batch if log_probs.dim() == 3 else ()), log_probs.new_empty(batch, table)
+    def forward(
+        ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, batch: int, table: int
+    ) -> torch.Tensor:
+        loss, log_alpha = (
+            log_probs.new_empty(batch if log_probs.dim() == 3 else ()),
+            log_probs.new_empty(batch, table),
+        )
         ctx.save_for_backward(log_probs, targets, loss, log_alpha)
         return loss
 
@@ -187,34 +161,28 @@ def _softmax(name: str, function: Any) -> Composite:
 def own_decomposition(name: str) -> Composite:
     """PyTorch's own decomposition of a composite operator, in C++.
 
-    `OpOverload.decompose` prefers decompositions in Python that are made for compilers and draw other random numbers.
-
-    Args:
-        name: The operator's name in `aten`, with its overload where it has one.
-
-    Returns:
-        A function with the operator's signature.
+    `OpOverload.decompose` prefers decompositions in Python that are made for compilers and draw
+    other random numbers.
     """
     operator, _, overload = name.partition(".")
     own = getattr(getattr(aten, operator), overload or "default")
-    return lambda *args, **kwargs: own._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    return lambda *args, **kwargs: own._op_dk(
+        torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs
+    )
 
 
 @contextlib.contextmanager
 def registered(device: DeviceSpec | None) -> Iterator[None]:
     """Have fake tensors of device `cpu` decomposed as CUDA tensors would be.
 
-    Real tensors, of any thread, keep PyTorch's own decomposition. Nothing stays behind. Only one such block may be open in a process.
-
-    Args:
-        device: The card that is stood for; None for a CPU, of which only those are decomposed anew that read values in C++.
-
-    Yields:
-        Nothing.
+    Real tensors, of any thread, keep PyTorch's own decomposition. Nothing stays behind. Only one
+    such block may be open in a process.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, kernel in (packed_kernels() if device is None else composite_kernels(device)).items():
+        for name, kernel in (
+            packed_kernels() if device is None else composite_kernels(device)
+        ).items():
             library.impl(name, _for_fakes_only(name, kernel), "AutogradCPU")
         for name, shapes in _MISSING_SHAPES.items():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
@@ -225,7 +193,10 @@ def registered(device: DeviceSpec | None) -> Iterator[None]:
 
 
 #: Shapes of operators that PyTorch has only for CUDA, and no fake kernel for.
-_MISSING_SHAPES = {"_thnn_fused_gru_cell": cuda_rnn.gru_cell_meta, "_thnn_fused_gru_cell_backward": cuda_rnn.gru_cell_backward_meta}
+_MISSING_SHAPES = {
+    "_thnn_fused_gru_cell": cuda_rnn.gru_cell_meta,
+    "_thnn_fused_gru_cell_backward": cuda_rnn.gru_cell_backward_meta,
+}
 
 
 def _for_fakes_only(name: str, kernel: Composite) -> Composite:

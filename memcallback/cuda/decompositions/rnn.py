@@ -1,7 +1,8 @@
 """cuDNN LSTM, GRU, RNN (reserve and workspace estimated).
 
-cuDNN keeps what backward needs in a reserve of its own, and works in a workspace. NVIDIA does not publish their sizes:
-`reserve_bytes` and `workspace_bytes` are estimates, and a prediction of a model with such a layer should say so.
+cuDNN keeps what backward needs in a reserve of its own, and works in a workspace. NVIDIA does not
+publish their sizes: `reserve_bytes` and `workspace_bytes` are estimates, and a prediction of a
+model with such a layer should say so.
 """
 
 from __future__ import annotations
@@ -58,15 +59,8 @@ class RecurrentCall:
 
 
 def reserve_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
-    """What cuDNN keeps for backward. An estimate: per layer, direction and token the gates, the cell and the output.
-
-    Args:
-        call: The layer.
-        num_tokens: Time steps times samples; of packed sequences, times the largest number of samples.
-        itemsize: Bytes of an element.
-
-    Returns:
-        The size; 0 without training.
+    """What cuDNN keeps for backward. An estimate: per layer, direction and token the gates, the
+    cell and the output.
     """
     if not call.train:
         return 0
@@ -76,78 +70,80 @@ def reserve_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
 
 
 def workspace_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
-    """What cuDNN takes while it runs. An estimate: one layer's gates before their activation, and its input's gradient.
-
-    Args:
-        call: The layer.
-        num_tokens: Time steps times samples.
-        itemsize: Bytes of an element.
-
-    Returns:
-        The size.
+    """What cuDNN takes while it runs. An estimate: one layer's gates before their activation, and
+    its input's gradient.
     """
     return num_tokens * call.hidden_size * call.num_directions * (_GATES[call.mode] + 2) * itemsize
 
 
 def dropout_state_bytes(device: DeviceSpec) -> int:
-    """The random state that cuDNN keeps for dropout between layers, once per process. An estimate.
-
-    Args:
-        device: The card.
-
-    Returns:
-        The size.
-    """
+    """The random state that cuDNN keeps for dropout between layers, once per process. An estimate."""
     return device.num_multiprocessors * 2048 * 32
 
 
 def flatten_rnn_weights(model: nn.Module) -> None:
-    """Give each recurrent layer's weights one buffer, as moving it to a CUDA device does: `nn.RNNBase.flatten_parameters`.
+    """Give each recurrent layer's weights one buffer, as moving it to a CUDA device does:
+    `nn.RNNBase.flatten_parameters`.
 
-    To be called once the model's tensors stand for tensors on the device. Without it each call copies the weights together.
-
-    Args:
-        model: A model of fake tensors; its parameters stay the same objects.
+    To be called once the model's tensors stand for tensors on the device. Without it each call
+    copies the weights together.
     """
     for module in model.modules():
         if not isinstance(module, nn.RNNBase):
             continue
         weights = [weight for weight in module._flat_weights if isinstance(weight, torch.Tensor)]
         dtype = weights[0].dtype
-        alone = len({weight.untyped_storage()._cdata for weight in weights}) == len(weights) == len(module._flat_weights)
+        alone = (
+            len({weight.untyped_storage()._cdata for weight in weights})
+            == len(weights)
+            == len(module._flat_weights)
+        )
         # torch.backends.cudnn.CUDNN_TENSOR_DTYPES: bfloat16 is not in it.
-        acceptable = dtype in (torch.float16, torch.float32, torch.float64) and torch.backends.cudnn.enabled
+        acceptable = (
+            dtype in (torch.float16, torch.float32, torch.float64) and torch.backends.cudnn.enabled
+        )
         if not alone or not acceptable or any(weight.dtype != dtype for weight in weights):
             continue
         with torch.no_grad():
             buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
             for weight, offset in zip(weights, _offsets(weights), strict=True):
-                weight.set_(buffer.untyped_storage(), offset, weight.size(), _contiguous_strides(weight))
+                weight.set_(
+                    buffer.untyped_storage(), offset, weight.size(), _contiguous_strides(weight)
+                )
 
 
-def rnn_kernels(device: DeviceSpec, own: Callable[[str], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The recurrent layers and cells in terms of what CUDA allocates.
-
-    Args:
-        device: The card that is stood for.
-        own: For the name of an operator, PyTorch's own decomposition of it, taken where cuDNN cannot be.
-
-    Returns:
-        For each name of an operator of `aten`, a function with its signature.
-    """
+def rnn_kernels(
+    device: DeviceSpec, own: Callable[[str], Callable[..., Any]]
+) -> dict[str, Callable[..., Any]]:
+    """The recurrent layers and cells in terms of what CUDA allocates."""
     state: list[torch.Tensor] = []
 
     def dropout_state(call: RecurrentCall, like: torch.Tensor) -> None:
         if call.dropout > 0 and call.train and not state:
             state.append(like.new_empty(dropout_state_bytes(device), dtype=torch.uint8))
 
-    def run(kind: str, x: torch.Tensor, hidden: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *rest: Any, steps: int) -> Any:
+    def run(
+        kind: str,
+        x: torch.Tensor,
+        hidden: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        *rest: Any,
+        steps: int,
+    ) -> Any:
         _, num_layers, dropout, train, bidirectional, *batch_first = rest
         hx, cx = hidden[0], hidden[1] if kind == "lstm" else None
         hidden_size = cx.shape[2] if cx is not None else hx.shape[2]
         projection = hx.shape[2] if hx.shape[2] != hidden_size else 0
         call = RecurrentCall(
-            _MODES[kind], hidden_size, projection, num_layers, dropout, train, bidirectional, bool(batch_first and batch_first[0]), steps
+            _MODES[kind],
+            hidden_size,
+            projection,
+            num_layers,
+            dropout,
+            train,
+            bidirectional,
+            bool(batch_first and batch_first[0]),
+            steps,
         )
         dropout_state(call, x)
         x, hx, cx, params = _autocast(x, hx, cx, params)
@@ -163,16 +159,31 @@ def rnn_kernels(device: DeviceSpec, own: Callable[[str], Callable[..., Any]]) ->
         return kernel
 
     def packed(kind: str) -> Callable[..., Any]:
-        def kernel(data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
+        def kernel(
+            data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: Any, *rest: Any
+        ) -> Any:
             if not _acceptable(data):
                 return packed_kernels()[f"{kind}.data"](data, batch_sizes, hx, params, *rest)
-            return run(kind, data, hx if kind == "lstm" else [hx], params, *rest, steps=batch_sizes.shape[0])
+            return run(
+                kind,
+                data,
+                hx if kind == "lstm" else [hx],
+                params,
+                *rest,
+                steps=batch_sizes.shape[0],
+            )
 
         return kernel
 
-    layers = {f"{kind}.{form}": make(kind) for kind in _MODES for form, make in (("input", whole), ("data", packed))}
+    layers = {
+        f"{kind}.{form}": make(kind)
+        for kind in _MODES
+        for form, make in (("input", whole), ("data", packed))
+    }
 
-    def lstm_step(x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    def lstm_step(
+        x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
         # PyTorch's fake kernel of the fused step fails without biases.
         step = lstm_cell if b_ih is not None and b_hh is not None else own("lstm_cell")
         return step(x, hx, w_ih, w_hh, b_ih, b_hh)
@@ -188,19 +199,7 @@ def lstm_cell(
     b_ih: torch.Tensor,
     b_hh: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of an LSTM, fused: `LSTMCell` in ATen/native/RNN.cpp.
-
-    Args:
-        input: As for `torch.lstm_cell`, as all arguments.
-        hx: Hidden state and cell.
-        w_ih: Weight of the input.
-        w_hh: Weight of the hidden state.
-        b_ih: Bias of the input.
-        b_hh: Bias of the hidden state.
-
-    Returns:
-        The next hidden state and cell.
-    """
+    """A step of an LSTM, fused: `LSTMCell` in ATen/native/RNN.cpp."""
     from_input = torch.matmul(input, w_ih.t())
     from_hidden = torch.matmul(hx[0], w_hh.t())
     hy, cy, _ = aten._thnn_fused_lstm_cell(from_input, from_hidden, hx[1], b_ih, b_hh)
@@ -215,32 +214,28 @@ def gru_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A step of a GRU, fused: `GRUCell` in ATen/native/RNN.cpp.
-
-    Args:
-        input: As for `torch.gru_cell`, as all arguments.
-        hx: Hidden state.
-        w_ih: Weight of the input.
-        w_hh: Weight of the hidden state.
-        b_ih: Bias of the input.
-        b_hh: Bias of the hidden state.
-
-    Returns:
-        The next hidden state.
-    """
+    """A step of a GRU, fused: `GRUCell` in ATen/native/RNN.cpp."""
     from_input = torch.matmul(input, w_ih.t())
     from_hidden = torch.matmul(hx, w_hh.t())
     hy: torch.Tensor = aten._thnn_fused_gru_cell(from_input, from_hidden, hx, b_ih, b_hh)[0]
     return hy
 
 
-def gru_cell_meta(input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
-    """Shapes of `_thnn_fused_gru_cell`'s outputs, for which PyTorch has no fake kernel: `_thnn_fused_gru_cell_cuda` in RNN.cu."""
-    return torch.empty_like(hx, memory_format=torch.contiguous_format), hx.new_empty(hx.shape[0], hx.shape[1] * 5)
+def gru_cell_meta(
+    input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None
+) -> Any:
+    """Shapes of `_thnn_fused_gru_cell`'s outputs, for which PyTorch has no fake kernel:
+    `_thnn_fused_gru_cell_cuda` in RNN.cu.
+    """
+    return torch.empty_like(hx, memory_format=torch.contiguous_format), hx.new_empty(
+        hx.shape[0], hx.shape[1] * 5
+    )
 
 
 def gru_cell_backward_meta(grad_hy: Any, workspace: Any, has_bias: bool) -> Any:
-    """Shapes of `_thnn_fused_gru_cell_backward`'s outputs: `_thnn_fused_gru_cell_backward_cuda` in RNN.cu."""
+    """Shapes of `_thnn_fused_gru_cell_backward`'s outputs: `_thnn_fused_gru_cell_backward_cuda` in
+    RNN.cu.
+    """
     batch, hidden = workspace.shape[0], workspace.shape[1] // 5
     gates = [workspace.new_empty(batch, hidden * 3) for _ in range(2)]
     biases = [workspace.new_empty(hidden * 3) if has_bias else None for _ in range(2)]
@@ -251,7 +246,14 @@ class _CudnnRNN(torch.autograd.Function):
     """`_cudnn_rnn` and `_cudnn_rnn_backward` as far as they allocate."""
 
     @staticmethod
-    def forward(ctx: Any, call: RecurrentCall, x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, *weights: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        call: RecurrentCall,
+        x: torch.Tensor,
+        hx: torch.Tensor,
+        cx: torch.Tensor | None,
+        *weights: torch.Tensor,
+    ) -> Any:
         out_size = (call.proj_size or call.hidden_size) * call.num_directions
         with_time_first = x.transpose(0, 1) if call.batch_first else x
         num_tokens = _num_tokens(call, x, hx)
@@ -298,7 +300,13 @@ class _CudnnRNN(torch.autograd.Function):
             grad_weights.as_strided(weight.size(), _contiguous_strides(weight), offset)
             for weight, offset in zip(weights, _offsets(weights), strict=True)
         ]
-        return None, grad_x.transpose(0, 1) if call.batch_first else grad_x, grad_hx, grad_cx, *views
+        return (
+            None,
+            grad_x.transpose(0, 1) if call.batch_first else grad_x,
+            grad_hx,
+            grad_cx,
+            *views,
+        )
 
 
 def _num_tokens(call: RecurrentCall, x: torch.Tensor, hx: torch.Tensor) -> int:
@@ -310,8 +318,11 @@ def _acceptable(x: torch.Tensor) -> bool:
     return torch.backends.cudnn.enabled and x.numel() > 0 and x.is_floating_point()
 
 
-def _autocast(x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, params: Sequence[torch.Tensor]) -> Any:
-    # _cudnn_rnn_cast_reflatten in ATen/cudnn/AutocastRNN.cpp: the weights are cast into one new buffer, at every call
+def _autocast(
+    x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, params: Sequence[torch.Tensor]
+) -> Any:
+    # _cudnn_rnn_cast_reflatten in ATen/cudnn/AutocastRNN.cpp: the weights are cast into one new
+    # buffer, at every call
     device = next((name for name in ("cuda", "cpu") if torch.is_autocast_enabled(name)), None)
     if device is None or x.dtype == torch.float64:
         return x, hx, cx, params
@@ -330,11 +341,15 @@ def _autocast(x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, params
 def _is_flat(weights: Sequence[torch.Tensor]) -> bool:
     # try_get_weight_buf
     storages = {weight.untyped_storage()._cdata for weight in weights}
-    return len(storages) == 1 and weights[0].untyped_storage().nbytes() == sum(weight.nbytes for weight in weights)
+    return len(storages) == 1 and weights[0].untyped_storage().nbytes() == sum(
+        weight.nbytes for weight in weights
+    )
 
 
 def _offsets(weights: Sequence[torch.Tensor]) -> list[int]:
-    """Where each weight begins in the buffer, in elements: first all matrices, in order, then all biases."""
+    """Where each weight begins in the buffer, in elements: first all matrices, in order, then all
+    biases.
+    """
     order = sorted(range(len(weights)), key=lambda index: weights[index].dim() < 2)
     begins = accumulate((weights[index].numel() for index in order), initial=0)
     where = dict(zip(order, begins, strict=False))

@@ -1,9 +1,11 @@
 """COO operators in terms of dense ones.
 
-Fakes of sparse tensors keep their indices and values, but most of PyTorch's fake kernels return sparse tensors in which nothing is
-specified. Those here follow `SparseTensor.cpp`, `SparseTensorMath.cpp` and `cuda/SparseCUDATensorMath.cu` in aten/src/ATen/native/sparse,
-and what each asks of the allocator in the CUDA build of PyTorch 2.11 (tests/recorded/sparse.json). How many elements remain when equal
-indices are summed depends on values: `stand_ins` has the most that there can be.
+Fakes of sparse tensors keep their indices and values, but most of PyTorch's fake kernels return
+sparse tensors in which nothing is specified. Those here follow `SparseTensor.cpp`,
+`SparseTensorMath.cpp` and `cuda/SparseCUDATensorMath.cu` in aten/src/ATen/native/sparse, and what
+each asks of the allocator in the CUDA build of PyTorch 2.11 (tests/recorded/sparse.json). How many
+elements remain when equal indices are summed depends on values: `stand_ins` has the most that there
+can be.
 """
 
 from __future__ import annotations
@@ -17,33 +19,43 @@ import torch
 from memcallback.core.tensors import dense_parts, sparse_tensor
 
 _aten = torch.ops.aten
-#: Operators whose fake kernels are right for sparse tensors: they look at the parts, or make a tensor of given ones or with none.
+#: Operators whose fake kernels are right for sparse tensors: they look at the parts, or make a
+#: tensor of given ones or with none.
 _NATIVE = frozenset(
     (
-        *("_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "empty_like", "zeros_like", "detach", "alias"),
-        *("_indices", "_values", "indices", "values", "_nnz", "is_coalesced", "_coalesced_", "_coalesce", "is_same_size"),
+        *(
+            "_sparse_coo_tensor_with_dims_and_tensors",
+            "_sparse_coo_tensor_with_dims",
+            "empty_like",
+            "zeros_like",
+            "detach",
+            "alias",
+        ),
+        *(
+            "_indices",
+            "_values",
+            "indices",
+            "values",
+            "_nnz",
+            "is_coalesced",
+            "_coalesced_",
+            "_coalesce",
+            "is_same_size",
+        ),
         *("sparse_dim", "dense_dim", "_dimI", "_dimV", "sym_size", "sym_numel"),
     )
 )
 
 
-def sparse_operator(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[..., Any] | None:
-    """How an operator that takes or makes sparse tensors is made of others.
-
-    Args:
-        func: The operator, as a dispatch mode below autograd sees it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What to call with the same arguments; None if the operator's own fake kernel is right.
-
-    Raises:
-        NotImplementedError: For an operator on sparse tensors that is not known.
-    """
+def sparse_operator(
+    func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Callable[..., Any] | None:
+    """How an operator that takes or makes sparse tensors is made of others."""
     if func in _FROM_DENSE:
         return _FROM_DENSE[func](args)
-    layouts = {value.layout for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+    layouts = {
+        value.layout for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+    }
     name = func._schema.name.removeprefix("aten::")
     if layouts <= {torch.strided} or name in _NATIVE:
         return None
@@ -58,8 +70,19 @@ def sparse_operator(func: Any, args: Sequence[object], kwargs: Mapping[str, obje
     )
 
 
-def _like(sparse: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, is_coalesced: bool | None = None) -> torch.Tensor:
-    return sparse_tensor(indices, values, sparse.shape, is_coalesced=sparse.is_coalesced() if is_coalesced is None else is_coalesced)
+def _like(
+    sparse: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    is_coalesced: bool | None = None,
+) -> torch.Tensor:
+    return sparse_tensor(
+        indices,
+        values,
+        sparse.shape,
+        is_coalesced=sparse.is_coalesced() if is_coalesced is None else is_coalesced,
+    )
 
 
 def _put(sparse: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -79,7 +102,9 @@ def _clone(sparse: torch.Tensor, *, memory_format: object = None) -> torch.Tenso
     return _like(sparse, sparse._indices().clone(), values)
 
 
-def _to_copy(sparse: torch.Tensor, *, dtype: torch.dtype | None = None, **options: object) -> torch.Tensor:
+def _to_copy(
+    sparse: torch.Tensor, *, dtype: torch.dtype | None = None, **options: object
+) -> torch.Tensor:
     indices = sparse._indices().clone()
     return _like(sparse, indices, _aten._to_copy.default(sparse._values(), dtype=dtype))
 
@@ -89,11 +114,15 @@ def _copy_(sparse: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 def _zero_(sparse: torch.Tensor) -> torch.Tensor:
-    return _put(sparse, _like(sparse, sparse._indices()[:, :0].clone(), sparse._values()[:0].clone()))
+    return _put(
+        sparse, _like(sparse, sparse._indices()[:, :0].clone(), sparse._values()[:0].clone())
+    )
 
 
 def _add_into(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any) -> torch.Tensor:
-    """`add_out_dense_sparse_cuda`: elements of which none are equal are added one by one, others by `index_add_`."""
+    """`add_out_dense_sparse_cuda`: elements of which none are equal are added one by one, others by
+    `index_add_`.
+    """
     values = sparse._values()
     if values.dtype != dense.dtype:
         values = values.to(dense.dtype)
@@ -103,12 +132,16 @@ def _add_into(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any) -> torch.Te
         return dense
     num_rows = math.prod(sparse.shape[: sparse.sparse_dim()])
     rows = dense.view(num_rows, -1) if dense.numel() else dense.view(num_rows, 0)
-    rows.index_add_(0, _flat_indices(sparse), values.reshape(values.shape[0], rows.shape[1]), alpha=alpha)
+    rows.index_add_(
+        0, _flat_indices(sparse), values.reshape(values.shape[0], rows.shape[1]), alpha=alpha
+    )
     return dense
 
 
 def _sum_of_sparse(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor:
-    """`add_out_sparse_cuda`: the elements of both, summed only where there are more of them than the tensor has."""
+    """`add_out_sparse_cuda`: the elements of both, summed only where there are more of them than
+    the tensor has.
+    """
     values = other._values() if alpha == 1 else other._values() * alpha
     indices = torch.cat([one._indices(), other._indices()], 1)
     made = _like(one, indices, torch.cat([one._values(), values]), is_coalesced=False)
@@ -116,17 +149,29 @@ def _sum_of_sparse(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.
 
 
 def _add(one: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    return _add_into(one.clone(), other, alpha) if one.layout is torch.strided else _sum_of_sparse(one, other, alpha)
+    return (
+        _add_into(one.clone(), other, alpha)
+        if one.layout is torch.strided
+        else _sum_of_sparse(one, other, alpha)
+    )
 
 
 def _add_(one: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    return _add_into(one, other, alpha) if one.layout is torch.strided else _put(one, _sum_of_sparse(one, other, alpha))
+    return (
+        _add_into(one, other, alpha)
+        if one.layout is torch.strided
+        else _put(one, _sum_of_sparse(one, other, alpha))
+    )
 
 
 def _times(sparse: torch.Tensor, other: Any) -> torch.Tensor:
-    """`_mul_dense_sparse_out`: of a dense tensor those elements are picked that are specified in the sparse one."""
+    """`_mul_dense_sparse_out`: of a dense tensor those elements are picked that are specified in
+    the sparse one.
+    """
     if isinstance(other, torch.Tensor) and other.layout is not torch.strided:
-        raise NotImplementedError("The product of two sparse tensors, element by element, is not known. Make one dense with to_dense()")
+        raise NotImplementedError(
+            "The product of two sparse tensors, element by element, is not known. Make one dense with to_dense()"
+        )
     if isinstance(other, torch.Tensor) and other.dim() > sparse.dense_dim():
         other = _aten.index.Tensor(other, list(sparse._indices().unbind(0)))
     indices = sparse._indices().clone()
@@ -187,18 +232,24 @@ def _sum(sparse: torch.Tensor, *dims: Any, **options: Any) -> torch.Tensor:
 
 def _norm(sparse: torch.Tensor, p: Any = 2, *dims: Any, **options: Any) -> torch.Tensor:
     if any(dims):
-        raise NotImplementedError("The norm of a sparse tensor is known over all dimensions. Make it dense with to_dense()")
+        raise NotImplementedError(
+            "The norm of a sparse tensor is known over all dimensions. Make it dense with to_dense()"
+        )
     norm: torch.Tensor = sparse.coalesce()._values().norm(p)
     return norm
 
 
 def _sparse_mask(dense: torch.Tensor, mask: torch.Tensor, *rest: object) -> torch.Tensor:
-    """`sparse_mask`: the product with a sparse tensor of ones; for a sparse tensor its elements are searched for those of the mask."""
+    """`sparse_mask`: the product with a sparse tensor of ones; for a sparse tensor its elements are
+    searched for those of the mask.
+    """
     if dense.layout is not torch.strided:
         return _searched(dense, mask)
     values = mask._values()
     ones = values.new_ones(1).expand_as(values)
-    return _times(sparse_tensor(mask._indices(), ones, mask.shape, is_coalesced=mask.is_coalesced()), dense)
+    return _times(
+        sparse_tensor(mask._indices(), ones, mask.shape, is_coalesced=mask.is_coalesced()), dense
+    )
 
 
 def _searched(sparse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -221,17 +272,28 @@ def _searched(sparse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _to_dense(sparse: torch.Tensor, dtype: torch.dtype | None = None, masked_grad: object = None) -> torch.Tensor:
+def _to_dense(
+    sparse: torch.Tensor, dtype: torch.dtype | None = None, masked_grad: object = None
+) -> torch.Tensor:
     return _add_into(sparse._values().new_zeros(sparse.shape, dtype=dtype), sparse, 1)
 
 
-def _to_sparse(dense: torch.Tensor, sparse_dim: int | None = None, **options: object) -> torch.Tensor:
+def _to_sparse(
+    dense: torch.Tensor, sparse_dim: int | None = None, **options: object
+) -> torch.Tensor:
     """`dense_to_sparse`: all that is not zero, at most everything."""
-    if options.get("layout") not in (None, torch.sparse_coo) or sparse_dim not in (None, dense.dim()):
-        raise NotImplementedError("to_sparse() is known to the layout torch.sparse_coo, with all dimensions sparse. Use that")
+    if options.get("layout") not in (None, torch.sparse_coo) or sparse_dim not in (
+        None,
+        dense.dim(),
+    ):
+        raise NotImplementedError(
+            "to_sparse() is known to the layout torch.sparse_coo, with all dimensions sparse. Use that"
+        )
     places = dense.nonzero().t()
     indices = places.clone()
-    return sparse_tensor(indices, _aten.index.Tensor(dense, list(indices.unbind(0))), dense.shape, is_coalesced=True)
+    return sparse_tensor(
+        indices, _aten.index.Tensor(dense, list(indices.unbind(0))), dense.shape, is_coalesced=True
+    )
 
 
 def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.Tensor:
@@ -239,7 +301,9 @@ def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.T
     num_dims = sparse.dim()
     first, second = first % num_dims, second % num_dims
     if max(first, second) >= sparse.sparse_dim():
-        raise NotImplementedError("transpose of a sparse tensor is known for its sparse dimensions alone. Transpose its values")
+        raise NotImplementedError(
+            "transpose of a sparse tensor is known for its sparse dimensions alone. Transpose its values"
+        )
     copy = _clone(sparse)
     if first == second:
         return copy
@@ -250,7 +314,9 @@ def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.T
 
 
 def _product_into(result: torch.Tensor, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """`s_addmm_out_sparse_dense_cuda`: rows are counted, and cuSPARSE gets int32 and a result by columns."""
+    """`s_addmm_out_sparse_dense_cuda`: rows are counted, and cuSPARSE gets int32 and a result by
+    columns.
+    """
     sparse = sparse.coalesce()
     rows, columns = sparse._indices().unbind(0)
     starts = rows.new_empty(sparse.shape[0] + 1, dtype=torch.int32)
@@ -262,14 +328,20 @@ def _product_into(result: torch.Tensor, sparse: torch.Tensor, dense: torch.Tenso
     return result
 
 
-def _addmm(bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+def _addmm(
+    bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any
+) -> torch.Tensor:
     if one.layout is not torch.sparse_coo or other.layout is not torch.strided:
-        raise NotImplementedError("addmm is known for a sparse first matrix and a dense second one. Make the others dense with to_dense()")
+        raise NotImplementedError(
+            "addmm is known for a sparse first matrix and a dense second one. Make the others dense with to_dense()"
+        )
     return _product_into(bias.new_empty(one.shape[0], other.shape[1]), one, other)
 
 
 def _mm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`_sparse_mm`: the sum of zeros and the product; with the sparse matrix on the right, of both transposed."""
+    """`_sparse_mm`: the sum of zeros and the product; with the sparse matrix on the right, of both
+    transposed.
+    """
     if one.layout is torch.strided:
         return _mm(_transpose(other), one.t()).t()
     return _addmm(other.new_zeros(one.shape[0], other.shape[1]), one, other)
@@ -283,9 +355,13 @@ def _embedding_bag_backward(args: Sequence[object]) -> Callable[..., Any] | None
     return _embedding_bag_sparse_backward if args[9] else None
 
 
-def _embedding_bag_sparse_backward(grad: Any, indices: Any, offsets: Any, to_bag: Any, sizes: Any, largest: Any, *rest: Any) -> Any:
+def _embedding_bag_sparse_backward(
+    grad: Any, indices: Any, offsets: Any, to_bag: Any, sizes: Any, largest: Any, *rest: Any
+) -> Any:
     num_weights, scale, mode, _, *more = rest
-    return _aten._embedding_bag_sparse_backward.default.decompose(grad, indices, offsets, to_bag, sizes, num_weights, scale, mode, *more)
+    return _aten._embedding_bag_sparse_backward.default.decompose(
+        grad, indices, offsets, to_bag, sizes, num_weights, scale, mode, *more
+    )
 
 
 #: Operators on dense tensors that make sparse ones.
@@ -295,12 +371,32 @@ _FROM_DENSE: dict[Any, Callable[[Sequence[object]], Callable[..., Any] | None]] 
     _aten._to_sparse.sparse_dim: lambda args: _to_sparse,
 }
 _UNARY = (
-    *("abs", "asin", "asinh", "atan", "atanh", "ceil", "deg2rad", "erf", "erfinv", "expm1", "floor", "frac", "isinf", "isnan", "log1p"),
+    *(
+        "abs",
+        "asin",
+        "asinh",
+        "atan",
+        "atanh",
+        "ceil",
+        "deg2rad",
+        "erf",
+        "erfinv",
+        "expm1",
+        "floor",
+        "frac",
+        "isinf",
+        "isnan",
+        "log1p",
+    ),
     *("rad2deg", "relu", "round", "sgn", "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
 )
 _RULES: dict[str, Callable[..., Any]] = {
     **{name: _unary(getattr(_aten, name)) for name in _UNARY},
-    **{f"{name}_": _in_place(getattr(torch.Tensor, f"{name}_")) for name in (*_UNARY, "neg", "div") if hasattr(torch.Tensor, f"{name}_")},
+    **{
+        f"{name}_": _in_place(getattr(torch.Tensor, f"{name}_"))
+        for name in (*_UNARY, "neg", "div")
+        if hasattr(torch.Tensor, f"{name}_")
+    },
     "clone": _clone,
     "_to_copy": _to_copy,
     "copy_": _copy_,

@@ -8,17 +8,19 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.types import Category
-from memcallback.cuda.kernels.call import Call, Rule, Steps, dense_bytes, round_up
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes, round_up
 
 
 def _flash(call: Call) -> Kernel:
-    """`mha_fwd` (flash_api.cpp): with dropout the generator's state is made twice and the first one dropped; without, keys may be split.
+    """`mha_fwd` (flash_api.cpp): with dropout the generator's state is made twice and the first one
+    dropped; without, keys may be split.
 
-    Where batch and heads are too few to fill the card, the keys are split, and every part has its own output and logsumexp in float32.
+    Where batch and heads are too few to fill the card, the keys are split, and every part has its
+    own output and logsumexp in float32.
     """
     scaled = call.name.startswith("_scaled")
     q, k = call.args[:2]
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0, 1)
     if call.args[3 if scaled else 7]:
         unused = steps.take(16)
@@ -39,17 +41,17 @@ def _flash(call: Call) -> Kernel:
     return steps.kernel
 
 
-def flash_split_bytes(num_multiprocessors: int, size: int, columns: int, batch: int, heads: int, length: int, length_kv: int) -> int:
-    """What the parts take into which flash attention splits the keys, 0 for one part: `num_splits_heuristic` of flash_api.cpp.
-
-    Args:
-        num_multiprocessors: Of the card.
-        size: The head size.
-        columns: How many float32 values each query of each part has.
-        batch: The batch size.
-        heads: The number of heads of the queries.
-        length: The number of queries.
-        length_kv: The number of keys.
+def flash_split_bytes(
+    num_multiprocessors: int,
+    size: int,
+    columns: int,
+    batch: int,
+    heads: int,
+    length: int,
+    length_kv: int,
+) -> int:
+    """What the parts take into which flash attention splits the keys, 0 for one part:
+    `num_splits_heuristic` of flash_api.cpp.
     """
     num_keys = -(-length_kv // (256 if size <= 64 else 128 if size <= 128 else 64))
     work, room = batch * heads * -(-length // 64), 2 * num_multiprocessors
@@ -66,7 +68,8 @@ def flash_split_bytes(num_multiprocessors: int, size: int, columns: int, batch: 
 
 
 def _flash_backward(call: Call) -> Kernel:
-    """`mha_bwd` (flash_api.cpp): copies of grad and output, `softmax_d`, `dq_accum`, gradients of repeated heads.
+    """`mha_bwd` (flash_api.cpp): copies of grad and output, `softmax_d`, `dq_accum`, gradients of
+    repeated heads.
 
     Sequences are rounded up to 128, head sizes to 32 (above 192: 256).
     """
@@ -74,14 +77,20 @@ def _flash_backward(call: Call) -> Kernel:
     if q.ndim == 3:
         return _flash_varlen_backward(call)
     scaled = call.name.startswith("_scaled")
-    steps = Steps()
+    steps = KernelBuilder()
     layout = (0, 2, 1, 3) if scaled else (0, 1, 2, 3)
-    copies = [None if t.permute(layout).is_contiguous() else steps.take(dense_bytes(t)) for t in (grad, out)]
+    copies = [
+        None if t.permute(layout).is_contiguous() else steps.take(dense_bytes(t))
+        for t in (grad, out)
+    ]
     batch, length, heads, size = (q.shape[i] for i in layout)
     heads_kv = k.shape[1 if scaled else 2]
     steps.make(0, 1, 2)
     rounded_size = round_up(size, 32) if size <= 192 else 256
-    takes = [steps.take(padded_bytes(128, 4 * columns, batch, heads, length)) for columns in (1, rounded_size)]
+    takes = [
+        steps.take(padded_bytes(128, 4 * columns, batch, heads, length))
+        for columns in (1, rounded_size)
+    ]
     if heads != heads_kv:
         repeated = batch * k.shape[2 if scaled else 1] * heads * size * k.element_size()
         takes += [steps.take(repeated), steps.take(repeated)]
@@ -90,14 +99,19 @@ def _flash_backward(call: Call) -> Kernel:
 
 
 def _flash_varlen_backward(call: Call) -> Kernel:
-    """`mha_varlen_bwd` (flash_api.cpp): as `mha_bwd`, for sequences one after the other, each of which may have 128 rows more."""
+    """`mha_varlen_bwd` (flash_api.cpp): as `mha_bwd`, for sequences one after the other, each of
+    which may have 128 rows more.
+    """
     grad, q, k, _, out = call.args[:5]
-    steps = Steps()
+    steps = KernelBuilder()
     copies = [steps.take_copy(tensor) for tensor in (grad, out)]
     steps.make(0, 1, 2)
     total, heads, size = q.shape
     rows = total + 128 * (call.args[6].shape[0] - 1)
-    takes = [steps.take(rows * heads * columns * 4) for columns in (1, round_up(size, 32) if size <= 192 else 256)]
+    takes = [
+        steps.take(rows * heads * columns * 4)
+        for columns in (1, round_up(size, 32) if size <= 192 else 256)
+    ]
     if heads != k.shape[1]:
         takes += [steps.take(k.shape[0] * heads * size * k.element_size()) for _ in range(2)]
     steps.give(*reversed(takes), *reversed(copies))
@@ -105,31 +119,26 @@ def _flash_varlen_backward(call: Call) -> Kernel:
 
 
 def padded_bytes(multiple: int, row_bytes: int, batch: int, heads: int, length: int) -> int:
-    """What a row for each query takes, of which each head has a multiple.
-
-    Args:
-        multiple: The number of rows is rounded up to one of it.
-        row_bytes: The size of one.
-        batch: The batch size.
-        heads: The number of heads.
-        length: The number of queries.
-    """
+    """What a row for each query takes, of which each head has a multiple."""
     return batch * heads * round_up(length, multiple) * row_bytes
 
 
 def _efficient(call: Call) -> Kernel:
-    """`_efficient_attention_forward` (attention.cu): half types whose values have more than 128 elements are summed in float32.
+    """`_efficient_attention_forward` (attention.cu): half types whose values have more than 128
+    elements are summed in float32.
 
     Of logsumexp each head has a multiple of 32 (`kAlignLSE` of kernel_forward.h).
     """
     q, v, sums = call.args[0], call.args[2], call.outputs[1]
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0)
     is_scaled = call.name.startswith("_scaled")
     keeps_sums = call.args[4 if is_scaled else 10]  # compute_log_sumexp
     if keeps_sums:
         batch, heads, length = (q.shape[i] for i in ((0, 1, 2) if is_scaled else (0, 2, 1)))
-        if not is_scaled and call.args[4] is not None:  # sequences one after the other, of some largest length
+        if (
+            not is_scaled and call.args[4] is not None
+        ):  # sequences one after the other, of some largest length
             batch, length = call.args[4].shape[0] - 1, call.args[6]
         steps.make_sized(1, padded_bytes(32, sums.element_size(), batch, heads, length))
     steps.make(*range(2 if keeps_sums else 1, len(call.outputs)))
@@ -140,16 +149,22 @@ def _efficient(call: Call) -> Kernel:
 
 
 def _efficient_backward(call: Call) -> Kernel:
-    """`_efficient_attention_backward` (attention_backward.cu) with the sizes of kernel_backward.h: a copy of grad, delta, a workspace.
+    """`_efficient_attention_backward` (attention_backward.cu) with the sizes of kernel_backward.h:
+    a copy of grad, delta, a workspace.
 
-    The workspace holds one block of accumulators, a lock and a counter for each block of queries and columns; where a
-    half type's gradients do not fit the registers, also those of keys and values.
+    The workspace holds one block of accumulators, a lock and a counter for each block of queries
+    and columns; where a half type's gradients do not fit the registers, also those of keys and
+    values.
     """
     grad, q, k, v, _, _out = call.args[:6]
     major, _minor = call.device.compute_capability
-    steps = Steps()
+    steps = KernelBuilder()
     is_scaled = call.name.startswith("_scaled")
-    copy = None if (grad.transpose(1, 2) if is_scaled else grad).is_contiguous() else steps.take(dense_bytes(grad))
+    copy = (
+        None
+        if (grad.transpose(1, 2) if is_scaled else grad).is_contiguous()
+        else steps.take(dense_bytes(grad))
+    )
     batch, heads, length, size = (q.shape[i] for i in ((0, 1, 2, 3) if is_scaled else (0, 2, 1, 3)))
     steps.make(*range(len(call.outputs)))
     low = q.dtype != torch.float32
@@ -175,7 +190,9 @@ def _efficient_backward(call: Call) -> Kernel:
         steps.give(product)
     block = min(columns, 64) if not low or largest > 128 else columns
     numbers = (batch, heads, length, k.shape[2 if is_scaled else 1])
-    if not is_scaled and call.args[6] is not None:  # sequences one after the other, of some largest lengths
+    if (
+        not is_scaled and call.args[6] is not None
+    ):  # sequences one after the other, of some largest lengths
         numbers = (call.args[6].shape[0] - 1, heads, call.args[8], call.args[9])
     constants = (rows, block, 64, size, v.shape[-1], low and not in_registers)
     workspace = steps.take(efficient_workspace_bytes(*constants, *numbers))
@@ -184,22 +201,18 @@ def _efficient_backward(call: Call) -> Kernel:
 
 
 def efficient_workspace_bytes(
-    rows: int, columns: int, keys_per_block: int, size: int, size_v: int, stages: bool, batch: int, heads: int, length: int, length_kv: int
+    rows: int,
+    columns: int,
+    keys_per_block: int,
+    size: int,
+    size_v: int,
+    stages: bool,
+    batch: int,
+    heads: int,
+    length: int,
+    length_kv: int,
 ) -> int:
-    """`AttentionBackwardKernel::Params::workspace_size` of kernel_backward.h.
-
-    Args:
-        rows: `kBlockSizeI`.
-        columns: `MatmulGradQ::ThreadblockShape::kN`.
-        keys_per_block: `kBlockSizeJ`.
-        size: The head size of query and key.
-        size_v: That of value.
-        stages: Whether gradients of keys and values are kept here (`kNeedsAccumGradK`).
-        batch: The batch size.
-        heads: The number of heads.
-        length: The number of queries.
-        length_kv: The number of keys.
-    """
+    """`AttentionBackwardKernel::Params::workspace_size` of kernel_backward.h."""
     elements = -(-length // rows) * -(-size // columns) * (4 + rows * columns)
     if stages:
         splits = -(-length_kv // keys_per_block)
@@ -209,11 +222,12 @@ def efficient_workspace_bytes(
 
 
 def _cudnn(call: Call) -> Kernel:
-    """`_scaled_dot_product_cudnn_attention` (attention.cu): seed and offset, output, logsumexp, cuDNN's workspace.
+    """`_scaled_dot_product_cudnn_attention` (attention.cu): seed and offset, output, logsumexp,
+    cuDNN's workspace.
 
     The workspace as cuDNN 9.19 answered for compute capability 9.0: none for one query, else 256 B.
     """
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(*range(2, len(call.outputs)), 0, 1)
     if call.args[0].shape[2] > 1:
         steps.give(steps.take(256, Category.WORKSPACE))
@@ -221,13 +235,15 @@ def _cudnn(call: Call) -> Kernel:
 
 
 def _cudnn_backward(call: Call) -> Kernel:
-    """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu): the gradients, cuDNN's workspace.
+    """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu): the gradients,
+    cuDNN's workspace.
 
-    The workspace as cuDNN 9.19 answered for compute capability 9.0: query's gradient and one sum per query in float32, and 256 B; where
-    heads share keys and values, the gradients of these for each head.
+    The workspace as cuDNN 9.19 answered for compute capability 9.0: query's gradient and one sum
+    per query in float32, and 256 B; where heads share keys and values, the gradients of these for
+    each head.
     """
     q, k, v = call.args[1:4]
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(*range(len(call.outputs)))
     workspace_bytes = q.numel() * 4 + math.prod(q.shape[:-1]) * 4 + 256
     if k.shape[1] < q.shape[1]:

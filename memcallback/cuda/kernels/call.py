@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memcallback.core.kernel import Give, Kernel, Make, Take
+from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, Kernel
 from memcallback.core.types import Category
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -34,34 +34,36 @@ class Call:
 Rule = Callable[[Call], Kernel | None]
 
 
-class Steps:
+class KernelBuilder:
     """Collects what a kernel does, in order."""
 
     def __init__(self) -> None:
-        self._steps: list[Take | Give | Make] = []
+        self._steps: list[AllocTemp | FreeTemp | AllocOutput] = []
         self._num_takes = 0
 
     def take(self, size_bytes: int, category: Category = Category.TEMPORARY) -> int:
         """Take so many bytes; the number to give them back by."""
-        self._steps.append(Take(size_bytes, category))
+        self._steps.append(AllocTemp(size_bytes, category))
         self._num_takes += 1
         return self._num_takes - 1
 
     def take_copy(self, tensor: torch.Tensor | None) -> int | None:
-        """Take a contiguous copy of a tensor that is there and not contiguous, as `Tensor::contiguous` does; None where it does not."""
+        """Take a contiguous copy of a tensor that is there and not contiguous, as
+        `Tensor::contiguous` does; None where it does not.
+        """
         return None if tensor is None or tensor.is_contiguous() else self.take(dense_bytes(tensor))
 
     def give(self, *takes: int | None) -> None:
         """Give these back, in this order; None is nothing."""
-        self._steps.extend(Give(index) for index in takes if index is not None)
+        self._steps.extend(FreeTemp(index) for index in takes if index is not None)
 
     def make(self, *outputs: int) -> None:
         """Make these outputs."""
-        self._steps.extend(Make(index) for index in outputs)
+        self._steps.extend(AllocOutput(index) for index in outputs)
 
     def make_sized(self, output: int, size_bytes: int) -> None:
         """Make an output with a storage of so many bytes."""
-        self._steps.append(Make(output, size_bytes))
+        self._steps.append(AllocOutput(output, size_bytes))
 
     @property
     def kernel(self) -> Kernel:
@@ -80,7 +82,9 @@ def is_low(dtype: torch.dtype) -> bool:
 
 
 def accumulate_bytes(dtype: torch.dtype) -> int:
-    """The bytes of one value of `at::acc_type<dtype, is_cuda=true>`: float32 for half types, itself for wider ones, int64 for integers."""
+    """The bytes of one value of `at::acc_type<dtype, is_cuda=true>`: float32 for half types, itself
+    for wider ones, int64 for integers.
+    """
     if is_low(dtype):
         return 4
     return dtype.itemsize if dtype.is_floating_point or dtype.is_complex else 8

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.kernels.call import Call, Rule, Steps, dense_bytes
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes
 
 #: Where the two factors are among the arguments.
 _FACTORS = {
@@ -28,33 +28,22 @@ _FACTORS = {
 
 
 def uses_cublas(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether an operator makes the workspace that cuBLAS keeps for each handle and stream (`DeviceSpec.cublas_workspace_bytes`).
-
-    Args:
-        op: The operator.
-        args: Its arguments.
-
-    Returns:
-        True for every product of matrices or vectors that is not empty (measured on the CUDA build of PyTorch 2.11, which
-        makes it after the output and the copies of the operands).
+    """Whether an operator makes the workspace that cuBLAS keeps for each handle and stream
+    (`DeviceSpec.cublas_workspace_bytes`).
     """
     first = _FACTORS.get(op._schema.name.partition("::")[2])
     return first is not None and all(t.numel() > 0 for t in args[first : first + 2])
 
 
-def uses_cublaslt(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator also makes the workspace that cuBLASLt keeps for each handle and stream: 1 MiB, after cuBLAS's.
-
-    Args:
-        op: The operator.
-        args: Its arguments.
-        kwargs: Its named ones.
-
-    Returns:
-        True for `addmm` of a contiguous bias of one row, which is added in the product's epilogue: beta is 1 and the second factor
-        has more than one row and column (`isInputCompliesAddmmCudaLt` of Blas.cpp; measured on the CUDA build of PyTorch 2.11).
+def uses_cublaslt(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether an operator also makes the workspace that cuBLASLt keeps for each handle and stream:
+    1 MiB, after cuBLAS's.
     """
-    if op._schema.name not in ("aten::addmm", "aten::_addmm_activation") or not uses_cublas(op, args):
+    if op._schema.name not in ("aten::addmm", "aten::_addmm_activation") or not uses_cublas(
+        op, args
+    ):
         return False
     bias, factor = args[0], args[2]
     row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)
@@ -64,12 +53,14 @@ def uses_cublaslt(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
 
 
 def _product(call: Call) -> Kernel | None:
-    """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of operands whose rows or columns are not adjacent."""
+    """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of operands whose rows or
+    columns are not adjacent.
+    """
     first = _FACTORS[call.name]
     factors = call.args[first : first + 2]
     if all(_usable(t) for t in factors) or not all(t.numel() for t in factors):
         return None
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0)
     copies = [None if _usable(t) else steps.take(dense_bytes(t)) for t in factors]
     steps.give(*reversed(copies))
@@ -85,24 +76,34 @@ def _usable(matrix: torch.Tensor) -> bool:
 
 
 def _trilinear(call: Call) -> Kernel:
-    """`_trilinear` (Linear.cpp): at each place of one dimension the product of the first two, and that with the third."""
+    """`_trilinear` (Linear.cpp): at each place of one dimension the product of the first two, and
+    that with the third.
+    """
     factors, expanded, (summed, unrolled) = call.args[:3], call.args[3:6], call.args[6:8]
     num_dims = factors[0].ndim + len(expanded[0])
     sizes = [1] * num_dims
     for factor, without in zip(factors, expanded, strict=True):
-        for dim, size in zip((dim for dim in range(num_dims) if dim not in without), factor.shape, strict=True):
+        for dim, size in zip(
+            (dim for dim in range(num_dims) if dim not in without), factor.shape, strict=True
+        ):
             sizes[dim] = size
     num_places = sizes[unrolled]
     sizes[unrolled] = 1
     # What the third factor lacks is summed in the first product.
     first, second, third = expanded
-    of_first = {dim for dim in range(num_dims) if not (dim in first and dim in second) and not (dim in summed and dim in third)}
+    of_first = {
+        dim
+        for dim in range(num_dims)
+        if not (dim in first and dim in second) and not (dim in summed and dim in third)
+    }
     of_two = math.prod(size for dim, size in enumerate(sizes) if dim in of_first)
     of_three = math.prod(size for dim, size in enumerate(sizes) if dim not in summed)
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0)
     for _ in range(num_places if all(factor.numel() for factor in factors) else 0):
-        steps.give(*[steps.take(number * call.outputs[0].element_size()) for number in (of_two, of_three)])
+        steps.give(
+            *[steps.take(number * call.outputs[0].element_size()) for number in (of_two, of_three)]
+        )
     return steps.kernel
 
 

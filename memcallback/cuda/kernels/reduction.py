@@ -1,7 +1,7 @@
 """Reductions and the buffers of PyTorch's setReduceConfig.
 
-Follows `setReduceConfig` and `gpu_reduce_kernel` of ATen/native/cuda/Reduce.cuh, and the order and merging of dimensions of
-ATen/TensorIterator.cpp.
+Follows `setReduceConfig` and `gpu_reduce_kernel` of ATen/native/cuda/Reduce.cuh, and the order and
+merging of dimensions of ATen/TensorIterator.cpp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.kernels.call import Call, Rule, Steps, accumulate_bytes, is_low
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, accumulate_bytes, is_low
 from memcallback.devices.catalogue import DeviceSpec
 
 _WARP = 32
@@ -29,7 +29,8 @@ class Reducer:
     Attributes:
         partial_bytes: The size of what is known of an output while it is computed (`arg_t`).
         values_per_thread: What a thread reads at once (`vt0`).
-        vector: How many elements are loaded at once where the reduced dimension is contiguous (`input_vec_size`).
+        vector: How many elements are loaded at once where the reduced dimension is contiguous
+            (`input_vec_size`).
     """
 
     partial_bytes: int
@@ -45,7 +46,9 @@ class _Dim:
 
 
 def _arranged(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[bool]) -> list[_Dim]:
-    """The dimensions in the order of `TensorIterator`: reduced ones first, fastest first, neighbours merged. Strides count elements."""
+    """The dimensions in the order of `TensorIterator`: reduced ones first, fastest first,
+    neighbours merged. Strides count elements.
+    """
     out_strides, step = [0] * len(shape), 1
     for d in reversed(range(len(shape))):
         if not reduced[d]:
@@ -67,7 +70,10 @@ def _arranged(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[bo
         if (
             last.size == 1
             or dim.size == 1
-            or (last.out_stride * last.size == dim.out_stride and last.in_stride * last.size == dim.in_stride)
+            or (
+                last.out_stride * last.size == dim.out_stride
+                and last.in_stride * last.size == dim.in_stride
+            )
         ):
             if last.size == 1:
                 last.out_stride, last.in_stride = dim.out_stride, dim.in_stride
@@ -98,7 +104,10 @@ def _power_of_two(n: int) -> int:
 def _parts(dims: list[_Dim], itemsize: int) -> list[list[_Dim]]:
     """The pieces that can be indexed by 32 bits: `TensorIterator::with_32bit_indexing`."""
     extents = [(dim.size - 1) * max(dim.in_stride, dim.out_stride) * itemsize for dim in dims]
-    if math.prod(d.size for d in dims) <= _INT32_MAX and 1 + sum((d.size - 1) * d.in_stride * itemsize for d in dims) <= _INT32_MAX:
+    if (
+        math.prod(d.size for d in dims) <= _INT32_MAX
+        and 1 + sum((d.size - 1) * d.in_stride * itemsize for d in dims) <= _INT32_MAX
+    ):
         return [dims]
     widest = extents.index(max(extents))
     halves = []
@@ -111,7 +120,12 @@ def _parts(dims: list[_Dim], itemsize: int) -> list[list[_Dim]]:
 
 @lru_cache(maxsize=4096)
 def _buffers(
-    num_multiprocessors: int, max_threads: int, itemsize: int, reducer: Reducer, reduced: tuple[bool, ...], *numbers: int
+    num_multiprocessors: int,
+    max_threads: int,
+    itemsize: int,
+    reducer: Reducer,
+    reduced: tuple[bool, ...],
+    *numbers: int,
 ) -> tuple[int, int]:
     """Buffer and semaphores of the largest part, in bytes."""
     ndim = len(reduced)
@@ -119,15 +133,24 @@ def _buffers(
     if 0 in shape:
         return 0, 0
     parts = _parts(_arranged(shape, strides, reduced), itemsize)
-    return max((_config(part, itemsize, reducer, num_multiprocessors, max_threads) for part in parts), default=(0, 0))
+    return max(
+        (_config(part, itemsize, reducer, num_multiprocessors, max_threads) for part in parts),
+        default=(0, 0),
+    )
 
 
-def _config(dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocessors: int, max_threads: int) -> tuple[int, int]:
-    """Buffer and semaphores, in bytes: `setReduceConfig`, `ReduceConfig::global_memory_size` and `semaphore_size`."""
+def _config(
+    dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocessors: int, max_threads: int
+) -> tuple[int, int]:
+    """Buffer and semaphores, in bytes: `setReduceConfig`, `ReduceConfig::global_memory_size` and
+    `semaphore_size`.
+    """
     num_reduced = sum(dim.out_stride == 0 for dim in dims)
     num_outputs = math.prod(dim.size for dim in dims if dim.out_stride != 0)
     num_inputs = math.prod(dim.size for dim in dims) // num_outputs
-    fastest_reduced = num_reduced == len(dims) or (num_reduced > 0 and dims[0].in_stride < dims[num_reduced].in_stride)
+    fastest_reduced = num_reduced == len(dims) or (
+        num_reduced > 0 and dims[0].in_stride < dims[num_reduced].in_stride
+    )
     across, along = (num_inputs, num_outputs) if fastest_reduced else (num_outputs, num_inputs)
     fastest = (dims[0].in_stride if fastest_reduced else dims[num_reduced].in_stride) if dims else 1
     output_vector = 1
@@ -136,7 +159,10 @@ def _config(dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocesso
             across //= reducer.vector
         elif not fastest_reduced:
             output_vector = 4
-            for n in (dims[num_reduced].size, *(d.in_stride for i, d in enumerate(dims) if i != num_reduced)):
+            for n in (
+                dims[num_reduced].size,
+                *(d.in_stride for i, d in enumerate(dims) if i != num_reduced),
+            ):
                 while n % output_vector:
                     output_vector //= 2
             across //= output_vector
@@ -166,7 +192,9 @@ def _config(dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocesso
 
 
 def buffer_bytes(*arguments: Any) -> int:
-    """The buffer in which blocks leave what they know of an output: `ReduceConfig::global_memory_size`."""
+    """The buffer in which blocks leave what they know of an output:
+    `ReduceConfig::global_memory_size`.
+    """
     return _buffers(*arguments)[0]
 
 
@@ -175,8 +203,12 @@ def semaphore_bytes(*arguments: Any) -> int:
     return _buffers(*arguments)[1]
 
 
-def accumulation_bytes(itemsize: int, partial_bytes: int, reduced: tuple[bool, ...], *numbers: int) -> int:
-    """The buffer that a half type's outputs are summed in where its input takes more than 2^31 - 1 bytes: `AccumulationBuffer`."""
+def accumulation_bytes(
+    itemsize: int, partial_bytes: int, reduced: tuple[bool, ...], *numbers: int
+) -> int:
+    """The buffer that a half type's outputs are summed in where its input takes more than 2^31 - 1
+    bytes: `AccumulationBuffer`.
+    """
     ndim = len(reduced)
     shape, strides = numbers[:ndim], numbers[ndim:]
     if 0 in shape or len(_parts(_arranged(shape, strides, reduced), itemsize)) == 1:
@@ -185,7 +217,7 @@ def accumulation_bytes(itemsize: int, partial_bytes: int, reduced: tuple[bool, .
 
 
 def take_reduction(
-    steps: Steps,
+    steps: KernelBuilder,
     device: DeviceSpec,
     reducer: Reducer,
     itemsize: int,
@@ -195,21 +227,20 @@ def take_reduction(
     *,
     accumulates: bool = False,
 ) -> None:
-    """Take and give back what one launch of a reduction takes.
-
-    Args:
-        steps: Where to write it.
-        device: The card: the number of blocks follows from its multiprocessors.
-        reducer: The kind of reduction.
-        itemsize: Of the input, in bytes.
-        shape: Of the input.
-        strides: Of the input, in elements.
-        reduced: Which dimensions are reduced.
-        accumulates: Whether input and output are both of one half type, which cannot be summed in the output.
-    """
-    card = (device.num_multiprocessors, device.max_threads_per_multiprocessor, itemsize, reducer, tuple(reduced))
+    """Take and give back what one launch of a reduction takes."""
+    card = (
+        device.num_multiprocessors,
+        device.max_threads_per_multiprocessor,
+        itemsize,
+        reducer,
+        tuple(reduced),
+    )
     numbers = (*shape, *strides)
-    sums = steps.take(accumulation_bytes(itemsize, reducer.partial_bytes, tuple(reduced), *numbers)) if accumulates else None
+    sums = (
+        steps.take(accumulation_bytes(itemsize, reducer.partial_bytes, tuple(reduced), *numbers))
+        if accumulates
+        else None
+    )
     buffer = steps.take(buffer_bytes(*card, *numbers))
     semaphores = steps.take(semaphore_bytes(*card, *numbers))
     steps.give(semaphores, buffer, sums)
@@ -220,9 +251,11 @@ def _dims(value: Any) -> Sequence[int]:
 
 
 def _sum(call: Call) -> Kernel:
-    """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input that is not read as the output's type is copied to that type first."""
+    """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input that is not read as the output's
+    type is copied to that type first.
+    """
     x, output = call.args[0], call.outputs[0]
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0)
     direct = x.dtype == output.dtype or (is_low(x.dtype) and output.dtype == torch.float32)
     copy = None if direct else steps.take(x.numel() * output.element_size())
@@ -231,7 +264,13 @@ def _sum(call: Call) -> Kernel:
     return steps.kernel
 
 
-def _reduce(steps: Steps, call: Call, reducer: Reducer, dtype: torch.dtype | None = None, dims: Any = None) -> None:
+def _reduce(
+    steps: KernelBuilder,
+    call: Call,
+    reducer: Reducer,
+    dtype: torch.dtype | None = None,
+    dims: Any = None,
+) -> None:
     x = call.args[0]
     if dims is None and len(call.args) > 1 and call.name not in ("linalg_vector_norm", "norm"):
         dims = call.args[1]
@@ -240,17 +279,31 @@ def _reduce(steps: Steps, call: Call, reducer: Reducer, dtype: torch.dtype | Non
     strides = x.stride() if dtype is None else torch.empty_like(x, device="meta").stride()
     itemsize = x.element_size() if dtype is None else dtype.itemsize
     same_low = is_low(x.dtype) and call.outputs[0].dtype == x.dtype
-    take_reduction(steps, call.device, reducer, itemsize, x.shape, strides, [d in chosen for d in range(x.ndim)], accumulates=same_low)
+    take_reduction(
+        steps,
+        call.device,
+        reducer,
+        itemsize,
+        x.shape,
+        strides,
+        [d in chosen for d in range(x.ndim)],
+        accumulates=same_low,
+    )
 
 
 def _simple(partial: Callable[[torch.dtype], int], vector: int = 4, dims_at: int = 1) -> Rule:
     """Outputs, then one launch; `partial` is the size of `arg_t`."""
 
     def rule(call: Call) -> Kernel:
-        steps = Steps()
+        steps = KernelBuilder()
         steps.make(*range(len(call.outputs)))
         dims = call.args[dims_at] if len(call.args) > dims_at else None
-        _reduce(steps, call, Reducer(partial(call.args[0].dtype), vector, vector), dims=() if dims is None else dims)
+        _reduce(
+            steps,
+            call,
+            Reducer(partial(call.args[0].dtype), vector, vector),
+            dims=() if dims is None else dims,
+        )
         return steps.kernel
 
     return rule

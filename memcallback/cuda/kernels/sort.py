@@ -1,6 +1,7 @@
 """Sort, topk, scan (CUB scratch).
 
-They rest on CUB, whose scratch was measured on a virtual device and is approximate: tiles depend on the card.
+They rest on CUB, whose scratch was measured on a virtual device and is approximate: tiles depend on
+the card.
 """
 
 from __future__ import annotations
@@ -8,50 +9,58 @@ from __future__ import annotations
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.kernels.call import Call, Rule, Steps, dense_bytes, round_up
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes, round_up
 
-#: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by the bytes of a key with values of
-#: 8 bytes; `narrow`: both of 4.
+#: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by
+#: the bytes of a key with values of 8 bytes; `narrow`: both of 4.
 _SORT_TILES: dict[int, dict[int | str, int]] = {
     9: {1: 5632, 2: 5632, 4: 5376, 8: 4608, "narrow": 5376},
     8: {1: 3072, 2: 3072, 4: 3072, 8: 3840, "narrow": 6144},
     7: {1: 2816, 2: 2816, 4: 2816, 8: 2816, "narrow": 8448},
 }
-#: Values in a tile where rows that were sorted together are parted again: keys of 8 bytes, of which one pass looks at the row's bits.
+#: Values in a tile where rows that were sorted together are parted again: keys of 8 bytes, of which
+#: one pass looks at the row's bits.
 _ROW_TILES = {9: 5760, 8: 3840, 7: 2816}
 #: Values in a tile of `DeviceScan` by bytes of a value.
 _SCAN_TILES = {1: 7680, 2: 3840, 4: 1920, 8: 896}
 
 
 def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, count: int) -> int:
-    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit counts, look-back of 1 KiB a tile.
-
-    Args:
-        major: Of the compute capability.
-        key_bytes: Of a key.
-        value_bytes: Of a value.
-        bits: How many bits of a key are looked at, 8 in a pass; a single pass needs no second buffers.
-        count: How many pairs; few of them are sorted by one block without scratch.
+    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit
+    counts, look-back of 1 KiB a tile.
     """
     if count <= 256 * max(1, min(19, 76 // max(key_bytes, value_bytes))):
         return 1 if count else 0
     tiles_of = _SORT_TILES[min(max(major, 7), 9)]
     tile = tiles_of["narrow"] if key_bytes == value_bytes == 4 else tiles_of[key_bytes]
     tiles, passes = -(-count // tile), -(-bits // 8)
-    buffers = round_up(count * key_bytes, 256) + round_up(count * value_bytes, 256) if passes > 1 else 0
+    buffers = (
+        round_up(count * key_bytes, 256) + round_up(count * value_bytes, 256) if passes > 1 else 0
+    )
     return buffers + passes * 2048 + tiles * 1024 + 256 + 255
 
 
 def scan_bytes(value_bytes: int, count: int) -> int:
-    """Scratch of CUB's `DeviceScan`: the state of each tile and of 32 more; one word of 2 x 4 or 2 x 8 bytes, three arrays for halves."""
+    """Scratch of CUB's `DeviceScan`: the state of each tile and of 32 more; one word of 2 x 4 or 2
+    x 8 bytes, three arrays for halves.
+    """
     states = -(-count // _SCAN_TILES.get(value_bytes, 448)) + 32
     if value_bytes == 2:
         return round_up(states * 4, 256) + 2 * round_up(states * 2, 256) + 511
     return round_up(states * (16 if value_bytes == 8 else 8), 256) + 511
 
 
-def take_sort(steps: Steps, major: int, key_bytes: int, value_bytes: int, count: int, bits: int | None = None) -> int:
-    """Take the scratch of a radix sort, of so many bits of the keys or of all; the number to give it back by."""
+def take_sort(
+    steps: KernelBuilder,
+    major: int,
+    key_bytes: int,
+    value_bytes: int,
+    count: int,
+    bits: int | None = None,
+) -> int:
+    """Take the scratch of a radix sort, of so many bits of the keys or of all; the number to give
+    it back by.
+    """
     constants = (major, key_bytes, value_bytes, 8 * key_bytes if bits is None else bits)
     return steps.take(radix_sort_bytes(*constants, count))
 
@@ -69,7 +78,7 @@ def _sort(call: Call) -> Kernel:
     """`sort_cuda_kernel` (Sort.cpp) with its outputs; `argsort` drops the values."""
     x, only_indices = call.args[0], call.name == "argsort"
     dim = next(a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool))
-    steps = Steps()
+    steps = KernelBuilder()
     values = steps.take(dense_bytes(x)) if only_indices else None
     steps.make(*range(len(call.outputs)))
     _take_rows(steps, call, x, dim)
@@ -77,8 +86,10 @@ def _sort(call: Call) -> Kernel:
     return steps.kernel
 
 
-def _take_rows(steps: Steps, call: Call, x: torch.Tensor, dim: int) -> None:
-    """Take and give back what rows are sorted with (`sort_stable_kernel`, Sort.cu): those of up to 4,096 values by one block each, longer ones by CUB."""
+def _take_rows(steps: KernelBuilder, call: Call, x: torch.Tensor, dim: int) -> None:
+    """Take and give back what rows are sorted with (`sort_stable_kernel`, Sort.cu): those of up to
+    4,096 values by one block each, longer ones by CUB.
+    """
     length = x.shape[dim] if x.ndim else 1
     rows = x.numel() // max(length, 1)
     if length <= _ROW:
@@ -89,7 +100,8 @@ def _take_rows(steps: Steps, call: Call, x: torch.Tensor, dim: int) -> None:
     if rows == 1 or (rows < _MANY_ROWS and length >= 1_000_000):
         steps.give(take_sort(steps, major, key_bytes, 8, length), numbers)
     elif rows < _MANY_ROWS:
-        # `segmented_sort_pairs_by_full_sort`: all values, each with its row and place, and then the rows.
+        # `segmented_sort_pairs_by_full_sort`: all values, each with its row and place, and then the
+        # rows.
         places, keys = steps.take(x.numel() * 8), steps.take(dense_bytes(x))
         steps.give(take_sort(steps, major, key_bytes, 8, x.numel()), keys)
         tiles = -(-x.numel() // _ROW_TILES[min(max(major, 7), 9)])
@@ -99,16 +111,25 @@ def _take_rows(steps: Steps, call: Call, x: torch.Tensor, dim: int) -> None:
 
 
 def _median(call: Call) -> Kernel | None:
-    """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension nothing is taken.
+    """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension
+    nothing is taken.
 
     `nanmedian` counts the numbers among them: a sum over a mask, in 8 bytes each.
     """
-    x, steps = call.args[0], Steps()
+    x, steps = call.args[0], KernelBuilder()
     if len(call.outputs) > 1:
         return None
     copy = steps.take_copy(x)
-    values, positions, numbers = steps.take(dense_bytes(x)), steps.take(x.numel() * 8), steps.take(x.numel() * 8)
-    scratch = take_sort(steps, call.device.compute_capability[0], x.element_size(), 8, x.numel()) if x.numel() > _ROW else None
+    values, positions, numbers = (
+        steps.take(dense_bytes(x)),
+        steps.take(x.numel() * 8),
+        steps.take(x.numel() * 8),
+    )
+    scratch = (
+        take_sort(steps, call.device.compute_capability[0], x.element_size(), 8, x.numel())
+        if x.numel() > _ROW
+        else None
+    )
     steps.give(scratch, numbers, positions, copy)
     if call.name == "median":
         is_no_number = steps.take(1)
@@ -125,11 +146,17 @@ def _median(call: Call) -> Kernel | None:
 
 
 def _scan(call: Call) -> Kernel:
-    """`cumsum_cuda_kernel` and its like (ScanKernels.cpp): another type or layout is copied; a single row is scanned by CUB."""
+    """`cumsum_cuda_kernel` and its like (ScanKernels.cpp): another type or layout is copied; a
+    single row is scanned by CUB.
+    """
     x, dim, output = call.args[0], call.args[1], call.outputs[0]
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0)
-    copy = steps.take(x.numel() * output.element_size()) if x.dtype != output.dtype or not x.is_contiguous() else None
+    copy = (
+        steps.take(x.numel() * output.element_size())
+        if x.dtype != output.dtype or not x.is_contiguous()
+        else None
+    )
     if x.ndim and x.numel() == x.shape[dim]:
         steps.give(steps.take(scan_bytes(output.element_size(), x.numel())))
     steps.give(copy)
@@ -137,35 +164,40 @@ def _scan(call: Call) -> Kernel:
 
 
 def _masked_scatter(call: Call) -> Kernel:
-    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): the number of a value for each element, a mask of full size, a scan."""
+    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): the number of a
+    value for each element, a mask of full size, a scan.
+    """
     mask, source, filled = call.args[1], call.args[2], call.outputs[0]
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0)
     numbers = steps.take(filled.numel() * 8)
-    copies = [steps.take(filled.numel()) if mask.shape != filled.shape else steps.take_copy(mask), steps.take_copy(source)]
+    copies = [
+        steps.take(filled.numel()) if mask.shape != filled.shape else steps.take_copy(mask),
+        steps.take_copy(source),
+    ]
     scratch = steps.take(scan_bytes(8, filled.numel()))
     steps.give(scratch, *reversed(copies), numbers)
     return steps.kernel
 
 
-#: Slices of at least so many values are looked through by several blocks, by how many slices there are at most (`should_use_multiblock`).
+#: Slices of at least so many values are looked through by several blocks, by how many slices there
+#: are at most (`should_use_multiblock`).
 _MULTIBLOCK = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
 _LEAST_MULTIBLOCK = 400
-#: Threads of a block; blocks that a multiprocessor's 65,536 registers allow, 40 for each thread; values for each thread, least and most.
+#: Threads of a block; blocks that a multiprocessor's 65,536 registers allow, 40 for each thread;
+#: values for each thread, least and most.
 _TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
 
 
-def topk_steps(steps: Steps, num_multiprocessors: int, itemsize: int, num_slices: int, length: int) -> None:
-    """Take and give back what `topk` takes beside its outputs: `mbtopk::launch` (TensorTopK.cu); a block for each slice takes nothing.
-
-    Args:
-        steps: Where to write it.
-        num_multiprocessors: Of the card.
-        itemsize: Of a value, in bytes.
-        num_slices: Among how many rows.
-        length: How long they are.
+def topk_steps(
+    steps: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
+) -> None:
+    """Take and give back what `topk` takes beside its outputs: `mbtopk::launch` (TensorTopK.cu); a
+    block for each slice takes nothing.
     """
-    least = next((at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK)
+    least = next(
+        (at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK
+    )
     if length < least:
         return
     of_a_thread = -(-length * num_slices // (num_multiprocessors * _TOPK_BLOCKS * _TOPK_THREADS))
@@ -188,18 +220,28 @@ def topk_steps(steps: Steps, num_multiprocessors: int, itemsize: int, num_slices
 
 
 def scan_by_key_bytes(count: int) -> int:
-    """Scratch of CUB's `DeviceScan::InclusiveSumByKey` of 4-byte values: one state of 16 bytes a tile."""
+    """Scratch of CUB's `DeviceScan::InclusiveSumByKey` of 4-byte values: one state of 16 bytes a
+    tile.
+    """
     return round_up((-(-count // _SCAN_TILES[4]) + 32) * 16, 256) + 511
 
 
 def _topk(call: Call) -> Kernel:
-    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input; more of them than one block sorts are sorted after."""
+    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input; more of
+    them than one block sorts are sorted after.
+    """
     x, dim, is_sorted = call.args[0], call.args[2], call.args[4]
     length = x.shape[dim] if x.ndim else 1
-    steps = Steps()
+    steps = KernelBuilder()
     steps.make(0, 1)
     copy = steps.take_copy(x)
-    topk_steps(steps, call.device.num_multiprocessors, x.element_size(), x.numel() // max(length, 1), length)
+    topk_steps(
+        steps,
+        call.device.num_multiprocessors,
+        x.element_size(),
+        x.numel() // max(length, 1),
+        length,
+    )
     found = call.outputs[0]
     if is_sorted and found.ndim and found.shape[dim] > _ROW:
         positions, values = steps.take(found.numel() * 8), steps.take(dense_bytes(found))

@@ -26,8 +26,9 @@ _NUM_STEPS_WITH_RETRIES = 3
 _SLACK = 0.1
 #: Who else has less than this share of a device does not need the cache of this process.
 _NEEDED_BY_OTHERS = 0.05
-#: Where processes are not told apart, what grows outside of the allocator may be this process's own libraries, whose buffers come with the
-#: first use of each (communication between devices, kernels loaded late, other libraries): up to about 1 GiB.
+#: Where processes are not told apart, what grows outside of the allocator may be this process's own
+#: libraries, whose buffers come with the first use of each (communication between devices, kernels
+#: loaded late, other libraries): up to about 1 GiB.
 _OWN_LIBRARIES_BYTES = 2 * GiB
 _OWN_LIBRARIES = 0.1
 _SETTING = "PYTORCH_CUDA_ALLOC_CONF"
@@ -45,7 +46,8 @@ class Sign(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong with the memory of a training. All figures in it are measured, unless they say otherwise.
+    """Something that is wrong with the memory of a training. All figures in it are measured, unless
+    they say otherwise.
 
     Attributes:
         sign: What it is.
@@ -57,22 +59,22 @@ class Finding:
     sign: Sign
     value: str
     rule: str
-    way_out: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.value} {self.rule} {self.way_out}"
+        return f"{self.value} {self.rule} {self.hint}"
 
 
 class Health:
-    """Judges the steps and readings of one training on one device.
+    """Judges the steps and readings of one training on one device."""
 
-    Args:
-        headroom: The fraction of the capacity that is to stay free.
-        suggestion: Gives the largest batch size that needs no retry, None if it is not known; asked when there is something to say.
-        is_expandable: Whether the allocator's segments are expandable already.
-    """
-
-    def __init__(self, headroom: float, *, suggestion: Callable[[], int | None] = lambda: None, is_expandable: bool = False) -> None:
+    def __init__(
+        self,
+        headroom: float,
+        *,
+        suggestion: Callable[[], int | None] = lambda: None,
+        is_expandable: bool = False,
+    ) -> None:
         self._headroom = headroom
         self._suggestion = suggestion
         self._is_expandable = is_expandable
@@ -84,14 +86,12 @@ class Health:
         self._found: set[Sign] = set()
 
     def on_step(self, record: StepMemory) -> list[Finding]:
-        """Take a step.
-
-        Returns:
-            What is wrong and was not told before.
-        """
+        """Take a step."""
         if record.is_warm_up or record.is_interrupted:
             return []
-        if _reserved(record) is not None and (self._largest is None or (_reserved(record) or 0) >= (_reserved(self._largest) or 0)):
+        if _reserved(record) is not None and (
+            self._largest is None or (_reserved(record) or 0) >= (_reserved(self._largest) or 0)
+        ):
             self._largest = record
         retries = record.num_alloc_retries
         if retries is None:
@@ -102,15 +102,7 @@ class Health:
         return self._once(self._retrying(record))
 
     def on_reading(self, device: DeviceMemory, *, limit_bytes: int | None = None) -> list[Finding]:
-        """Take a reading of the whole device, made after a step.
-
-        Args:
-            device: The reading.
-            limit_bytes: What the allocator may reserve, where that is bounded by more than the device.
-
-        Returns:
-            What is wrong and was not told before.
-        """
+        """Take a reading of the whole device, made after a step."""
         step, self._largest = self._largest, None
         if step is None:
             return []
@@ -119,7 +111,10 @@ class Health:
             self._first = device
             return found
         taken = _taken(self._first, device)
-        was_taken, self._is_taken = self._is_taken, taken is not None and taken.is_much(self._headroom, device.capacity_bytes)
+        was_taken, self._is_taken = (
+            self._is_taken,
+            taken is not None and taken.is_much(self._headroom, device.capacity_bytes),
+        )
         if taken is not None and was_taken and self._is_taken:
             found += self._once(self._other_process(taken, device))
         return found
@@ -133,7 +128,11 @@ class Health:
     def _retrying(self, record: StepMemory) -> Finding:
         num_steps, num_retries = sum(map(bool, self._retries)), sum(self._retries)
         smaller = self._suggestion()
-        fits = "" if smaller is None or smaller < 1 or smaller >= (record.batch_size or 0) else f": {smaller:,} samples need no retry"
+        fits = (
+            ""
+            if smaller is None or smaller < 1 or smaller >= (record.batch_size or 0)
+            else f": {smaller:,} samples need no retry"
+        )
         return Finding(
             sign=Sign.RETRIES,
             value=(
@@ -142,7 +141,7 @@ class Health:
             ),
             rule="Each time it waits for the device and gives its cache back, which makes these steps slow; it is told from "
             f"{_NUM_STEPS_WITH_RETRIES} steps of {_NUM_STEPS} on.",
-            way_out=f"Make the batch smaller{fits}. {self._expandable()}",
+            hint=f"Make the batch smaller{fits}. {self._expandable()}",
         )
 
     def _expandable(self) -> str:
@@ -150,7 +149,9 @@ class Health:
             return "Segments are expandable already."
         return f"Or start the program with {_SETTING}=expandable_segments:True, which needs less memory for the same tensors."
 
-    def _nearly_full(self, step: StepMemory, device: DeviceMemory, limit_bytes: int | None) -> Finding | None:
+    def _nearly_full(
+        self, step: StepMemory, device: DeviceMemory, limit_bytes: int | None
+    ) -> Finding | None:
         reserved = _reserved(step)
         allocated = step.peak_allocated_bytes
         outside = device.non_pytorch_bytes
@@ -175,13 +176,17 @@ class Health:
 
     def _short(self, step: StepMemory, free: int, whole: int) -> Finding:
         smaller = self._suggestion()
-        fits = "" if smaller is None or smaller < 1 or smaller >= (step.batch_size or 0) else f", to at most {smaller:,} samples"
+        fits = (
+            ""
+            if smaller is None or smaller < 1 or smaller >= (step.batch_size or 0)
+            else f", to at most {smaller:,} samples"
+        )
         left = f"{format_bytes(max(0, free))} of {format_bytes(whole)} ({100 * max(0, free) / whole:.1f} %)"
         return Finding(
             sign=Sign.HEADROOM,
             value=f"At the peak of step {_number(step)} {left} are left on {step.device_name}.",
             rule=f"A larger batch, a longer sequence or validation can need more; {100 * self._headroom:g} % are to stay free.",
-            way_out=f"Make the batch smaller{fits}, or save memory: MemoryCallback(checkpoint=True), amp='bf16-mixed', accumulate=2.",
+            hint=f"Make the batch smaller{fits}, or save memory: MemoryCallback(checkpoint=True), amp='bf16-mixed', accumulate=2.",
         )
 
     def _fragmented(self, slack: int, whole: int, split: float) -> Finding:
@@ -197,7 +202,7 @@ class Health:
                 "tensors, and the device is nearly full."
             ),
             rule=f"What lies between tensors cannot be given back, so memory can run out although it is free; it is told from {100 * _SLACK:g} % on.",
-            way_out=setting,
+            hint=setting,
         )
 
     def _cached(self, slack: int, whole: int, device: DeviceMemory) -> Finding:
@@ -208,7 +213,7 @@ class Health:
                 f"{format_bytes(device.other_processes_bytes or 0)} of the device, which is nearly full."
             ),
             rule=f"They cannot have what this process keeps for later; it is told from {100 * _SLACK:g} % on.",
-            way_out=(
+            hint=(
                 "If something before needed more (validation with larger batches), call torch.cuda.empty_cache() after it; or start the program "
                 f"with {_SETTING}=garbage_collection_threshold:0.8."
             ),
@@ -230,7 +235,7 @@ class Health:
             sign=Sign.OTHER_PROCESS,
             value=f"{who} taken {format_bytes(taken.num_bytes)}{of} of this device since training began.",
             rule=rule,
-            way_out="See who it is with `memcallback devices`; train on a device of your own, or choose the batch size for what is left.",
+            hint="See who it is with `memcallback devices`; train on a device of your own, or choose the batch size for what is left.",
         )
 
 
@@ -254,7 +259,9 @@ def _taken(first: DeviceMemory, now: DeviceMemory) -> _Taken | None:
         # Of a CPU, whose memory everything shares, this says nothing.
         return None
     if first.other_processes_bytes is not None and now.other_processes_bytes is not None:
-        return _Taken(num_bytes=now.other_processes_bytes - first.other_processes_bytes, is_by_process=True)
+        return _Taken(
+            num_bytes=now.other_processes_bytes - first.other_processes_bytes, is_by_process=True
+        )
     if first.non_pytorch_bytes is None or now.non_pytorch_bytes is None:
         return None
     return _Taken(num_bytes=now.non_pytorch_bytes - first.non_pytorch_bytes, is_by_process=False)
@@ -268,13 +275,20 @@ def _reserved(step: StepMemory) -> int | None:
 
 
 def _split_share(step: StepMemory) -> float | None:
-    """Of what is reserved and not allocated at the boundary at which the most is allocated: how much is split."""
+    """Of what is reserved and not allocated at the boundary at which the most is allocated: how
+    much is split.
+    """
     fullest: MemoryStats | None = max(
         (window.end for window in step.windows if window.end.allocated_bytes is not None),
         key=lambda end: end.allocated_bytes or 0,
         default=None,
     )
-    if fullest is None or fullest.reserved_bytes is None or fullest.allocated_bytes is None or fullest.inactive_split_bytes is None:
+    if (
+        fullest is None
+        or fullest.reserved_bytes is None
+        or fullest.allocated_bytes is None
+        or fullest.inactive_split_bytes is None
+    ):
         return None
     unallocated = fullest.reserved_bytes - fullest.allocated_bytes
     return fullest.inactive_split_bytes / unallocated if unallocated > 0 else None

@@ -1,17 +1,21 @@
 """Detect memory that keeps growing.
 
-Memory in use at the end of a step goes up and down with the size of the batches, up in the first steps and at the first of everything
-(optimizer state, workspaces), up until a buffer or a cache is full, and down at the end of an epoch. None of that is a leak. So what counts is the
-smallest figure of each window of steps, and that it rose from each window to the next. Two figures are looked at:
+Memory in use at the end of a step goes up and down with the size of the batches, up in the first
+steps and at the first of everything (optimizer state, workspaces), up until a buffer or a cache is
+full, and down at the end of an epoch. None of that is a leak. So what counts is the smallest figure
+of each window of steps, and that it rose from each window to the next. Two figures are looked at:
 
 - the number of allocations, which does not depend on the size of batches: three rises in a row;
-- their bytes, for what grows without becoming more: five rises in a row, since five rises of figures without any order come by chance once
+- their bytes, for what grows without becoming more: five rises in a row, since five rises of
+  figures without any order come by chance once
   in 720 windows, and at least the smallest segment that an allocator takes, 2 MiB.
 
-There are at most 16 windows. When there are more, two neighbours become one and windows twice as long from then on, so that a leak of one
-tensor in a thousand steps is seen as well as one of each step, and a run of any length costs the same.
+There are at most 16 windows. When there are more, two neighbours become one and windows twice as
+long from then on, so that a leak of one tensor in a thousand steps is seen as well as one of each
+step, and a run of any length costs the same.
 
-`is_leak` says when a rise is told. Nothing tells a buffer that fills up from a leak but time, so time decides:
+`is_leak` says when a rise is told. Nothing tells a buffer that fills up from a leak but time, so
+time decides:
 
 | what grows | it is told when |
 |---|---|
@@ -19,7 +23,8 @@ tensor in a thousand steps is seen as well as one of each step, and a run of any
 | other tensors | they fill the device before the training ends, and the growth has lasted; where the end is not known, they have taken half as much as is left |
 | either | they fill the device before this epoch ends |
 
-A list that is emptied at the end of each epoch, a dataset that is cached in the first one, and detached losses of 512 bytes each are not told of.
+A list that is emptied at the end of each epoch, a dataset that is cached in the first one, and
+detached losses of 512 bytes each are not told of.
 """
 
 from __future__ import annotations
@@ -54,11 +59,13 @@ class Progress:
     @property
     def has_epoch_ends(self) -> bool:
         """Whether an epoch is known to end before the training does."""
-        return self.steps_left_in_epoch is not None and (self.steps_left is None or self.steps_left_in_epoch < self.steps_left)
+        return self.steps_left_in_epoch is not None and (
+            self.steps_left is None or self.steps_left_in_epoch < self.steps_left
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rise:
+class Trend:
     """Windows at the end of which each is above the one before.
 
     Attributes:
@@ -101,10 +108,6 @@ class _Window:
 class Growth:
     """The figures of one device, and whether they rise.
 
-    Args:
-        readings_per_window: At first; at least 1.
-        is_sparse: Whether readings come less often when windows become longer, so that the number in a window stays.
-
     Attributes:
         num_doublings: How often windows have become twice as long.
     """
@@ -118,21 +121,13 @@ class Growth:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the next reading is the first or the last of a window: only then its epoch counts."""
+        """Whether the next reading is the first or the last of a window: only then its epoch
+        counts.
+        """
         return self._open is None or self._open.num_readings + 1 >= self._size
 
     def add(self, step: int, num_bytes: int, count: int, *, epoch: int | None = None) -> bool:
-        """Take a reading.
-
-        Args:
-            step: Which step, more than that of the reading before.
-            num_bytes: In use at its end.
-            count: The number of allocations or storages in use then.
-            epoch: Its epoch; None if that is not known, or does not count.
-
-        Returns:
-            Whether a window was closed by it, so that there is something new to say.
-        """
+        """Take a reading."""
         reading = _Window(step, step, num_bytes, count, epoch, epoch)
         if self._open is None:
             self._open = reading
@@ -152,15 +147,19 @@ class Growth:
         return True
 
     @property
-    def rise(self) -> Rise | None:
+    def rise(self) -> Trend | None:
         """The rise that reaches to the last window; None if there is none that counts."""
         windows = _risen(self._closed)
         if not windows:
             return None
         first, last = windows[0], windows[-1]
-        epochs = None if first.first_epoch is None or last.last_epoch is None else last.last_epoch - first.first_epoch + 1
+        epochs = (
+            None
+            if first.first_epoch is None or last.last_epoch is None
+            else last.last_epoch - first.first_epoch + 1
+        )
         inside = [window for window in windows if window.first_epoch == last.last_epoch]
-        return Rise(
+        return Trend(
             first_step=first.first_step,
             last_step=last.last_step,
             grown_bytes=last.num_bytes - first.num_bytes,
@@ -173,7 +172,10 @@ def _risen(windows: list[_Window]) -> list[_Window]:
     """The last windows, if they have risen by enough of them."""
     by_count = _last_rising(windows, [window.count for window in windows])
     by_bytes = _last_rising(windows, [window.num_bytes for window in windows])
-    if len(by_bytes) <= _RISES_OF_BYTES or by_bytes[-1].num_bytes - by_bytes[0].num_bytes < _LEAST_BYTES:
+    if (
+        len(by_bytes) <= _RISES_OF_BYTES
+        or by_bytes[-1].num_bytes - by_bytes[0].num_bytes < _LEAST_BYTES
+    ):
         by_bytes = []
     if len(by_count) <= _RISES_OF_COUNT:
         by_count = []
@@ -189,18 +191,21 @@ def _last_rising(windows: list[_Window], figures: list[int]) -> list[_Window]:
     return windows[len(windows) - num_rises - 1 :] if num_rises else []
 
 
-def is_leak(rise: Rise, progress: Progress, *, keeps_graph: bool, bytes_per_step: float, free_bytes: int | None) -> bool:
-    """Whether a rise is one to tell of, as the table above says.
-
-    Args:
-        rise: The rise.
-        progress: How far the training is.
-        keeps_graph: Whether what grows are tensors that keep autograd's graph.
-        bytes_per_step: By how much it grows, above 0.
-        free_bytes: What else the device has; None if that is not known.
-    """
+def is_leak(
+    rise: Trend,
+    progress: Progress,
+    *,
+    keeps_graph: bool,
+    bytes_per_step: float,
+    free_bytes: int | None,
+) -> bool:
+    """Whether a rise is one to tell of, as the table above says."""
     steps_until_full = None if free_bytes is None else free_bytes / bytes_per_step
-    if steps_until_full is not None and progress.steps_left_in_epoch is not None and steps_until_full < progress.steps_left_in_epoch:
+    if (
+        steps_until_full is not None
+        and progress.steps_left_in_epoch is not None
+        and steps_until_full < progress.steps_left_in_epoch
+    ):
         return True
     if not _has_lasted(rise, progress):
         return False
@@ -213,7 +218,9 @@ def is_leak(rise: Rise, progress: Progress, *, keeps_graph: bool, bytes_per_step
     return rise.num_steps * bytes_per_step >= free_bytes / 2
 
 
-def _has_lasted(rise: Rise, progress: Progress) -> bool:
-    if rise.num_epochs is not None and (rise.num_epochs > 2 or (rise.num_epochs == 2 and rise.is_rising_in_epoch)):
+def _has_lasted(rise: Trend, progress: Progress) -> bool:
+    if rise.num_epochs is not None and (
+        rise.num_epochs > 2 or (rise.num_epochs == 2 and rise.is_rising_in_epoch)
+    ):
         return True
     return not progress.has_epoch_ends and rise.num_steps >= LASTING_STEPS

@@ -22,32 +22,48 @@ import torch
 from memcallback.core.types import Category
 from memcallback.diagnose.tensors.live import alive_tensors, live_storages
 from memcallback.diagnose.tensors.saved import graph_nodes
-from memcallback.diagnose.tensors.variables import Scope, is_library, is_of_memcallback, module_attributes, scope_tensors, scopes, stack
+from memcallback.diagnose.tensors.variables import (
+    Scope,
+    is_library,
+    is_of_memcallback,
+    module_attributes,
+    scope_tensors,
+    scopes,
+    stack,
+)
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
 #: Methods with which a container takes something.
-_TAKING = frozenset({"append", "appendleft", "extend", "extendleft", "add", "insert", "put", "update", "setdefault"})
+_TAKING = frozenset(
+    {"append", "appendleft", "extend", "extendleft", "add", "insert", "put", "update", "setdefault"}
+)
 
 
-def filling_lines(name: str, paths: Iterable[str], *, within: Iterable[tuple[str, int, int]] | None = None) -> list[str]:
-    """Find the lines that fill a container or add to a value.
-
-    Args:
-        name: What the container is called: `losses`, or the way to it, `history.losses`, of which the last part counts.
-        paths: Source files.
-        within: Parts of these, as path, first and last line; None for all.
-
-    Returns:
-        Each as `train.py:12: losses.append(loss)`, in the order of the files; none where a source cannot be read.
-    """
+def filling_lines(
+    name: str, paths: Iterable[str], *, within: Iterable[tuple[str, int, int]] | None = None
+) -> list[str]:
+    """Find the lines that fill a container or add to a value."""
     last = name.rpartition(".")[2]
     found: list[str] = []
     parts = None if within is None else list(within)
     for path in dict.fromkeys(paths):
-        numbers = sorted({line for line, target in _fillings("".join(linecache.getlines(path))) if target == last})
+        numbers = sorted(
+            {
+                line
+                for line, target in _fillings("".join(linecache.getlines(path)))
+                if target == last
+            }
+        )
         if parts is not None:
-            numbers = [number for number in numbers if any(file == path and first <= number <= end for file, first, end in parts)]
-        found += [f"{Path(path).name}:{number}: {linecache.getline(path, number).strip()}" for number in numbers]
+            numbers = [
+                number
+                for number in numbers
+                if any(file == path and first <= number <= end for file, first, end in parts)
+            ]
+        found += [
+            f"{Path(path).name}:{number}: {linecache.getline(path, number).strip()}"
+            for number in numbers
+        ]
     return found
 
 
@@ -62,21 +78,34 @@ def _fillings(source: str) -> tuple[tuple[int, str], ...]:
     for node in ast.walk(tree):
         target: ast.expr | None = None
         line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TAKING:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in _TAKING
+        ):
             target = node.func.value
         elif isinstance(node, ast.AugAssign):
             target = node.target
         elif isinstance(node, ast.Assign):
-            # `cache[key] = value`; `total = total + loss` and `cache = torch.cat([cache, new])`, which take the name itself.
-            of_itself = [one for one in node.targets if _name(one) in {_name(part) for part in ast.walk(node.value)} - {""}]
-            target = next((one for one in node.targets if isinstance(one, ast.Subscript)), None) or next(iter(of_itself), None)
+            # `cache[key] = value`; `total = total + loss` and `cache = torch.cat([cache, new])`,
+            # which take the name itself.
+            of_itself = [
+                one
+                for one in node.targets
+                if _name(one) in {_name(part) for part in ast.walk(node.value)} - {""}
+            ]
+            target = next(
+                (one for one in node.targets if isinstance(one, ast.Subscript)), None
+            ) or next(iter(of_itself), None)
         if target is not None and (name := _name(target)):
             found.append((line, name))
     return tuple(found)
 
 
 def _name(node: ast.AST) -> str:
-    """The variable or attribute of an expression such as `losses`, `self.losses`, `self.losses["train"]`."""
+    """The variable or attribute of an expression such as `losses`, `self.losses`,
+    `self.losses["train"]`.
+    """
     while isinstance(node, ast.Subscript):
         node = node.value
     if isinstance(node, ast.Attribute):
@@ -99,7 +128,8 @@ class Held:
         num_bytes: Of all together; on an accelerator as its allocator rounds them.
         shape: Of the most frequent kind.
         dtype: Of that kind.
-        keeps_graph: Whether one of them was computed with gradients, or was saved for a backward pass.
+        keeps_graph: Whether one of them was computed with gradients, or was saved for a backward
+            pass.
     """
 
     owner: str
@@ -117,7 +147,8 @@ class Holding:
     Attributes:
         step: After which step.
         by_owner: The storages of each owner.
-        graphs: How many of autograd's operations are behind the tensor of a variable or attribute (of several, the last), by owner.
+        graphs: How many of autograd's operations are behind the tensor of a variable or attribute
+            (of several, the last), by owner.
     """
 
     step: int
@@ -126,7 +157,9 @@ class Holding:
 
     @property
     def owned_bytes(self) -> int:
-        """Of the storages that somebody holds; others may be garbage that Python has not collected yet."""
+        """Of the storages that somebody holds; others may be garbage that Python has not collected
+        yet.
+        """
         return sum(held.num_bytes for held in self.by_owner.values() if _is_held(held.owner))
 
     @property
@@ -140,9 +173,16 @@ def _is_held(owner: str) -> bool:
 
 
 def frames_around() -> list[FrameType]:
-    """The functions that run, from the inside out: the user's first, so that their variables give the names."""
-    # Those of this package would hold the list that holds them, and with it the batch, until Python collects such cycles.
-    found = [frame for frame in stack(sys._getframe(1)) if not is_of_memcallback(frame.f_code.co_filename)]
+    """The functions that run, from the inside out: the user's first, so that their variables give
+    the names.
+    """
+    # Those of this package would hold the list that holds them, and with it the batch, until Python
+    # collects such cycles.
+    found = [
+        frame
+        for frame in stack(sys._getframe(1))
+        if not is_of_memcallback(frame.f_code.co_filename)
+    ]
     return sorted(found, key=lambda one: is_library(one.f_code.co_filename))
 
 
@@ -154,16 +194,7 @@ def holding(
     device: torch.device,
     frames: Iterable[FrameType],
 ) -> Holding:
-    """What is alive on a device now. Nothing is allocated there, and nothing is kept alive.
-
-    Args:
-        step: After which step.
-        modules: As for `live_tensors`.
-        optimizers: As for `live_tensors`.
-        batch: The batch, which is left out.
-        device: The device.
-        frames: The functions that run.
-    """
+    """What is alive on a device now. Nothing is allocated there, and nothing is kept alive."""
     modules, frames = list(modules), list(frames)
     tensors = alive_tensors()
     found = live_storages(modules, optimizers, batch, device, frames=frames, others=tensors)
@@ -228,7 +259,9 @@ class Grown:
 
 
 def grown(holdings: Sequence[Holding]) -> list[Grown]:
-    """The owners whose storages have become more, or larger and not fewer, from each moment to the next; what grew the most first."""
+    """The owners whose storages have become more, or larger and not fewer, from each moment to the
+    next; what grew the most first.
+    """
     first, last = holdings[0], holdings[-1]
     found = []
     for owner, held in last.by_owner.items():
@@ -249,7 +282,9 @@ def grown(holdings: Sequence[Holding]) -> list[Grown]:
 
 
 def growing_graph(holdings: Sequence[Holding]) -> str:
-    """The variable or attribute behind whose tensor there are more of autograd's operations from each moment to the next; empty for none."""
+    """The variable or attribute behind whose tensor there are more of autograd's operations from
+    each moment to the next; empty for none.
+    """
     last = holdings[-1].graphs
     growing = [
         owner
@@ -264,12 +299,18 @@ def growing_graph(holdings: Sequence[Holding]) -> str:
 
 
 def _graphs(
-    modules: Iterable[torch.nn.Module], frames: Iterable[FrameType], global_tensors: Iterable[tuple[str, torch.Tensor]]
+    modules: Iterable[torch.nn.Module],
+    frames: Iterable[FrameType],
+    global_tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> dict[str, int]:
     named: dict[str, torch.Tensor] = {}
     for model in modules:
         with suppress(Exception):
-            named.update((owner, tensor) for _, owner, tensor in module_attributes(model) if tensor.requires_grad)
+            named.update(
+                (owner, tensor)
+                for _, owner, tensor in module_attributes(model)
+                if tensor.requires_grad
+            )
     for held in [*map(scope_tensors, scopes(frames)), global_tensors]:
         with suppress(Exception):
             named.update((owner, tensor) for owner, tensor in held if tensor.requires_grad)
@@ -286,7 +327,10 @@ def _global_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """What global variables of the user's files hold, with their owners."""
     with suppress(Exception):
         yield from scope_tensors(
-            *(Scope(values=dict(vars(module)), owner=f"variable '{{}}' in {Path(file).name}") for module, file in _user_modules())
+            *(
+                Scope(values=dict(vars(module)), owner=f"variable '{{}}' in {Path(file).name}")
+                for module, file in _user_modules()
+            )
         )
 
 
@@ -306,23 +350,25 @@ def _user_modules() -> Iterator[tuple[Any, str]]:
             yield module, file
 
 
-def filled_at(owner: str, modules: Iterable[torch.nn.Module], frames: Iterable[FrameType]) -> tuple[str, ...]:
-    """The lines of the user's program that put something into a variable or an attribute.
-
-    Args:
-        owner: As `LiveTensor.owner`.
-        modules: The models.
-        frames: The functions that run.
-    """
+def filled_at(
+    owner: str, modules: Iterable[torch.nn.Module], frames: Iterable[FrameType]
+) -> tuple[str, ...]:
+    """The lines of the user's program that put something into a variable or an attribute."""
     name = re.search(r"'([^']+)'", owner)
     if name is None:
         return ()
     files = [frame.f_code.co_filename for frame in frames]
     files += [file for _, file in _user_modules()]
-    files = [file for file in dict.fromkeys(files) if not is_library(file) and not is_of_memcallback(file)]
+    files = [
+        file
+        for file in dict.fromkeys(files)
+        if not is_library(file) and not is_of_memcallback(file)
+    ]
     if owner.startswith("attribute"):
         parts = {kind for model in modules for kind in map(type, model.modules())}
-        lines = [line for kind in parts for line in filling_lines(name[1], files, within=_codes(kind))]
+        lines = [
+            line for kind in parts for line in filling_lines(name[1], files, within=_codes(kind))
+        ]
         if lines:
             return tuple(sorted(set(lines)))[:_NUM_LINES]
     of_file = re.search(r" (?:of|in) (\S+\.py)$", owner)
@@ -336,7 +382,9 @@ def _codes(kind: type) -> list[tuple[str, int, int]]:
     for name in dir(kind):
         code = getattr(inspect.getattr_static(kind, name, None), "__code__", None)
         if code is not None and not is_library(code.co_filename):
-            lines = [line for one in _nested(code) for _, _, line in one.co_lines() if line is not None]
+            lines = [
+                line for one in _nested(code) for _, _, line in one.co_lines() if line is not None
+            ]
             found.append((code.co_filename, min(lines), max(lines)))
     return found
 

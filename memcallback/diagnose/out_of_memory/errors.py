@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
-#: What an error says that means nothing else. `out of memory` is in the messages of the caching allocators of CUDA, HIP, XPU and MPS, of
-#: those devices' runtimes and drivers, and of NCCL; `out of shared memory` (worker processes) and `out of resource` (Triton) are not
-#: the device's memory. The statuses are those of cuBLAS, cuSPARSE, cuSOLVER, cuFFT and cuDNN (8 and 9), oneAPI and XLA.
+#: What an error says that means nothing else. `out of memory` is in the messages of the caching
+#: allocators of CUDA, HIP, XPU and MPS, of those devices' runtimes and drivers, and of NCCL; `out
+#: of shared memory` (worker processes) and `out of resource` (Triton) are not the device's memory.
+#: The statuses are those of cuBLAS, cuSPARSE, cuSOLVER, cuFFT and cuDNN (8 and 9), oneAPI and XLA.
 _SAYS_SO = re.compile(
     r"\bout of memory\b"
     r"|\bC(UBLAS|USPARSE|USOLVER|UDNN)_STATUS_ALLOC_FAILED\b"
@@ -26,30 +27,27 @@ _SAYS_SO = re.compile(
     r"|\bCannot allocate memory\b"
     r"|\bFailed to CUDA (host )?[cm]alloc\b"
 )
-#: What an error also says where memory is short, and elsewhere: cuDNN has no plan whose workspace can be had, or none at all; cuBLAS cannot
-#: make its handle.
-_MAY_SAY_SO = re.compile(r"\bCUDNN_STATUS_NOT_SUPPORTED\b|\bCUBLAS_STATUS_NOT_INITIALIZED\b|Unable to find a valid cuDNN algorithm")
+#: What an error also says where memory is short, and elsewhere: cuDNN has no plan whose workspace
+#: can be had, or none at all; cuBLAS cannot make its handle.
+_MAY_SAY_SO = re.compile(
+    r"\bCUDNN_STATUS_NOT_SUPPORTED\b|\bCUBLAS_STATUS_NOT_INITIALIZED\b|Unable to find a valid cuDNN algorithm"
+)
 
 
 def is_out_of_memory(error: BaseException, *, is_memory_short: bool = False) -> bool:
-    """Whether an error, or one that led to it, says that a device's or the machine's memory ran out.
-
-    Args:
-        error: The error. Those in its chain count, unless they were suppressed (`raise ... from None`), and those of a group.
-        is_memory_short: Whether the allocator has failed or had to give back its cache meanwhile. Then those errors count too that have other
-            causes where memory is plentiful: CUDNN_STATUS_NOT_SUPPORTED, CUBLAS_STATUS_NOT_INITIALIZED.
+    """Whether an error, or one that led to it, says that a device's or the machine's memory ran
+    out.
     """
     return any(_says_so(one, is_memory_short) for one in _chain(error))
 
 
-def out_of_memory_in(error: BaseException, *, is_memory_short: bool = False) -> BaseException | None:
-    """The error that says that memory ran out, of an error and those that it was raised from; None if none does.
+def out_of_memory_in(
+    error: BaseException, *, is_memory_short: bool = False
+) -> BaseException | None:
+    """The error that says that memory ran out, of an error and those that it was raised from; None
+    if none does.
 
     What was only being handled when another error came is that one's affair.
-
-    Args:
-        error: The error.
-        is_memory_short: As for `is_out_of_memory`.
     """
     pending = [error]
     seen: set[int] = set()
@@ -70,7 +68,8 @@ def _says_so(error: BaseException, is_memory_short: bool) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    # Compilers and data loaders wrap errors in kinds of their own, whose text has that of the error.
+    # Compilers and data loaders wrap errors in kinds of their own, whose text has that of the
+    # error.
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
@@ -94,7 +93,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def let_go(error: BaseException) -> None:
-    """Empty the frames that an error has gone through, which hold the activations of the step that failed; its text stays."""
+    """Empty the frames that an error has gone through, which hold the activations of the step that
+    failed; its text stays.
+    """
     for one in list(_chain(error)):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
@@ -106,5 +107,7 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cpu":
         return
     module = torch.get_device_module(device)
-    with contextlib.suppress(RuntimeError):  # a device in trouble can fail here too, and the caller has a better error
+    with contextlib.suppress(
+        RuntimeError
+    ):  # a device in trouble can fail here too, and the caller has a better error
         module.empty_cache()

@@ -24,7 +24,14 @@ from memcallback.devices.catalogue import DeviceSpec
 from memcallback.devices.memory import device_memory
 from memcallback.devices.usage import processes_on
 from memcallback.diagnose.out_of_memory.observer import Moment, last_moment
-from memcallback.diagnose.out_of_memory.report import NUM_TENSORS, Expected, OutOfMemoryReport, Place, Shortage, StandingTensor
+from memcallback.diagnose.out_of_memory.report import (
+    NUM_TENSORS,
+    OomMemoryState,
+    OutOfMemoryReport,
+    Place,
+    PredictedPeak,
+    StandingTensor,
+)
 from memcallback.diagnose.tensors.live import LiveTensor, live_tensors
 from memcallback.diagnose.tensors.variables import variables
 from memcallback.prediction.prediction import Prediction
@@ -60,33 +67,22 @@ def explain(
     prediction: StepPrediction | None,
     rank: int | None = None,
 ) -> OutOfMemoryReport:
-    """Say where memory ran out, and what stood there. Allocates nothing on the device and keeps no tensor alive.
-
-    Args:
-        error: The error, with its traceback, in whose frames the step that failed still stands.
-        modules: The models.
-        optimizers: The optimizers.
-        batch: The batch of the step that failed; None outside of one.
-        batch_size: Samples in it, None if unknown.
-        device: The device that trains.
-        device_name: Its name.
-        phase: What was going on, in words; empty if that is not known.
-        step: The number of the training step, from 1; None outside of one.
-        prediction: What was predicted of the step, at any batch size; None if nothing was.
-        rank: Of a job of several ranks that of this process.
-
-    Returns:
-        The report, yet without savings.
+    """Say where memory ran out, and what stood there. Allocates nothing on the device and keeps no
+    tensor alive.
     """
     text = next((line for line in str(error).strip().splitlines() if line), type(error).__name__)
     is_on_host = isinstance(error, (MemoryError, OSError)) or bool(_ON_HOST.search(str(error)))
     moment = None if is_on_host else _moment_of(error)
     where = torch.device("cpu") if is_on_host else device
-    if moment is not None and moment.device_index != (torch.cuda.current_device() if device.index is None else device.index):
+    if moment is not None and moment.device_index != (
+        torch.cuda.current_device() if device.index is None else device.index
+    ):
         # Of a job that uses several devices it was another one than that which is recorded.
         where = torch.device("cuda", moment.device_index)
         device_name = torch.cuda.get_device_name(where)
-    names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+    names = {
+        id(parameter): name for module in modules for name, parameter in module.named_parameters()
+    }
     shortage = _shortage(error, where, moment)
     frames = [frame for frame, _ in frames_of(error.__traceback__)]
     if batch is None:
@@ -129,14 +125,18 @@ def _moment_of(error: BaseException) -> Moment | None:
     if moment is None:
         return None
     requested = _REQUEST.search(str(error))
-    return moment if requested is None or requested.group(1) == format_bytes(moment.requested_bytes) else None
+    return (
+        moment
+        if requested is None or requested.group(1) == format_bytes(moment.requested_bytes)
+        else None
+    )
 
 
-def _shortage(error: BaseException, device: torch.device, moment: Moment | None) -> Shortage:
+def _shortage(error: BaseException, device: torch.device, moment: Moment | None) -> OomMemoryState:
     whole = device_memory(device)
     if moment is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        return Shortage(
+        return OomMemoryState(
             requested_bytes=moment.requested_bytes,
             capacity_bytes=moment.capacity_bytes,
             free_bytes=moment.free_bytes,
@@ -152,8 +152,12 @@ def _shortage(error: BaseException, device: torch.device, moment: Moment | None)
     if whole.capacity_bytes is not None and whole.used_bytes is not None:
         free = max(0, whole.capacity_bytes - whole.used_bytes)
     is_cuda = device.type == "cuda"
-    return Shortage(
-        requested_bytes=int(on_host.group(1)) if on_host else parse_bytes(requested.group(1)) if requested else None,
+    return OomMemoryState(
+        requested_bytes=int(on_host.group(1))
+        if on_host
+        else parse_bytes(requested.group(1))
+        if requested
+        else None,
         capacity_bytes=whole.capacity_bytes,
         free_bytes=free,
         allocated_bytes=torch.cuda.memory_allocated(device) if is_cuda else None,
@@ -183,12 +187,30 @@ def _place(
         module = running or (None if name is None else name.rpartition(".")[0])
         is_near = own is None and near is not None and not running
         forward_line = _forward_line(prediction, moment.node, None if is_near else module)
-        return Place(phase=phase, step=step, operator=moment.node, module=module, is_near=is_near, line=line, forward_line=forward_line)
-    return Place(phase=phase, step=step, operator=_code_of(error.__traceback__), module=_module_of(error.__traceback__, modules), line=line)
+        return Place(
+            phase=phase,
+            step=step,
+            operator=moment.node,
+            module=module,
+            is_near=is_near,
+            line=line,
+            forward_line=forward_line,
+        )
+    return Place(
+        phase=phase,
+        step=step,
+        operator=_code_of(error.__traceback__),
+        module=_module_of(error.__traceback__, modules),
+        line=line,
+    )
 
 
-def _forward_line(prediction: StepPrediction | None, node: str, module: str | None) -> CodeLine | None:
-    """The line of the operator of a node of autograd, after the trace; None unless there is exactly one such line."""
+def _forward_line(
+    prediction: StepPrediction | None, node: str, module: str | None
+) -> CodeLine | None:
+    """The line of the operator of a node of autograd, after the trace; None unless there is exactly
+    one such line.
+    """
     if not isinstance(prediction, Prediction):
         return None
     operator = _letters(node.partition("Backward")[0])
@@ -207,7 +229,9 @@ def _letters(name: str) -> str:
 
 
 def _module_of(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) -> str | None:
-    """The innermost module in whose own function the error was; None if it was in none, or in an optimizer."""
+    """The innermost module in whose own function the error was; None if it was in none, or in an
+    optimizer.
+    """
     names = {id(one): name for module in modules for name, one in module.named_modules()}
     found = None
     for frame, _ in frames_of(trace):
@@ -221,7 +245,9 @@ def _module_of(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) 
 
 
 def _code_of(trace: TracebackType | None) -> str:
-    """The expression that failed, as it stands in the code, without its arguments; before Python 3.11 the whole line."""
+    """The expression that failed, as it stands in the code, without its arguments; before Python
+    3.11 the whole line.
+    """
     summary = traceback.extract_tb(trace)
     if not summary:
         return ""
@@ -229,33 +255,41 @@ def _code_of(trace: TracebackType | None) -> str:
     text = (last.line or "").strip()
     start, end = getattr(last, "colno", None), getattr(last, "end_colno", None)
     if start is not None and end is not None:
-        # Columns are those of the line's bytes; of an expression of several lines it is the first one's rest.
+        # Columns are those of the line's bytes; of an expression of several lines it is the first
+        # one's rest.
         whole = linecache.getline(last.filename, last.lineno or 0).encode()
-        text = whole[start : end if last.end_lineno == last.lineno else None].decode(errors="replace").strip()
+        text = (
+            whole[start : end if last.end_lineno == last.lineno else None]
+            .decode(errors="replace")
+            .strip()
+        )
     called = re.match(r"[\w.]+(?=\()", text)
     text = called.group() if called else text
     return text if len(text) <= _LONGEST_CODE else f"{text[:_LONGEST_CODE]}..."
 
 
-def there_was(prediction: StepPrediction, batch_size: int | None, shortage: Shortage) -> StepPrediction:
-    """A prediction at the batch size that did not fit; of a trace, on the device with the memory that there was.
-
-    Args:
-        prediction: At any batch size.
-        batch_size: Samples in the batch; None for as many as the prediction has.
-        shortage: The device at that moment.
-
-    Raises:
-        ValueError: If the prediction cannot tell of the batch size.
+def there_was(
+    prediction: StepPrediction, batch_size: int | None, shortage: OomMemoryState
+) -> StepPrediction:
+    """A prediction at the batch size that did not fit; of a trace, on the device with the memory
+    that there was.
     """
     there = prediction if batch_size is None else prediction.at(batch_size)
     available = shortage.available_bytes
-    if not isinstance(there, Prediction) or not isinstance(there.device, DeviceSpec) or available is None:
+    if (
+        not isinstance(there, Prediction)
+        or not isinstance(there.device, DeviceSpec)
+        or available is None
+    ):
         return there
-    return replace(there, device=replace(there.device, capacity_bytes=available + there.device.outside_bytes))
+    return replace(
+        there, device=replace(there.device, capacity_bytes=available + there.device.outside_bytes)
+    )
 
 
-def _expected(prediction: StepPrediction | None, batch_size: int | None, shortage: Shortage) -> tuple[Expected | None, tuple[str, ...]]:
+def _expected(
+    prediction: StepPrediction | None, batch_size: int | None, shortage: OomMemoryState
+) -> tuple[PredictedPeak | None, tuple[str, ...]]:
     """What was predicted at the batch size, and what stands in the way of it."""
     if prediction is None:
         return None, ()
@@ -263,7 +297,7 @@ def _expected(prediction: StepPrediction | None, batch_size: int | None, shortag
         there = there_was(prediction, batch_size, shortage)
     except ValueError:
         return None, (f"Nothing was predicted for batch size {batch_size}.",)
-    expected = Expected(
+    expected = PredictedPeak(
         peak_allocated_bytes=there.peak_allocated_bytes,
         peak_reserved_bytes=there.peak_reserved_bytes,
         available_bytes=shortage.available_bytes,
@@ -281,7 +315,9 @@ def _batch_of(frames: Sequence[FrameType]) -> tuple[object, int | None]:
     return None, None
 
 
-def _by_category(found: Iterable[LiveTensor], allocated_bytes: int | None) -> Iterator[tuple[str, int]]:
+def _by_category(
+    found: Iterable[LiveTensor], allocated_bytes: int | None
+) -> Iterator[tuple[str, int]]:
     sums: dict[Category | None, int] = defaultdict(int)
     for live in found:
         sums[live.category] += live.size_bytes
@@ -294,26 +330,43 @@ def _by_category(found: Iterable[LiveTensor], allocated_bytes: int | None) -> It
 
 
 def _lines_of(
-    wanted: Iterable[LiveTensor], found: Iterable[LiveTensor], prediction: StepPrediction | None, batch_size: int | None
+    wanted: Iterable[LiveTensor],
+    found: Iterable[LiveTensor],
+    prediction: StepPrediction | None,
+    batch_size: int | None,
 ) -> dict[int, CodeLine]:
-    """Address -> the line that made it, after the trace: of what was saved the first there is the first that was saved here."""
+    """Address -> the line that made it, after the trace: of what was saved the first there is the
+    first that was saved here.
+    """
     if not isinstance(prediction, Prediction):
         return {}
     with suppress(ValueError):
         made = _saved_lines(prediction if batch_size is None else prediction.at(batch_size))
         lines = {}
-        saved = sorted((live for live in found if live.order is not None), key=lambda live: live.order or 0)
+        saved = sorted(
+            (live for live in found if live.order is not None), key=lambda live: live.order or 0
+        )
         by_kind: dict[tuple[tuple[int, ...], str], list[LiveTensor]] = defaultdict(list)
         for live in saved:
             by_kind[live.shape, live.dtype].append(live)
         for kind, tensors in by_kind.items():
-            lines.update({live.address: line for live, line in zip(tensors, made.get(kind, ()), strict=False) if line is not None})
+            lines.update(
+                {
+                    live.address: line
+                    for live, line in zip(tensors, made.get(kind, ()), strict=False)
+                    if line is not None
+                }
+            )
         return {live.address: lines[live.address] for live in wanted if live.address in lines}
     return {}
 
 
-def _saved_lines(prediction: Prediction) -> dict[tuple[tuple[int, ...], str], list[CodeLine | None]]:
-    """Of what stands at the end of the traced step's forward pass: shape and dtype -> the lines that made it, in order."""
+def _saved_lines(
+    prediction: Prediction,
+) -> dict[tuple[tuple[int, ...], str], list[CodeLine | None]]:
+    """Of what stands at the end of the traced step's forward pass: shape and dtype -> the lines
+    that made it, in order.
+    """
     events = prediction.trace.at(prediction.batch_size).events
     freed = {event.id for event in _forward_events(events) if isinstance(event, Free)}
     found: dict[tuple[tuple[int, ...], str], list[CodeLine | None]] = defaultdict(list)
@@ -328,7 +381,10 @@ def _saved_lines(prediction: Prediction) -> dict[tuple[tuple[int, ...], str], li
 
 def _forward_events(events: Sequence[Event]) -> Iterator[Event]:
     """What happens in the forward pass of the last step, up to its end."""
-    start = max((position for position, event in enumerate(events) if isinstance(event, StepStart)), default=0)
+    start = max(
+        (position for position, event in enumerate(events) if isinstance(event, StepStart)),
+        default=0,
+    )
     is_forward = False
     for event in events[start:]:
         if isinstance(event, PhaseStart):
@@ -346,7 +402,9 @@ def _made_forward(events: Sequence[Event]) -> Iterator[Alloc]:
 def _described(batch: object) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """The batch's tensors with their place in it."""
     leaves, _ = tree_flatten_with_path(batch)
-    named = [(keystr(path) or "batch", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    named = [
+        (keystr(path) or "batch", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)
+    ]
     for name, tensor in named or [("", tensor) for tensor in tensors_in(batch)]:
         yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
@@ -357,5 +415,7 @@ def _processes(device: torch.device) -> Iterator[str]:
         return
     for process in processes_on(str(torch.cuda.get_device_properties(device).uuid)):
         if process.pid != os.getpid():
-            used = "memory unknown" if process.used_bytes is None else format_bytes(process.used_bytes)
+            used = (
+                "memory unknown" if process.used_bytes is None else format_bytes(process.used_bytes)
+            )
             yield f"Also on the device: process {process.pid} of {process.user or 'an unknown user'}, {used}: {process.command or 'not visible'}."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memcallback.core.code_lines import CodeLine
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.savings.plan import PlanRow
 
@@ -44,13 +44,18 @@ class Place:
     """Where memory ran out.
 
     Attributes:
-        phase: `forward pass`, `backward pass`, `optimizer step`, or another stage such as `validation`; empty if it is not known.
+        phase: `forward pass`, `backward pass`, `optimizer step`, or another stage such as
+            `validation`; empty if it is not known.
         step: The number of the training step, from 1; None outside of one.
-        operator: What asked for memory: a node of autograd, or the expression as it stands in the program; empty if not known.
-        module: The fully qualified name of the module that was running, the root is ""; None if it is not known.
-        is_near: Whether `module` is only next to where it happened, in the order of the backward pass.
+        operator: What asked for memory: a node of autograd, or the expression as it stands in the
+            program; empty if not known.
+        module: The fully qualified name of the module that was running, the root is ""; None if it
+            is not known.
+        is_near: Whether `module` is only next to where it happened, in the order of the backward
+            pass.
         line: The innermost line of the program; None if it is not known.
-        forward_line: In the backward pass: the line whose operator in the forward pass it was, after the trace; None if that is not known.
+        forward_line: In the backward pass: the line whose operator in the forward pass it was,
+            after the trace; None if that is not known.
     """
 
     phase: str = ""
@@ -63,16 +68,18 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortage:
+class OomMemoryState:
     """The device at the moment at which memory ran out. All in bytes, None where unknown.
 
     Attributes:
-        requested_bytes: What was asked of the device: the allocator's segment for the tensor, not the tensor.
+        requested_bytes: What was asked of the device: the allocator's segment for the tensor, not
+            the tensor.
         capacity_bytes: The device's memory, or what this process may use of it.
         free_bytes: Free on the device, for anybody.
         allocated_bytes: Held by tensors, as the allocator accounts for them.
         reserved_bytes: Taken from the device by the allocator.
-        available_bytes: What the allocator can have: what it has reserved and what is free, or what it may.
+        available_bytes: What the allocator can have: what it has reserved and what is free, or what
+            it may.
         non_pytorch_bytes: Used on the device outside this process's allocator.
         other_processes_bytes: Of that, by other processes that the driver shows.
         resident_bytes: Of a CPU: the memory of this process.
@@ -112,8 +119,9 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What had been predicted of the step that failed, at its batch size. All in bytes, None where unknown.
+class PredictedPeak:
+    """What had been predicted of the step that failed, at its batch size. All in bytes, None where
+    unknown.
 
     Attributes:
         peak_allocated_bytes: The largest allocated figure.
@@ -129,12 +137,18 @@ class Expected:
 
     @property
     def shortfall_bytes(self) -> int | None:
-        """How much more the step's tensors need than there is; None if that is not known, negative if they need less."""
-        return None if self.available_bytes is None else self.peak_allocated_bytes - self.available_bytes
+        """How much more the step's tensors need than there is; None if that is not known, negative
+        if they need less.
+        """
+        return (
+            None
+            if self.available_bytes is None
+            else self.peak_allocated_bytes - self.available_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfMemoryReport(Shown):
+class OutOfMemoryReport(Printable):
     """What is known of an out-of-memory error. It holds no tensor.
 
     Attributes:
@@ -142,7 +156,8 @@ class OutOfMemoryReport(Shown):
         device_name: The device.
         place: Where it happened.
         shortage: The device at that moment, measured.
-        by_category: What stood at that moment by what it was for, measured: name -> bytes, with what no tensor is known for at the end.
+        by_category: What stood at that moment by what it was for, measured: name -> bytes, with
+            what no tensor is known for at the end.
         tensors: The largest tensors that stood, the largest first, measured.
         num_tensors: How many stood.
         batch: The batch's tensors: name, shape, dtype.
@@ -157,13 +172,13 @@ class OutOfMemoryReport(Shown):
     error: str
     device_name: str
     place: Place
-    shortage: Shortage
+    shortage: OomMemoryState
     by_category: tuple[tuple[str, int], ...] = ()
     tensors: tuple[StandingTensor, ...] = ()
     num_tensors: int = 0
     batch: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     batch_size: int | None = None
-    expected: Expected | None = None
+    expected: PredictedPeak | None = None
     savings: tuple[PlanRow, ...] = ()
     processes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -173,31 +188,56 @@ class OutOfMemoryReport(Shown):
         """The same, with what would help.
 
         Args:
-            savings: With their predicted effect; those that do not help or do not work are left out.
+            savings: With their predicted effect; those that do not help or do not work are left
+                out.
         """
-        helping = [row for row in savings if not row.problem and (row.fits or self._saved_bytes(row) > 0)]
-        return replace(self, savings=tuple(sorted(helping, key=lambda row: (not row.fits, row.peak_allocated_bytes or 0))))
+        helping = [
+            row for row in savings if not row.problem and (row.fits or self._saved_bytes(row) > 0)
+        ]
+        return replace(
+            self,
+            savings=tuple(
+                sorted(helping, key=lambda row: (not row.fits, row.peak_allocated_bytes or 0))
+            ),
+        )
 
     def headline(self) -> str:
         """What happened, in one sentence."""
         place = self.place
-        where = [f"in the {place.phase}" if place.phase else "", f"of step {place.step}" if place.step is not None else ""]
+        where = [
+            f"in the {place.phase}" if place.phase else "",
+            f"of step {place.step}" if place.step is not None else "",
+        ]
         batch = f" (batch size {self.batch_size})" if self.batch_size is not None else ""
         rank = "" if self.rank is None else f", on rank {self.rank}"
-        return f"Out of memory on {self.device_name} {' '.join(filter(None, where))}".rstrip() + f"{batch}{rank}."
+        return (
+            f"Out of memory on {self.device_name} {' '.join(filter(None, where))}".rstrip()
+            + f"{batch}{rank}."
+        )
 
     def sentences(self) -> list[str]:
         """Where it happened, what was short, what had been predicted."""
         place, said = self.place, []
         if place.operator or place.module is not None:
-            module = "" if place.module is None else "the root module" if not place.module else f"module {place.module!r}"
+            module = (
+                ""
+                if place.module is None
+                else "the root module"
+                if not place.module
+                else f"module {place.module!r}"
+            )
             joint = " next to " if place.is_near else " in "
             said.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
-        for name, line in (("Your line", place.line), ("In the forward pass that was", place.forward_line)):
+        for name, line in (
+            ("Your line", place.line),
+            ("In the forward pass that was", place.forward_line),
+        ):
             if line is not None:
                 said.append(f"{name}: {line}: {line.text}" if line.text else f"{name}: {line}")
         if self.batch:
-            shapes = ", ".join(f"{name} {_shape(shape)} {dtype}".strip() for name, shape, dtype in self.batch)
+            shapes = ", ".join(
+                f"{name} {_shape(shape)} {dtype}".strip() for name, shape, dtype in self.batch
+            )
             said.append(f"The batch: {shapes}.")
         return [*said, *self._of_expected()]
 
@@ -213,9 +253,13 @@ class OutOfMemoryReport(Shown):
         if expected.peak_reserved_bytes is not None:
             said += f"; peak reserved {format_bytes(expected.peak_reserved_bytes)} if there were no end of memory"
         if expected.fits:
-            return [f"{said}. It was predicted to fit, so something else holds memory: see what stood, and the notes."]
+            return [
+                f"{said}. It was predicted to fit, so something else holds memory: see what stood, and the notes."
+            ]
         if expected.fits is False and short is not None and short <= 0:
-            return [f"{said}. By the sum of its tensors it fits, as they lie it does not: see reserved but unallocated."]
+            return [
+                f"{said}. By the sum of its tensors it fits, as they lie it does not: see reserved but unallocated."
+            ]
         return [f"{said}."]
 
     def to_text(self) -> str:
@@ -224,11 +268,18 @@ class OutOfMemoryReport(Shown):
         parts += [f"{_INDENT}{line}" for line in self._filled(self.processes)]
         rows = self._rows()
         width = max(len(name) for name, _ in rows) if rows else 0
-        parts += ["At that moment, measured", *(f"{_INDENT}{name:<{width}}  {size:>11}" for name, size in rows)]
+        parts += [
+            "At that moment, measured",
+            *(f"{_INDENT}{name:<{width}}  {size:>11}" for name, size in rows),
+        ]
         if self.tensors:
-            parts.append(f"The {len(self.tensors)} largest of {self.num_tensors} tensors that stood, measured")
+            parts.append(
+                f"The {len(self.tensors)} largest of {self.num_tensors} tensors that stood, measured"
+            )
         for tensor in self.tensors:
-            parts.append(f"{_INDENT}{format_bytes(tensor.size_bytes):>11}  {tensor.dtype} {_shape(tensor.shape)}  {_owner(tensor)}")
+            parts.append(
+                f"{_INDENT}{format_bytes(tensor.size_bytes):>11}  {tensor.dtype} {_shape(tensor.shape)}  {_owner(tensor)}"
+            )
             if tensor.line is not None:
                 parts.append(f"{_INDENT}{'':11}  made at {tensor.line}: {tensor.line.text}")
         return "\n".join([*parts, *self._filled(self.notes), *self.savings_lines()]) + "\n"
@@ -254,7 +305,11 @@ class OutOfMemoryReport(Shown):
             for row in self.savings
         )
         columns = ("saving", "peak allocated", "saved", "fits")
-        return Table(title=f"What would help, predicted for {self.batch_size} samples an update", columns=columns, rows=cells)
+        return Table(
+            title=f"What would help, predicted for {self.batch_size} samples an update",
+            columns=columns,
+            rows=cells,
+        )
 
     def _saved_bytes(self, row: PlanRow) -> int:
         if self.expected is None or row.peak_allocated_bytes is None:
@@ -263,16 +318,32 @@ class OutOfMemoryReport(Shown):
 
     def _rows(self) -> list[tuple[str, str]]:
         standing = [(name, size_bytes) for name, size_bytes in self.by_category if size_bytes]
-        return [(name, format_bytes(size_bytes)) for name, size_bytes in (*self.shortage.rows(), *standing)]
+        return [
+            (name, format_bytes(size_bytes))
+            for name, size_bytes in (*self.shortage.rows(), *standing)
+        ]
 
     @staticmethod
     def _filled(lines: Sequence[str]) -> list[str]:
-        return [part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent=_INDENT)]
+        return [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, _WIDTH, subsequent_indent=_INDENT)
+        ]
 
     def to_markdown(self) -> str:
         """For TensorBoard and files."""
-        parts = [f"# {self.headline()}", *self.sentences(), *self.processes, f"```\n{self.error}\n```"]
-        parts.append(Table(title="At that moment, measured", columns=("what", "size"), rows=tuple(self._rows())).to_markdown())
+        parts = [
+            f"# {self.headline()}",
+            *self.sentences(),
+            *self.processes,
+            f"```\n{self.error}\n```",
+        ]
+        parts.append(
+            Table(
+                title="At that moment, measured", columns=("what", "size"), rows=tuple(self._rows())
+            ).to_markdown()
+        )
         if self.tensors:
             rows = tuple(
                 (
@@ -285,11 +356,20 @@ class OutOfMemoryReport(Shown):
             )
             title = f"The {len(rows)} largest of {self.num_tensors} tensors that stood, measured"
             left = frozenset({"tensor", "made at"})
-            parts.append(Table(title=title, columns=("whose", "size", "tensor", "made at"), rows=rows, left_columns=left).to_markdown())
+            parts.append(
+                Table(
+                    title=title,
+                    columns=("whose", "size", "tensor", "made at"),
+                    rows=rows,
+                    left_columns=left,
+                ).to_markdown()
+            )
         parts += self.notes
         if self.savings:
             parts.append(self._savings_table().to_markdown())
-            parts += [f"{row.saving}: {row.changes}\n\n```\n{row.line}\n```" for row in self.savings]
+            parts += [
+                f"{row.saving}: {row.changes}\n\n```\n{row.line}\n```" for row in self.savings
+            ]
         return "\n\n".join(parts) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -311,12 +391,24 @@ class OutOfMemoryReport(Shown):
             "by_category_bytes": dict(self.by_category),
             "num_tensors": self.num_tensors,
             "tensors": [
-                {**vars(tensor), "shape": list(tensor.shape), "line": tensor.line and tensor.line.to_dict()} for tensor in self.tensors
+                {
+                    **vars(tensor),
+                    "shape": list(tensor.shape),
+                    "line": tensor.line and tensor.line.to_dict(),
+                }
+                for tensor in self.tensors
             ],
             "batch_size": self.batch_size,
-            "batch": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in self.batch],
-            "predicted": None if expected is None else {**vars(expected), "shortfall_bytes": expected.shortfall_bytes},
-            "savings": [{**vars(row), "saved_bytes": self._saved_bytes(row)} for row in self.savings],
+            "batch": [
+                {"name": name, "shape": list(shape), "dtype": dtype}
+                for name, shape, dtype in self.batch
+            ],
+            "predicted": None
+            if expected is None
+            else {**vars(expected), "shortfall_bytes": expected.shortfall_bytes},
+            "savings": [
+                {**vars(row), "saved_bytes": self._saved_bytes(row)} for row in self.savings
+            ],
             "processes": list(self.processes),
             "notes": list(self.notes),
         }
@@ -329,4 +421,10 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _owner(tensor: StandingTensor) -> str:
     if tensor.owner:
         return tensor.owner
-    return "unknown" if tensor.module is None else f"of module {tensor.module!r}" if tensor.module else "of the root module"
+    return (
+        "unknown"
+        if tensor.module is None
+        else f"of module {tensor.module!r}"
+        if tensor.module
+        else "of the root module"
+    )

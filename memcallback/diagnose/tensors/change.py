@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memcallback.core.code_lines import CodeLine
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
 
@@ -27,7 +27,8 @@ class TensorMark:
         known_bytes: Of the storages that were found.
         num_storages: How many these are.
         allocated_bytes: Of the device's allocator; None where there is none, on a CPU.
-        requested_bytes: What was asked of it, before it rounded up to its blocks; None if it does not tell.
+        requested_bytes: What was asked of it, before it rounded up to its blocks; None if it does
+            not tell.
         reserved_bytes: What it has taken from the device.
         resident_bytes: The process's resident size (CPU only).
     """
@@ -50,10 +51,12 @@ class TensorMark:
 
     @property
     def unattributed_bytes(self) -> int | None:
-        """What was asked of the allocator (or, where it does not tell that, what it gave) beyond the storages that were found.
+        """What was asked of the allocator (or, where it does not tell that, what it gave) beyond
+        the storages that were found.
 
-        Workspaces of cuBLAS and cuDNN, and storages that only C++ holds. None on a CPU. It is negative where storages were found that
-        the allocator does not have, such as those of another process.
+        Workspaces of cuBLAS and cuDNN, and storages that only C++ holds. None on a CPU. It is
+        negative where storages were found that the allocator does not have, such as those of
+        another process.
         """
         asked = self.allocated_bytes if self.requested_bytes is None else self.requested_bytes
         return None if asked is None else asked - self.known_bytes
@@ -73,7 +76,8 @@ class TensorGroup:
         dtype: Of each, such as `float32`.
         size_bytes: Of all together.
         category: What they are for; None if that is not known.
-        owners: Who holds or held them, as `LiveTensor.owner` says it, sorted; without an owner, the operator that made them.
+        owners: Who holds or held them, as `LiveTensor.owner` says it, sorted; without an owner, the
+            operator that made them.
         modules: The modules that have them or made them, as far as that is known; the root is "".
         made_at: The line that made them; None if that was not seen.
     """
@@ -91,18 +95,25 @@ class TensorGroup:
     def label(self) -> str:
         """The first owners, and how many more there are."""
         named = ", ".join(self.owners[:_NUM_OWNERS])
-        return f"{named} and {len(self.owners) - _NUM_OWNERS} more" if len(self.owners) > _NUM_OWNERS else named
+        return (
+            f"{named} and {len(self.owners) - _NUM_OWNERS} more"
+            if len(self.owners) > _NUM_OWNERS
+            else named
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorChange(Shown):
+class TensorChange(Printable):
     """What came and went between two points.
 
     Attributes:
-        before: The first point; None for what was there at the first mark of all, of which only the totals are told.
+        before: The first point; None for what was there at the first mark of all, of which only the
+            totals are told.
         after: The second one.
-        appeared: What is there at the second point and was not at the first, the largest group first.
-        vanished: What was there at the first point and is not at the second, the largest group first.
+        appeared: What is there at the second point and was not at the first, the largest group
+            first.
+        vanished: What was there at the first point and is not at the second, the largest group
+            first.
         device_name: The device.
         notes: What cannot be seen, one sentence each.
     """
@@ -126,7 +137,16 @@ class TensorChange(Shown):
 
     def to_table(self) -> Table:
         """One row for each of the largest groups that came (+) and went (-)."""
-        columns: tuple[str, ...] = ("", "number", "shape", "dtype", "size", "for", "owner", "made at")
+        columns: tuple[str, ...] = (
+            "",
+            "number",
+            "shape",
+            "dtype",
+            "size",
+            "for",
+            "owner",
+            "made at",
+        )
         rows = [*_rows("+", self.appeared), *_rows("-", self.vanished)]
         if not any(row[-1] for row in rows):  # there was no ledger
             columns, rows = columns[:-1], [row[:-1] for row in rows]
@@ -146,24 +166,41 @@ class TensorChange(Shown):
             "known_bytes": "known storages",
             "resident_bytes": "resident size of the process",
         }
-        figures = ((label, getattr(self.before, name, None), getattr(self.after, name)) for name, label in names.items())
-        return "; ".join(f"{name} {_from_to(first, last)}" for name, first, last in figures if last is not None)
+        figures = (
+            (label, getattr(self.before, name, None), getattr(self.after, name))
+            for name, label in names.items()
+        )
+        return "; ".join(
+            f"{name} {_from_to(first, last)}" for name, first, last in figures if last is not None
+        )
 
     def lines(self) -> tuple[str, ...]:
-        """What came and went in sum, what of the device's memory is not in the table, and what cannot be seen."""
+        """What came and went in sum, what of the device's memory is not in the table, and what
+        cannot be seen.
+        """
         lines = []
         if self.before is not None:
             came, went = _sum("appeared", self.appeared), _sum("vanished", self.vanished)
             lines.append(f"In all {came}, {went}.")
         rest = self.after.unattributed_bytes
         if rest is not None:
-            grown = "" if self.before is None else f" ({_signed(rest - (self.before.unattributed_bytes or 0))})"
+            grown = (
+                ""
+                if self.before is None
+                else f" ({_signed(rest - (self.before.unattributed_bytes or 0))})"
+            )
             what = ", which is workspaces, and storages that only C++ holds" if rest > 0 else ""
             lines.append(f"Unattributed: {format_bytes(rest)}{grown}{what}.")
             rounding = self.after.rounding_bytes
             if rounding is not None:
-                grown = "" if self.before is None else f" ({_signed(rounding - (self.before.rounding_bytes or 0))})"
-                lines.append(f"Rounding up to the allocator's blocks: {format_bytes(rounding)}{grown}.")
+                grown = (
+                    ""
+                    if self.before is None
+                    else f" ({_signed(rounding - (self.before.rounding_bytes or 0))})"
+                )
+                lines.append(
+                    f"Rounding up to the allocator's blocks: {format_bytes(rounding)}{grown}."
+                )
         return (*lines, *self.notes)
 
     def to_text(self) -> str:
@@ -204,13 +241,26 @@ def _rows(sign: str, groups: tuple[TensorGroup, ...]) -> Iterable[tuple[str, ...
         )
     if rest := groups[_NUM_ROWS:]:
         size = format_bytes(sum(group.size_bytes for group in rest))
-        yield (sign, f"{sum(group.count for group in rest)} x", "", "", size, "", f"{len(rest)} smaller groups", "")
+        yield (
+            sign,
+            f"{sum(group.count for group in rest)} x",
+            "",
+            "",
+            size,
+            "",
+            f"{len(rest)} smaller groups",
+            "",
+        )
 
 
 def _sum(verb: str, groups: tuple[TensorGroup, ...]) -> str:
     number = sum(group.count for group in groups)
     size = format_bytes(sum(group.size_bytes for group in groups))
-    return f"{size} {verb} in {number} storage{'' if number == 1 else 's'}" if number else f"nothing {verb}"
+    return (
+        f"{size} {verb} in {number} storage{'' if number == 1 else 's'}"
+        if number
+        else f"nothing {verb}"
+    )
 
 
 def _from_to(first: int | None, last: int) -> str:
@@ -226,9 +276,16 @@ def _signed(num_bytes: int) -> str:
 
 
 def _mark_dict(mark: TensorMark) -> dict[str, Any]:
-    return asdict(mark) | {"at": mark.at.to_dict(), "rounding_bytes": mark.rounding_bytes, "unattributed_bytes": mark.unattributed_bytes}
+    return asdict(mark) | {
+        "at": mark.at.to_dict(),
+        "rounding_bytes": mark.rounding_bytes,
+        "unattributed_bytes": mark.unattributed_bytes,
+    }
 
 
 def _group_dict(group: TensorGroup) -> dict[str, Any]:
     category = None if group.category is None else group.category.value
-    return asdict(group) | {"category": category, "made_at": group.made_at and group.made_at.to_dict()}
+    return asdict(group) | {
+        "category": category,
+        "made_at": group.made_at and group.made_at.to_dict(),
+    }

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from memcallback.core.code_lines import CodeLine, line_at
-from memcallback.core.tables import Shown
+from memcallback.core.tables import Printable
 from memcallback.core.validation import described
 from memcallback.devices.local import default_device
 from memcallback.devices.memory import resident_bytes
@@ -37,27 +37,33 @@ class _Known:
     made: Made | None
 
 
-class TensorDiff(Shown):
-    """Tells which storages appeared and vanished between two points of a program, in any loop, with the device's memory at each.
+class TensorDiff(Printable):
+    """Tells which storages appeared and vanished between two points of a program, in any loop, with
+    the device's memory at each.
 
-    The points are calls of `mark`, and beginning and end of a `with` block. Nothing happens between them, and nothing is kept alive:
-    not the tensors, and not the model.
+    The points are calls of `mark`, and beginning and end of a `with` block. Nothing happens between
+    them, and nothing is kept alive: not the tensors, and not the model.
 
-    What is found is what Python knows, and from PyTorch 2.11 on what autograd saved for the backward pass; the rest of the allocator's
-    memory is told as unattributed. Storages are told apart by identity, so another one at the same address is another one.
+    What is found is what Python knows, and from PyTorch 2.11 on what autograd saved for the
+    backward pass; the rest of the allocator's memory is told as unattributed. Storages are told
+    apart by identity, so another one at the same address is another one.
 
     Args:
-        model: The model or models, for the names of parameters, gradients and saved tensors; without one, those in variables of the
-            functions that run.
-        optimizer: The optimizer or optimizers, for the names of their state; without one, those in variables.
+        model: The model or models, for the names of parameters, gradients and saved tensors;
+            without one, those in variables of the functions that run.
+        optimizer: The optimizer or optimizers, for the names of their state; without one, those in
+            variables.
         device: The device; by default the model's, else the current accelerator, else the CPU.
-        ledger: Also follow every operator inside `with` blocks, through a dispatch mode: then each storage has the operator and the line
-            that made it, and storages are seen that only C++ holds. It costs time there, and under a dispatch mode PyTorch writes less in
-            place and takes other formulas for a few derivatives, with which the last bits of results can differ. PyTorch 2.6 cannot run
-            `torch.cond` and its like under a dispatch mode, and raises NotImplementedError there.
+        ledger: Also follow every operator inside `with` blocks, through a dispatch mode: then each
+            storage has the operator and the line that made it, and storages are seen that only C++
+            holds. It costs time there, and under a dispatch mode PyTorch writes less in place and
+            takes other formulas for a few derivatives, with which the last bits of results can
+            differ. PyTorch 2.6 cannot run `torch.cond` and its like under a dispatch mode, and
+            raises NotImplementedError there.
 
     Attributes:
-        changes: What came and went from each mark to the next one; of the first mark, what was there.
+        changes: What came and went from each mark to the next one; of the first mark, what was
+            there.
 
     Raises:
         TypeError: If `model` is no module or `optimizer` no optimizer, or not several of them.
@@ -82,7 +88,9 @@ class TensorDiff(Shown):
     ) -> None:
         modules = _several("model", model, torch.nn.Module)
         self._modules = [weakref.ref(module) for module in modules]
-        self._optimizers = [weakref.ref(one) for one in _several("optimizer", optimizer, torch.optim.Optimizer)]
+        self._optimizers = [
+            weakref.ref(one) for one in _several("optimizer", optimizer, torch.optim.Optimizer)
+        ]
         self._device = torch.device(device) if device is not None else default_device(modules)
         self._meter = _meter(self._device)
         self._has_ledger = ledger
@@ -105,7 +113,9 @@ class TensorDiff(Shown):
             RuntimeError: If there is to be a ledger, which there is in a `with` block only.
         """
         if not isinstance(label, str):
-            raise TypeError(f"label must be a text, got {described(label)}. Write mark('after forward'), or mark() without one.")
+            raise TypeError(
+                f"label must be a text, got {described(label)}. Write mark('after forward'), or mark() without one."
+            )
         if self._has_ledger and self._open is None:
             raise RuntimeError(
                 "This mark is outside of `with diff:`, and a ledger is kept inside only. Put the marks into the block, or leave out ledger=True."
@@ -114,7 +124,9 @@ class TensorDiff(Shown):
 
     def __enter__(self) -> TensorDiff:
         if self._open is not None:
-            raise RuntimeError("This TensorDiff is in a `with` block already. Make another one for a block inside, or call mark() there.")
+            raise RuntimeError(
+                "This TensorDiff is in a `with` block already. Make another one for a block inside, or call mark() there."
+            )
         self._mark("")
         with ExitStack() as opened:
             if self._has_ledger:
@@ -123,14 +135,23 @@ class TensorDiff(Shown):
             self._open = opened.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         opened, self._open = self._open, None
         assert opened is not None
         opened.close()
         self._mark("end of the block")
 
     def _mark(self, label: str) -> TensorChange:
-        frames = [frame for frame in stack(sys._getframe(1)) if not is_of_memcallback(frame.f_code.co_filename)]
+        frames = [
+            frame
+            for frame in stack(sys._getframe(1))
+            if not is_of_memcallback(frame.f_code.co_filename)
+        ]
         at = line_at(frames[0])
         known = self._look(frames)
         mark = self._read(label, at, known)
@@ -139,7 +160,11 @@ class TensorDiff(Shown):
             after=mark,
             appeared=_groups(_without(known, self._known)) if self.changes else (),
             vanished=_groups(_without(self._known, known)),
-            device_name=self._meter.device_name if self._meter else "CPU" if self._device.type == "cpu" else str(self._device),
+            device_name=self._meter.device_name
+            if self._meter
+            else "CPU"
+            if self._device.type == "cpu"
+            else str(self._device),
             notes=self._notes(),
         )
         self._known = known
@@ -147,14 +172,18 @@ class TensorDiff(Shown):
         return change
 
     def _look(self, frames: list[FrameType]) -> dict[int, _Known]:
-        """All storages that are there: those that are found, those that the ledger saw being made, and those that were found before."""
+        """All storages that are there: those that are found, those that the ledger saw being made,
+        and those that were found before.
+        """
         made = self._ledger.made if self._ledger else {}
         known = {key: now for key, one in self._known.items() if (now := _now(one)) is not None}
         for key, one in made.items():
             if key not in known or known[key].reference() is not one.reference():
                 known[key] = _Known(reference=one.reference, live=_live(one), made=one)
         frames = sorted(frames, key=lambda frame: is_library(frame.f_code.co_filename))
-        for live, reference in live_storages(_alive(self._modules), _alive(self._optimizers), None, self._device, frames=frames):
+        for live, reference in live_storages(
+            _alive(self._modules), _alive(self._optimizers), None, self._device, frames=frames
+        ):
             storage = reference()
             if storage is None:
                 continue
@@ -162,7 +191,9 @@ class TensorDiff(Shown):
             earlier = known.get(key)
             is_same = earlier is not None and earlier.reference() is storage
             known[key] = (
-                replace(earlier, live=live) if earlier is not None and is_same else _Known(reference=reference, live=live, made=None)
+                replace(earlier, live=live)
+                if earlier is not None and is_same
+                else _Known(reference=reference, live=live, made=None)
             )
         return known
 
@@ -189,7 +220,9 @@ class TensorDiff(Shown):
     def _notes(self) -> tuple[str, ...]:
         notes = []
         if self._device.type == "cpu":
-            notes.append("A CPU has no allocator that could be asked: storages that are not known do not count.")
+            notes.append(
+                "A CPU has no allocator that could be asked: storages that are not known do not count."
+            )
         if not READS_SAVED and not self._ledger:
             notes.append(
                 f"PyTorch {torch.__version__} tells nothing of what autograd saved for the backward pass, which is not in the table: "
@@ -223,8 +256,14 @@ def _several(name: str, given: Any, kind: type[_T]) -> list[_T]:
         if all(isinstance(one, kind) for one in several):
             return several
     what = "torch.nn.Module" if kind is torch.nn.Module else "torch.optim.Optimizer"
-    wrong = given if not isinstance(several, list) else next(one for one in several if not isinstance(one, kind))
-    raise TypeError(f"{name} must be a {what} or several of them, got {described(wrong)}. Leave it out to have names from variables.")
+    wrong = (
+        given
+        if not isinstance(several, list)
+        else next(one for one in several if not isinstance(one, kind))
+    )
+    raise TypeError(
+        f"{name} must be a {what} or several of them, got {described(wrong)}. Leave it out to have names from variables."
+    )
 
 
 def _alive(references: Iterable[Callable[[], _T | None]]) -> list[_T]:
@@ -246,7 +285,9 @@ def _now(known: _Known) -> _Known | None:
     storage = known.reference()
     if storage is None or not storage.nbytes():
         return None
-    return replace(known, live=replace(known.live, size_bytes=storage.nbytes(), address=storage.data_ptr()))
+    return replace(
+        known, live=replace(known.live, size_bytes=storage.nbytes(), address=storage.data_ptr())
+    )
 
 
 def _live(made: Made) -> LiveTensor:
@@ -264,17 +305,25 @@ def _live(made: Made) -> LiveTensor:
 
 
 def _without(some: Mapping[int, _Known], others: Mapping[int, _Known]) -> list[_Known]:
-    """Those storages that are not the same in the others: another one can have their number, and the same one another size."""
+    """Those storages that are not the same in the others: another one can have their number, and
+    the same one another size.
+    """
     found = []
     for key, one in some.items():
         other = others.get(key)
-        if other is None or other.reference is not one.reference or other.live.size_bytes != one.live.size_bytes:
+        if (
+            other is None
+            or other.reference is not one.reference
+            or other.live.size_bytes != one.live.size_bytes
+        ):
             found.append(one)
     return found
 
 
 def _groups(storages: Iterable[_Known]) -> tuple[TensorGroup, ...]:
-    """Storages of the same shape, type, category and line together; without a category, of the same owner."""
+    """Storages of the same shape, type, category and line together; without a category, of the same
+    owner.
+    """
     grouped: dict[tuple[object, ...], list[_Known]] = {}
     for one in storages:
         made = one.made
@@ -289,7 +338,9 @@ def _groups(storages: Iterable[_Known]) -> tuple[TensorGroup, ...]:
             size_bytes=sum(one.live.size_bytes for one in alike),
             category=alike[0].live.category,
             owners=tuple(sorted(set(filter(None, map(_owner_of, alike))))),
-            modules=tuple(sorted({module for module in map(_module_of, alike) if module is not None})),
+            modules=tuple(
+                sorted({module for module in map(_module_of, alike) if module is not None})
+            ),
             made_at=None if alike[0].made is None else alike[0].made.at,
         )
         for alike in grouped.values()
@@ -308,4 +359,8 @@ def _owner_of(known: _Known) -> str:
 
 
 def _module_of(known: _Known) -> str | None:
-    return known.made.module if known.live.module is None and known.made is not None else known.live.module
+    return (
+        known.made.module
+        if known.live.module is None and known.made is not None
+        else known.live.module
+    )

@@ -32,7 +32,8 @@ class Made:
         shape: Of the tensor that it was made for.
         dtype: Of that tensor, such as `float32`.
         operator: What made it, such as `aten::relu`.
-        module: The module that was running, or in a backward pass the one whose forward pass made the autograd node; None if not known.
+        module: The module that was running, or in a backward pass the one whose forward pass made
+            the autograd node; None if not known.
         at: The line of the user's program; None if there is none on the stack.
     """
 
@@ -47,12 +48,9 @@ class Made:
 class TensorLedger(TorchDispatchMode):
     """Sees every operator of this thread and of the backward passes that it starts.
 
-    Under a dispatch mode PyTorch writes less in place and takes other formulas for a few derivatives: memory between two points, and the
-    last bits of results, can differ from those without.
-
-    Args:
-        device: Storages elsewhere are left out.
-        models: Whose modules are followed, through hooks.
+    Under a dispatch mode PyTorch writes less in place and takes other formulas for a few
+    derivatives: memory between two points, and the last bits of results, can differ from those
+    without.
     """
 
     # Calls of higher order operators come through here like any other, as calls that are passed on.
@@ -68,7 +66,9 @@ class TensorLedger(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """PyTorch asks whether compiled code shall run as it would without this mode, which then sees what is left of its operators."""
+        """PyTorch asks whether compiled code shall run as it would without this mode, which then
+        sees what is left of its operators.
+        """
         return True
 
     @property
@@ -87,7 +87,11 @@ class TensorLedger(TorchDispatchMode):
                 yield
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run an operator, and write down the storages that it made."""
         outputs = func(*args, **(kwargs or {}))
@@ -108,17 +112,37 @@ class TensorLedger(TorchDispatchMode):
                     made_by = _name_of(func), self._modules.running(), self._line()
                 self._follow(part, storage, *made_by)
 
-    def _follow(self, part: torch.Tensor, storage: torch.UntypedStorage, operator: str, module: str | None, at: CodeLine | None) -> None:
+    def _follow(
+        self,
+        part: torch.Tensor,
+        storage: torch.UntypedStorage,
+        operator: str,
+        module: str | None,
+        at: CodeLine | None,
+    ) -> None:
         key, made = storage._cdata, self._made
         reference = weakref.ref(storage, lambda gone: _forget(made, key, gone))
         dtype = str(part.dtype).removeprefix("torch.")
-        made[key] = Made(reference=reference, shape=tuple(part.shape), dtype=dtype, operator=operator, module=module, at=at)
+        made[key] = Made(
+            reference=reference,
+            shape=tuple(part.shape),
+            dtype=dtype,
+            operator=operator,
+            module=module,
+            at=at,
+        )
 
     def _line(self) -> CodeLine | None:
-        """The line of the user's program that runs; in a thread of autograd's, the one that waits for it."""
-        # With this function's own frame there would be a cycle, which keeps what the operator made alive until it is collected.
+        """The line of the user's program that runs; in a thread of autograd's, the one that waits
+        for it.
+        """
+        # With this function's own frame there would be a cycle, which keeps what the operator made
+        # alive until it is collected.
         frames = [sys._getframe(1)]
-        if threading.get_ident() != self._thread and (waiting := sys._current_frames().get(self._thread)) is not None:
+        if (
+            threading.get_ident() != self._thread
+            and (waiting := sys._current_frames().get(self._thread)) is not None
+        ):
             frames.append(waiting)
         return next((line for frame in frames if (line := line_of(frame)) is not None), None)
 
@@ -134,18 +158,27 @@ def _name_of(func: Any) -> str:
 
 
 class _Modules:
-    """Which module runs, in each thread; in a backward pass, which one made the autograd node that runs."""
+    """Which module runs, in each thread; in a backward pass, which one made the autograd node that
+    runs.
+    """
 
     def __init__(self) -> None:
         self._stacks: dict[int, list[str]] = {}
-        #: By thread: where in the sequence of autograd nodes the running module changed, and to which.
+        #: By thread: where in the sequence of autograd nodes the running module changed, and to
+        #: which.
         self._changes: dict[int, tuple[list[int], list[str | None]]] = {}
 
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
             with suppress(RuntimeError):  # a compiled module of TorchScript takes no such hooks
-                hooks.callback(module.register_forward_hook(Hook(self._leave), always_call=True).remove)
-                hooks.callback(module.register_forward_pre_hook(Hook(partial(self._enter, name)), prepend=True).remove)
+                hooks.callback(
+                    module.register_forward_hook(Hook(self._leave), always_call=True).remove
+                )
+                hooks.callback(
+                    module.register_forward_pre_hook(
+                        Hook(partial(self._enter, name)), prepend=True
+                    ).remove
+                )
 
     def running(self) -> str | None:
         """The name of the module; None if none is known."""
@@ -157,7 +190,11 @@ class _Modules:
             return None
         number = node._sequence_nr()
         # Each thread numbers its nodes by itself.
-        found = {to[bisect.bisect_right(at, number) - 1] for at, to in self._changes.values() if at[0] <= number}
+        found = {
+            to[bisect.bisect_right(at, number) - 1]
+            for at, to in self._changes.values()
+            if at[0] <= number
+        }
         return found.pop() if len(found) == 1 else None
 
     def _enter(self, name: str, *_: object) -> None:

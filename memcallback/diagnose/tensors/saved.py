@@ -1,6 +1,7 @@
 """What autograd saved, read from the graph.
 
-Nothing is unpacked: a saved tensor with a hook (a checkpoint, `save_on_cpu`) may be computed or copied again when it is.
+Nothing is unpacked: a saved tensor with a hook (a checkpoint, `save_on_cpu`) may be computed or
+copied again when it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 #: Whether PyTorch tells what it saved without unpacking it, as it does from version 2.11 on.
 READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
 _RAW = "_raw_saved_"
-#: From a parameter to the operator that takes it there are at most so many operators that save nothing: a transposition, a cast.
+#: From a parameter to the operator that takes it there are at most so many operators that save
+#: nothing: a transposition, a cast.
 _MOST_BETWEEN = 3
 #: What a saved tensor was packed into is looked at for tensors, so deep.
 _MOST_PACKED = 64
@@ -29,8 +31,10 @@ class Saved:
     Attributes:
         tensor: The tensor.
         node: The node's name, such as `ConvolutionBackward0`.
-        attribute: Under which name the code of a `torch.autograd.Function` keeps it; empty for what was saved for backward.
-        module: The module whose own parameter the node's operator takes; None if there is none, or it is not sure.
+        attribute: Under which name the code of a `torch.autograd.Function` keeps it; empty for what
+            was saved for backward.
+        module: The module whose own parameter the node's operator takes; None if there is none, or
+            it is not sure.
     """
 
     tensor: torch.Tensor
@@ -40,10 +44,8 @@ class Saved:
 
 
 def graph_nodes(roots: Iterable[Any]) -> list[Any]:
-    """The autograd nodes that can be reached from some of them, in the order in which they were made.
-
-    Args:
-        roots: Nodes, such as the `grad_fn` of tensors.
+    """The autograd nodes that can be reached from some of them, in the order in which they were
+    made.
     """
     pending = list(roots)
     found: dict[Any, None] = {}
@@ -60,16 +62,17 @@ def graph_nodes(roots: Iterable[Any]) -> list[Any]:
 
 
 def saved_tensors(nodes: Iterable[Any], modules: Mapping[int, str | None]) -> Iterator[Saved]:
-    """What autograd nodes hold. With PyTorch before 2.11, what a `torch.autograd.Function` keeps in attributes alone.
-
-    Args:
-        nodes: The nodes.
-        modules: The module of each parameter, by its id; None where it has several.
+    """What autograd nodes hold. With PyTorch before 2.11, what a `torch.autograd.Function` keeps in
+    attributes alone.
     """
     for node in nodes:
         try:
             name, module = node.name().rpartition("::")[2], _module_of(node, modules)
-            kept = [(attribute, tensor) for attribute, value in getattr(node, "__dict__", {}).items() for tensor in _tensors(value)]
+            kept = [
+                (attribute, tensor)
+                for attribute, value in getattr(node, "__dict__", {}).items()
+                for tensor in _tensors(value)
+            ]
         except Exception:
             continue
         for tensor in _saved_by(node):
@@ -93,7 +96,9 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """A tensor, or those in a tuple or list: what hooks pack a tensor into, and what a function keeps."""
+    """A tensor, or those in a tuple or list: what hooks pack a tensor into, and what a function
+    keeps.
+    """
     if issubclass(type(value), torch.Tensor):
         yield value  # type: ignore[misc]
     elif type(value) in (tuple, list):
@@ -104,7 +109,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 def _module_of(node: Any, modules: Mapping[int, str | None]) -> str | None:
     """The module of the first parameter that the node's operator takes and that has one."""
-    return next((modules[number] for number in parameters_of(node) if modules.get(number) is not None), None)
+    return next(
+        (modules[number] for number in parameters_of(node) if modules.get(number) is not None), None
+    )
 
 
 def parameters_of(node: Any) -> Iterator[int]:

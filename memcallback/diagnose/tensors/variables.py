@@ -1,6 +1,7 @@
 """Tensors held by variables in the program's frames.
 
-Nothing of the user's runs: objects are looked at without asking them, and what is not looked at has no name.
+Nothing of the user's runs: objects are looked at without asking them, and what is not looked at has
+no name.
 """
 
 from __future__ import annotations
@@ -20,19 +21,37 @@ from typing import Any
 
 import torch
 
-#: How deep containers and objects are searched for tensors, how many of them below one variable, and in one search.
+#: How deep containers and objects are searched for tensors, how many of them below one variable,
+#: and in one search.
 _MOST_DEPTH = 4
 _MOST_OBJECTS = 20_000
 _MOST_IN_ALL = 200_000
-_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, FunctionType, FrameType)
+_LEAVES = (
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    ModuleType,
+    FunctionType,
+    FrameType,
+)
 _SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
 _OWN = str(Path(__file__).parents[2])
 
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether a source file belongs to Python, to an installed package or to this one, or was generated, and is not the user's program."""
-    is_generated = filename.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in filename
+    """Whether a source file belongs to Python, to an installed package or to this one, or was
+    generated, and is not the user's program.
+    """
+    is_generated = (
+        filename.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in filename
+    )
     return is_generated or any(filename.startswith(f"{root}/") for root in _library_folders())
 
 
@@ -40,7 +59,11 @@ def is_library(filename: str) -> bool:
 def _library_folders() -> frozenset[str]:
     paths = sysconfig.get_paths()
     return frozenset(
-        [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1]), _OWN]
+        [
+            *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            str(Path(torch.__file__).parents[1]),
+            _OWN,
+        ]
     )
 
 
@@ -59,9 +82,10 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 def variables(frame: FrameType) -> dict[str, Any]:
     """The variables of a frame, by name; none where reading them would keep what they hold alive.
 
-    Before Python 3.13 `f_locals` of a function is a dict that the frame keeps, with all that is in it. It is emptied again, unless a
-    debugger is tracing: Python would write the emptied dict back into the function's variables. A dict that the program has from its own
-    `locals()` is the same one: it then has the variables of this moment.
+    Before Python 3.13 `f_locals` of a function is a dict that the frame keeps, with all that is in
+    it. It is emptied again, unless a debugger is tracing: Python would write the emptied dict back
+    into the function's variables. A dict that the program has from its own `locals()` is the same
+    one: it then has the variables of this moment.
     """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
         return dict(frame.f_locals)
@@ -69,7 +93,8 @@ def variables(frame: FrameType) -> dict[str, Any]:
         return {}
     kept = frame.f_locals
     found = dict(kept)
-    # The frame's own reference, ours and that of the argument: with more, the program has asked for its locals() itself.
+    # The frame's own reference, ours and that of the argument: with more, the program has asked for
+    # its locals() itself.
     if sys.getrefcount(kept) <= 3:
         kept.clear()
     return found
@@ -89,11 +114,7 @@ class Scope:
 
 
 def scopes(frames: Iterable[FrameType]) -> list[Scope]:
-    """The variables of frames, and the global ones of the user's files that these run in.
-
-    Args:
-        frames: The frames, in the order of precedence; those of this package are left out.
-    """
+    """The variables of frames, and the global ones of the user's files that these run in."""
     frames = [frame for frame in frames if not is_of_memcallback(frame.f_code.co_filename)]
     found, files = [], set()
     for frame in frames:
@@ -108,48 +129,61 @@ def scopes(frames: Iterable[FrameType]) -> list[Scope]:
         filename = frame.f_code.co_filename
         if id(frame.f_globals) not in files and not is_library(filename):
             files.add(id(frame.f_globals))
-            found.append(Scope(values=dict(frame.f_globals), owner=f"variable '{{}}' in {Path(filename).name}"))
+            found.append(
+                Scope(
+                    values=dict(frame.f_globals), owner=f"variable '{{}}' in {Path(filename).name}"
+                )
+            )
     return found
 
 
 def scope_tensors(*searched: Scope) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that variables hold, themselves or in containers and objects, with the name of the owner."""
-    return _search((scope.owner, name, value) for scope in searched for name, value in scope.values.items())
+    """Tensors that variables hold, themselves or in containers and objects, with the name of the
+    owner.
+    """
+    return _search(
+        (scope.owner, name, value) for scope in searched for name, value in scope.values.items()
+    )
 
 
 def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Tensors in attributes of a model's modules that are neither parameters nor buffers, with the names of module and owner."""
+    """Tensors in attributes of a model's modules that are neither parameters nor buffers, with the
+    names of module and owner.
+    """
     for name, module in model.named_modules():
-        attributes = {key: value for key, value in _attributes(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        attributes = {
+            key: value
+            for key, value in _attributes(module).items()
+            if key not in ("_parameters", "_buffers", "_modules")
+        }
         of = f"module {name!r}" if name else "the root module"
         owner = f"attribute '{{}}' of {of}"
-        for path, tensor in _search((owner, attribute, value) for attribute, value in attributes.items()):
+        for path, tensor in _search(
+            (owner, attribute, value) for attribute, value in attributes.items()
+        ):
             yield name, path, tensor
 
 
 def _search(roots: Iterable[tuple[str, str, object]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in containers and objects, of each root the nearest first, with their owner's name.
+    """The tensors in containers and objects, of each root the nearest first, with their owner's
+    name.
 
-    What several roots lead to, such as the loggers of a program, is looked at again only where a root is nearer to it.
-
-    Args:
-        roots: How the owner is called with `{}` for the path to the tensor, where that path begins, what is there.
+    What several roots lead to, such as the loggers of a program, is looked at again only where a
+    root is nearer to it.
     """
     depth_of: dict[int, int] = {}
     for owner, name, value in roots:
-        with suppress(Exception):  # of whatever is in a person's objects, the other roots are looked at
+        with suppress(
+            Exception
+        ):  # of whatever is in a person's objects, the other roots are looked at
             for path, tensor in _below(name, value, depth_of):
                 yield owner.format(path), tensor
 
 
-def _below(name: str, value: object, depth_of: dict[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors below one root.
-
-    Args:
-        name: Where paths begin.
-        value: The root.
-        depth_of: How deep an object was when it was looked at, by identity; other roots have seen to theirs.
-    """
+def _below(
+    name: str, value: object, depth_of: dict[int, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors below one root."""
     most = min(len(depth_of) + _MOST_OBJECTS, _MOST_IN_ALL)
     pending = deque([(name, value, 0)])
     while pending:
@@ -179,7 +213,9 @@ def _is_leaf(obj: object) -> bool:
 
 
 def _children(obj: object) -> list[tuple[str, object]]:
-    """What a container holds, with empty names, or an object in its attributes; read past whatever its class makes of that."""
+    """What a container holds, with empty names, or an object in its attributes; read past whatever
+    its class makes of that.
+    """
     held: Any = obj
     for container in (list, tuple, set, frozenset, deque):
         if issubclass(type(obj), container):
@@ -205,5 +241,9 @@ def _attributes(obj: object) -> dict[str, object]:
 
 @cache
 def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
-    members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
-    return tuple((name, member) for name, member in members.items() if inspect.ismemberdescriptor(member))
+    members = {
+        name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()
+    }
+    return tuple(
+        (name, member) for name, member in members.items() if inspect.ismemberdescriptor(member)
+    )

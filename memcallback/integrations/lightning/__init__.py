@@ -1,4 +1,5 @@
-"""Lightning: `MemoryCallback`, what it reads of a Trainer (`trainer/`), and `fit_batch_size` (`fit/`).
+"""Lightning: `MemoryCallback`, what it reads of a Trainer (`trainer/`), and `fit_batch_size`
+(`fit/`).
 
 Start with `callback`.
 """

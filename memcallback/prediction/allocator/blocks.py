@@ -11,7 +11,8 @@ from memcallback.prediction.allocator.settings import AllocatorSettings
 
 #: Where the segments of an imaginary device begin.
 _FIRST_ADDRESS = 1 << 45
-#: cudaMalloc gives ranges that begin at a multiple of this (every segment of the recorded histories does).
+#: cudaMalloc gives ranges that begin at a multiple of this (every segment of the recorded histories
+#: does).
 _ALIGNMENT_BYTES = 2 * MiB
 #: By what the free blocks of one size are ordered.
 by_address = attrgetter("address")
@@ -27,11 +28,22 @@ class Device:
         first_blocks: The first block of each segment, by address.
     """
 
-    __slots__ = ("_new_address", "_next_address", "capacity_bytes", "first_blocks", "peak_reserved_bytes", "reserved_bytes")
+    __slots__ = (
+        "_new_address",
+        "_next_address",
+        "capacity_bytes",
+        "first_blocks",
+        "peak_reserved_bytes",
+        "reserved_bytes",
+    )
 
-    def __init__(self, capacity_bytes: int | None, new_address: Callable[[int], int] | None) -> None:
+    def __init__(
+        self, capacity_bytes: int | None, new_address: Callable[[int], int] | None
+    ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
-            raise ValueError(f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for no end")
+            raise ValueError(
+                f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for no end"
+            )
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.first_blocks: dict[int, Block] = {}
@@ -40,7 +52,10 @@ class Device:
 
     def take(self, size_bytes: int) -> bool:
         """Reserve memory; False if there is not so much left."""
-        if self.capacity_bytes is not None and self.reserved_bytes + size_bytes > self.capacity_bytes:
+        if (
+            self.capacity_bytes is not None
+            and self.reserved_bytes + size_bytes > self.capacity_bytes
+        ):
             return False
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -71,13 +86,30 @@ class Block:
         previous: The block before it in its segment; None if it is the first.
         next: The block after it in its segment; None if it is the last.
         requested_bytes: What was asked for, while it is in use; 0 while it is free.
-        is_allocated: Handed out and not freed. What is in use all the same was freed while another stream still uses it.
+        is_allocated: Handed out and not freed. What is in use all the same was freed while another
+            stream still uses it.
         is_mapped: Has memory behind it; False only in expandable segments.
     """
 
-    __slots__ = ("address", "is_allocated", "is_mapped", "next", "pool", "previous", "requested_bytes", "size_bytes")
+    __slots__ = (
+        "address",
+        "is_allocated",
+        "is_mapped",
+        "next",
+        "pool",
+        "previous",
+        "requested_bytes",
+        "size_bytes",
+    )
 
-    def __init__(self, address: int, size_bytes: int, pool: Pool, previous: Block | None = None, following: Block | None = None) -> None:
+    def __init__(
+        self,
+        address: int,
+        size_bytes: int,
+        pool: Pool,
+        previous: Block | None = None,
+        following: Block | None = None,
+    ) -> None:
         self.address = address
         self.size_bytes = size_bytes
         self.pool = pool
@@ -107,7 +139,9 @@ class Block:
     def split_off(self, size_bytes: int) -> Block:
         """Keep the first `size_bytes` and return the rest as a new block after this one."""
         after = self.next
-        rest = type(self)(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self, after)
+        rest = type(self)(
+            self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self, after
+        )
         if after is not None:
             after.previous = rest
         self.next = rest
@@ -123,10 +157,11 @@ class Block:
 
 
 class Pool:
-    """The free blocks of the small or of the large pool of one stream, in order of size and then of address.
+    """The free blocks of the small or of the large pool of one stream, in order of size and then of
+    address.
 
-    That order is `BlockComparatorSize`'s (CUDACachingAllocator.cpp). Most of a training's blocks are of few sizes, so equal ones stand
-    together.
+    That order is `BlockComparatorSize`'s (CUDACachingAllocator.cpp). Most of a training's blocks
+    are of few sizes, so equal ones stand together.
 
     Attributes:
         stream: The stream.
@@ -154,10 +189,8 @@ class Pool:
             insort(group, block, key=by_address)
 
     def put_back(self, block: Block) -> Block:
-        """Put in a block that is no longer in use, as one with the neighbours that are free and as mapped as it.
-
-        Returns:
-            That one: the first of them, which has grown; the others are no more (`try_merge_blocks`, CUDACachingAllocator.cpp).
+        """Put in a block that is no longer in use, as one with the neighbours that are free and as
+        mapped as it.
         """
         before, after, is_mapped = block.previous, block.next, block.is_mapped
         block.requested_bytes = 0
@@ -181,12 +214,10 @@ class Pool:
             del self._groups[size_bytes], self._sizes[bisect_left(self._sizes, size_bytes)]
 
     def take(self, block_bytes: int, settings: AllocatorSettings) -> Block | None:
-        """The free block that is used for a new one, taken out of the pool (`get_free_block`, CUDACachingAllocator.cpp).
+        """The free block that is used for a new one, taken out of the pool (`get_free_block`,
+        CUDACachingAllocator.cpp).
 
         It is the smallest that is large enough, of equal ones that with the lowest address.
-
-        Returns:
-            The block, not yet split; None if there is none.
         """
         sizes = self._sizes
         index = bisect_left(sizes, block_bytes)
@@ -206,11 +237,7 @@ class Pool:
         return (block for size_bytes in sizes for block in self._groups[size_bytes])
 
     def grow(self, block_bytes: int, settings: AllocatorSettings, device: Device) -> Block | None:
-        """Take a segment from the device (`alloc_block`, CUDACachingAllocator.cpp).
-
-        Returns:
-            All of it as one block that is not in the pool; None if the device is full.
-        """
+        """Take a segment from the device (`alloc_block`, CUDACachingAllocator.cpp)."""
         segment_bytes = settings.segment_bytes(block_bytes)
         if not device.take(segment_bytes):
             return None
@@ -219,14 +246,18 @@ class Pool:
         return block
 
     def give_back(self, block: Block, device: Device) -> None:
-        """Give a free block back to the device if it is a whole segment (`release_block`, CUDACachingAllocator.cpp)."""
+        """Give a free block back to the device if it is a whole segment (`release_block`,
+        CUDACachingAllocator.cpp).
+        """
         if not block.is_split:
             self.remove(block)
             del device.first_blocks[block.address]
             device.give_back(block.size_bytes)
 
 
-def tile(address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def tile(
+    address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
     """The allocated blocks of a segment with the gaps between them as blocks of 0 requested bytes."""
     tiles, end = [], address
     for block_address, requested_bytes, block_bytes in blocks:

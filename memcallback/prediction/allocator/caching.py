@@ -1,8 +1,9 @@
 """PyTorch's CUDA caching allocator, simulated.
 
-The rules are those of `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp, each named where it is
-followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. Not simulated: private pools (CUDA graphs,
-`torch.cuda.MemPool`), garbage collection (`garbage_collection_threshold`) and other users of the same device.
+The rules are those of `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp, each
+named where it is followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. Not
+simulated: private pools (CUDA graphs, `torch.cuda.MemPool`), garbage collection
+(`garbage_collection_threshold`) and other users of the same device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
 from memcallback.prediction.allocator.blocks import Block, Device, Pool, tile
 from memcallback.prediction.allocator.expandable import ExpandablePool
-from memcallback.prediction.allocator.settings import SMALL_SEGMENT_BYTES, SMALL_SIZE_BYTES, AllocatorSettings
+from memcallback.prediction.allocator.settings import (
+    SMALL_SEGMENT_BYTES,
+    SMALL_SIZE_BYTES,
+    AllocatorSettings,
+)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -25,7 +30,9 @@ class OutOfMemoryError(RuntimeError):
         capacity_bytes: What it can have in all.
     """
 
-    def __init__(self, requested_bytes: int, segment_bytes: int, stats: MemoryStats, capacity_bytes: int) -> None:
+    def __init__(
+        self, requested_bytes: int, segment_bytes: int, stats: MemoryStats, capacity_bytes: int
+    ) -> None:
         reserved_bytes, allocated_bytes = stats.reserved_bytes or 0, stats.allocated_bytes or 0
         super().__init__(
             f"Tried to allocate {format_bytes(segment_bytes)} of a capacity of {format_bytes(capacity_bytes)}, "
@@ -43,7 +50,8 @@ class CachingAllocator:
     Attributes:
         settings: Its settings.
         allocated_bytes: In blocks handed out: `torch.cuda.memory_allocated`.
-        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was called.
+        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was
+            called.
         requested_bytes: Asked for by what is active.
         num_alloc_retries: How often the cache was given back and the device asked again.
         num_ooms: How often that did not help.
@@ -56,17 +64,7 @@ class CachingAllocator:
         capacity_bytes: int | None = None,
         new_address: Callable[[int], int] | None = None,
     ) -> None:
-        """Make an allocator that has nothing yet.
-
-        Args:
-            settings: Its settings; None means PyTorch's defaults.
-            capacity_bytes: What it can have of its device: the device's memory less contexts and other users; None means no end.
-            new_address: Given a size in bytes, where the driver puts a new segment. Among equal free blocks the lowest
-                address is used first. None means each above the last.
-
-        Raises:
-            ValueError: If the capacity is negative.
-        """
+        """Make an allocator that has nothing yet."""
         self.settings = settings or AllocatorSettings()
         self.allocated_bytes = self.peak_allocated_bytes = self.requested_bytes = 0
         self.num_alloc_retries = 0
@@ -92,83 +90,68 @@ class CachingAllocator:
         if self.settings.expandable_segments:
             return 0
         free = (block for block in self._device.first_blocks.values() if not block.requested_bytes)
-        return self.reserved_bytes - self.active_bytes - sum(block.size_bytes for block in free if not block.is_split)
+        return (
+            self.reserved_bytes
+            - self.active_bytes
+            - sum(block.size_bytes for block in free if not block.is_split)
+        )
 
     @property
     def num_segments(self) -> int:
-        """How many cudaMalloc made; expandable segments do not count, as in `torch.cuda.memory_stats`."""
+        """How many cudaMalloc made; expandable segments do not count, as in
+        `torch.cuda.memory_stats`.
+        """
         return 0 if self.settings.expandable_segments else len(self._device.first_blocks)
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
-        """Hand out a block (`malloc`).
-
-        Args:
-            size_bytes: What is asked for, at least 1: for an empty tensor PyTorch asks for nothing.
-            stream: The stream that it is for.
-
-        Returns:
-            The block, to be given to `free` once.
-
-        Raises:
-            ValueError: If the size is below 1.
-            OutOfMemoryError: If the device is full. The allocator can be used further.
-        """
+        """Hand out a block (`malloc`)."""
         if size_bytes < 1:
-            raise ValueError(f"size_bytes is {size_bytes}; the allocator is asked for 1 byte or more: leave empty tensors out")
+            raise ValueError(
+                f"size_bytes is {size_bytes}; the allocator is asked for 1 byte or more: leave empty tensors out"
+            )
         settings = self.settings
         block_bytes = settings.block_bytes(size_bytes)
         is_small = block_bytes <= SMALL_SIZE_BYTES
-        pool = (self._small if is_small else self._large).get(stream) or self._pool(stream, is_small=is_small)
+        pool = (self._small if is_small else self._large).get(stream) or self._pool(
+            stream, is_small=is_small
+        )
         block = pool.take(block_bytes, settings) or self._from_device(size_bytes, block_bytes, pool)
         # Split what is not needed off a free block and make the rest active (`alloc_found_block`).
         free_bytes = block.size_bytes
-        if free_bytes > block_bytes and settings.splits(block_bytes, free_bytes - block_bytes, is_small=is_small):
+        if free_bytes > block_bytes and settings.splits(
+            block_bytes, free_bytes - block_bytes, is_small=is_small
+        ):
             pool.add(block.split_off(block_bytes))
         self._activate(block, size_bytes)
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back.
-
-        Args:
-            block: What `allocate` returned.
-
-        Raises:
-            ValueError: If it is not allocated.
-        """
+        """Take a block back."""
         self._no_longer_allocated(block)
         self.requested_bytes -= block.requested_bytes
         block.pool.put_back(block)
 
     def request_free(self, block: Block) -> None:
-        """Take a block back that another stream still uses (`Tensor.record_stream`): active, but not allocated (`free`).
-
-        Args:
-            block: What `allocate` returned. `complete_free` follows, or `empty_cache`, which waits for the streams.
-
-        Raises:
-            ValueError: If it is not allocated.
+        """Take a block back that another stream still uses (`Tensor.record_stream`): active, but
+        not allocated (`free`).
         """
         self._no_longer_allocated(block)
         self._pending[block.address] = block
 
     def complete_free(self, block: Block) -> None:
-        """No stream uses a block any more: it is free for reuse.
-
-        Args:
-            block: What `request_free` was called with.
-
-        Raises:
-            ValueError: If it was not.
-        """
+        """No stream uses a block any more: it is free for reuse."""
         if self._pending.get(block.address) is not block:
-            raise ValueError(f"the block at address {block.address} awaits no end of its use; call request_free before complete_free")
+            raise ValueError(
+                f"the block at address {block.address} awaits no end of its use; call request_free before complete_free"
+            )
         del self._pending[block.address]
         self.requested_bytes -= block.requested_bytes
         block.pool.put_back(block)
 
     def empty_cache(self) -> None:
-        """Give back to the device all that is wholly free (`release_cached_blocks`): `torch.cuda.empty_cache`."""
+        """Give back to the device all that is wholly free (`release_cached_blocks`):
+        `torch.cuda.empty_cache`.
+        """
         for block in list(self._pending.values()):
             self.complete_free(block)
         for pool in self._pools():
@@ -176,28 +159,26 @@ class CachingAllocator:
                 pool.give_back(block, self._device)
 
     def adopt_segment(
-        self, address: int, size_bytes: int, stream: int, *, is_small: bool, blocks: Iterable[tuple[int, int, int]] = ()
+        self,
+        address: int,
+        size_bytes: int,
+        stream: int,
+        *,
+        is_small: bool,
+        blocks: Iterable[tuple[int, int, int]] = (),
     ) -> list[Block]:
-        """Take over a segment as it stands in a running program, for instance in its `torch.cuda.memory._snapshot`.
-
-        Args:
-            address: Where it begins.
-            size_bytes: Its length.
-            stream: The stream it belongs to.
-            is_small: Whether it is of the small pool.
-            blocks: Address, requested bytes and block bytes of what is allocated in it, by address.
-
-        Returns:
-            The allocated blocks, in the order given.
-
-        Raises:
-            ValueError: If blocks overlap or lie outside, if the device is full, or with expandable segments.
+        """Take over a segment as it stands in a running program, for instance in its
+        `torch.cuda.memory._snapshot`.
         """
         if self.settings.expandable_segments:
-            raise ValueError("expandable segments cannot be adopted; a simulation of them starts empty: set expandable_segments to False")
+            raise ValueError(
+                "expandable segments cannot be adopted; a simulation of them starts empty: set expandable_segments to False"
+            )
         tiles = tile(address, size_bytes, blocks)
         if not self._device.take(size_bytes):
-            raise ValueError(f"the segment at {address} of {size_bytes} bytes is more than capacity_bytes has left; give a larger capacity")
+            raise ValueError(
+                f"the segment at {address} of {size_bytes} bytes is more than capacity_bytes has left; give a larger capacity"
+            )
         pool = self._pool(stream, is_small=is_small)
         adopted: list[Block] = []
         previous: Block | None = None
@@ -235,7 +216,9 @@ class CachingAllocator:
         self._device.peak_reserved_bytes = self._device.reserved_bytes
 
     def snapshot(self) -> list[list[Block]]:
-        """The blocks of each segment by address, segments by address; of an expandable one each range with memory behind it counts as one."""
+        """The blocks of each segment by address, segments by address; of an expandable one each
+        range with memory behind it counts as one.
+        """
         found: list[list[Block]] = []
         for _, first in sorted(self._device.first_blocks.items()):
             is_continued = False
@@ -254,7 +237,9 @@ class CachingAllocator:
             page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
             is_expandable = self.settings.expandable_segments
             pools[stream] = (
-                ExpandablePool(stream, is_small=is_small, page_bytes=page_bytes) if is_expandable else Pool(stream, is_small=is_small)
+                ExpandablePool(stream, is_small=is_small, page_bytes=page_bytes)
+                if is_expandable
+                else Pool(stream, is_small=is_small)
             )
         return pools[stream]
 
@@ -291,11 +276,15 @@ class CachingAllocator:
         if block is None:
             self.num_ooms += 1
             assert device.capacity_bytes is not None
-            raise OutOfMemoryError(size_bytes, settings.segment_bytes(block_bytes), self.stats(), device.capacity_bytes)
+            raise OutOfMemoryError(
+                size_bytes, settings.segment_bytes(block_bytes), self.stats(), device.capacity_bytes
+            )
         return block
 
     def _release_oversize(self, block_bytes: int, pool: Pool) -> bool:
-        """Give back free blocks that are too large to be split, only as many as needed (`release_available_cached_blocks`)."""
+        """Give back free blocks that are too large to be split, only as many as needed
+        (`release_available_cached_blocks`).
+        """
         max_split_bytes = self.settings.max_split_bytes
         if max_split_bytes is None or self.settings.expandable_segments:
             return False

@@ -1,7 +1,8 @@
 """Expandable segments.
 
-The rules are those of `ExpandableSegment`, `find_expandable_block`, `map_block` and `unmap_block` in PyTorch's
-c10/cuda/CUDACachingAllocator.cpp. The pages of the small pool are 2 MiB, those of the large pool `large_segment_bytes`.
+The rules are those of `ExpandableSegment`, `find_expandable_block`, `map_block` and `unmap_block`
+in PyTorch's c10/cuda/CUDACachingAllocator.cpp. The pages of the small pool are 2 MiB, those of the
+large pool `large_segment_bytes`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ class ExpandableBlock(Block):
 
     segment_address: int
 
-    def __init__(self, address: int, size_bytes: int, pool: Pool, previous: Block | None = None, following: Block | None = None) -> None:
+    def __init__(
+        self,
+        address: int,
+        size_bytes: int,
+        pool: Pool,
+        previous: Block | None = None,
+        following: Block | None = None,
+    ) -> None:
         super().__init__(address, size_bytes, pool, previous, following)
         if isinstance(previous, ExpandableBlock):
             self.is_mapped, self.segment_address = previous.is_mapped, previous.segment_address
@@ -38,19 +46,14 @@ class ExpandableBlock(Block):
 class ExpandablePool(Pool):
     """The blocks of the small or of the large pool of one stream that are not in use.
 
-    Those with memory behind them are as in any pool, those without it by address (`BlockComparatorAddress`, CUDACachingAllocator.cpp).
+    Those with memory behind them are as in any pool, those without it by address
+    (`BlockComparatorAddress`, CUDACachingAllocator.cpp).
     """
 
     __slots__ = ("_page_bytes", "_unmapped")
 
     def __init__(self, stream: int, *, is_small: bool, page_bytes: int) -> None:
-        """Make an empty pool.
-
-        Args:
-            stream: The stream.
-            is_small: Whether it is the small pool.
-            page_bytes: By what its segments grow.
-        """
+        """Make an empty pool."""
         super().__init__(stream, is_small=is_small)
         self._page_bytes = page_bytes
         self._unmapped: list[Block] = []
@@ -70,12 +73,11 @@ class ExpandablePool(Pool):
             del self._unmapped[bisect_left(self._unmapped, block.address, key=by_address)]
 
     def take(self, block_bytes: int, settings: AllocatorSettings) -> Block | None:
-        """The free block that is used for a new one, taken out of the pool (`get_free_block`, CUDACachingAllocator.cpp).
+        """The free block that is used for a new one, taken out of the pool (`get_free_block`,
+        CUDACachingAllocator.cpp).
 
-        A block at the growing end counts as large as it can become, so that a smaller hole is filled before it.
-
-        Returns:
-            The block, not yet split; None if there is none.
+        A block at the growing end counts as large as it can become, so that a smaller hole is
+        filled before it.
         """
         blocks = self.blocks(block_bytes)
         found = next(blocks, None)
@@ -91,10 +93,8 @@ class ExpandablePool(Pool):
         return found
 
     def grow(self, block_bytes: int, settings: AllocatorSettings, device: Device) -> Block | None:
-        """Put memory behind addresses until a free block is large enough, at the lowest place there is (`try_allocate_expandable_block`).
-
-        Returns:
-            The block, taken out of the pool; None if the device is full, where pages mapped before that stay.
+        """Put memory behind addresses until a free block is large enough, at the lowest place there
+        is (`try_allocate_expandable_block`).
         """
         block = self._find(block_bytes) or self._new_segment(device)
         if not block.is_mapped:
@@ -152,18 +152,20 @@ class ExpandablePool(Pool):
 
     def _new_segment(self, device: Device) -> Block:
         """Addresses for 1 1/8 of the device's memory, as one unmapped block."""
-        capacity_bytes = _UNKNOWN_CAPACITY_BYTES if device.capacity_bytes is None else device.capacity_bytes
-        size_bytes = max(round_up(capacity_bytes + capacity_bytes // 8, self._page_bytes), self._page_bytes)
+        capacity_bytes = (
+            _UNKNOWN_CAPACITY_BYTES if device.capacity_bytes is None else device.capacity_bytes
+        )
+        size_bytes = max(
+            round_up(capacity_bytes + capacity_bytes // 8, self._page_bytes), self._page_bytes
+        )
         block = ExpandableBlock(device.new_address(size_bytes), size_bytes, self)
         device.first_blocks[block.address] = block
         self.add(block)
         return block
 
     def _map(self, block: Block, size_bytes: int, device: Device) -> Block | None:
-        """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages (`map_block`).
-
-        Returns:
-            The free block of which that is the end now; None if the device is full.
+        """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages
+        (`map_block`).
         """
         mapped_bytes = round_up(size_bytes, self._page_bytes)
         if not device.take(mapped_bytes):

@@ -24,34 +24,23 @@ class HostAllocator:
 
     Attributes:
         allocated_bytes: In blocks handed out.
-        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was called.
+        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was
+            called.
         num_alloc_retries: 0: there is no cache to give back.
     """
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
-        """Make an allocator that has nothing yet.
-
-        Args:
-            capacity_bytes: What it can have; None means no end.
-        """
+        """Make an allocator that has nothing yet."""
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.num_alloc_retries = 0
         self._capacity_bytes = capacity_bytes
 
     def allocate(self, size_bytes: int, stream: int = 0) -> HostBlock:
-        """Hand out a block.
-
-        Args:
-            size_bytes: What is asked for, at least 1.
-            stream: Of no matter here.
-
-        Returns:
-            The block, to be given to `free` once.
-
-        Raises:
-            OutOfMemoryError: If that is more than the capacity. The allocator can be used further.
-        """
-        if self._capacity_bytes is not None and self.allocated_bytes + size_bytes > self._capacity_bytes:
+        """Hand out a block."""
+        if (
+            self._capacity_bytes is not None
+            and self.allocated_bytes + size_bytes > self._capacity_bytes
+        ):
             stats = replace(self.stats(), reserved_bytes=self.allocated_bytes)
             raise OutOfMemoryError(size_bytes, size_bytes, stats, self._capacity_bytes)
         self.allocated_bytes += size_bytes
@@ -59,15 +48,13 @@ class HostAllocator:
         return HostBlock(size_bytes)
 
     def free(self, block: HostBlock) -> None:
-        """Take a block back.
-
-        Args:
-            block: What `allocate` returned.
-        """
+        """Take a block back."""
         self.allocated_bytes -= block.size_bytes
 
     def stats(self) -> MemoryStats:
-        """The figures now, with the peak since the allocator was made or `reset_peaks` was called; reserved memory there is none."""
+        """The figures now, with the peak since the allocator was made or `reset_peaks` was called;
+        reserved memory there is none.
+        """
         return MemoryStats(
             allocated_bytes=self.allocated_bytes,
             requested_bytes=self.allocated_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
-from memcallback.core.tables import Shown
+from memcallback.core.tables import Printable
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
@@ -14,7 +14,7 @@ from memcallback.trace.traced_step import SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
-class BytesLaw:
+class LinearBytes:
     """A size in bytes that is linear in the batch size.
 
     Attributes:
@@ -31,13 +31,15 @@ class BytesLaw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextbookPrediction(Shown):
+class TextbookPrediction(Printable):
     """What one steady step will hold: model memory + batch size * memory per sample.
 
-    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch; every layer's output
-    does, and counts twice in the backward pass, where the gradients of the outputs join the outputs. What else autograd keeps
-    for the backward pass (the mask of a dropout) counts once. It is an upper estimate, since not every output is kept and not
-    all gradients of outputs live at the same time; the lower edge counts only what autograd saves for the backward pass, once.
+    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch;
+    every layer's output does, and counts twice in the backward pass, where the gradients of the
+    outputs join the outputs. What else autograd keeps for the backward pass (the mask of a dropout)
+    counts once. It is an upper estimate, since not every output is kept and not all gradients of
+    outputs live at the same time; the lower edge counts only what autograd saves for the backward
+    pass, once.
 
     Attributes:
         source: How it was worked out.
@@ -51,7 +53,8 @@ class TextbookPrediction(Shown):
         saved: Bytes that autograd saves for the backward pass.
         optimizer_transient_bytes: What the update itself needs for a moment.
         workspace_bytes: What the device's libraries keep in the allocator from the first step on.
-        gradients_live_in_forward: Whether gradients of the step before are still there in the forward pass.
+        gradients_live_in_forward: Whether gradients of the step before are still there in the
+            forward pass.
         caveats: What was assumed or left out, one sentence each.
     """
 
@@ -60,10 +63,10 @@ class TextbookPrediction(Shown):
     capacity_bytes: int | None = None
     batch_size: int
     held: Mapping[Category, int]
-    input: BytesLaw
-    outputs: BytesLaw
-    kept: BytesLaw
-    saved: BytesLaw
+    input: LinearBytes
+    outputs: LinearBytes
+    kept: LinearBytes
+    saved: LinearBytes
     optimizer_transient_bytes: int = 0
     workspace_bytes: int = 0
     gradients_live_in_forward: bool = False
@@ -86,17 +89,23 @@ class TextbookPrediction(Shown):
     @property
     def per_sample_bytes(self) -> int:
         """What each further sample adds to the peak."""
-        return self.input.per_sample_bytes + self.kept.per_sample_bytes + self.outputs.per_sample_bytes
+        return (
+            self.input.per_sample_bytes + self.kept.per_sample_bytes + self.outputs.per_sample_bytes
+        )
 
     @property
     def step(self) -> StepMemory:
         """The step, in the type in which measured steps are."""
         before = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size)}
         without_gradients = before | {Category.GRADIENT: 0}
-        outputs, kept, saved = (law.at(self.batch_size) for law in (self.outputs, self.kept, self.saved))
+        outputs, kept, saved = (
+            law.at(self.batch_size) for law in (self.outputs, self.kept, self.saved)
+        )
         in_forward = before if self.gradients_live_in_forward else without_gradients
         workspace = self.workspace_bytes
-        all_held, base, forward_held = (sum(held.values()) + workspace for held in (before, without_gradients, in_forward))
+        all_held, base, forward_held = (
+            sum(held.values()) + workspace for held in (before, without_gradients, in_forward)
+        )
         windows = (
             _window(
                 Phase.FORWARD,
@@ -121,7 +130,11 @@ class TextbookPrediction(Shown):
             ),
         )
         return StepMemory(
-            kind=Kind.PREDICTED, source=self.source, device_name=self.device_name, windows=windows, batch_size=self.batch_size
+            kind=Kind.PREDICTED,
+            source=self.source,
+            device_name=self.device_name,
+            windows=windows,
+            batch_size=self.batch_size,
         )
 
     @property
@@ -145,7 +158,10 @@ class TextbookPrediction(Shown):
     def by_category(self) -> Mapping[Category, int]:
         """What stands at the peak."""
         peak = max(self.step.windows, key=lambda window: window.peak_allocated_bytes or 0)
-        held = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size), Category.WORKSPACE: self.workspace_bytes}
+        held = dict(self.held) | {
+            Category.INPUT: self.input.at(self.batch_size),
+            Category.WORKSPACE: self.workspace_bytes,
+        }
         outputs = self.outputs.at(self.batch_size)
         if peak.phase is Phase.OPTIMIZER_STEP:
             return held | {Category.TEMPORARY: self.optimizer_transient_bytes}
@@ -157,12 +173,25 @@ class TextbookPrediction(Shown):
     @property
     def fits(self) -> bool | None:
         """Whether the peak stays within the device's capacity; None if that is unknown."""
-        return None if self.capacity_bytes is None else self.peak_allocated_bytes <= self.capacity_bytes
+        return (
+            None
+            if self.capacity_bytes is None
+            else self.peak_allocated_bytes <= self.capacity_bytes
+        )
 
 
 def _stats(held: Mapping[Category, int], rest_bytes: int) -> MemoryStats:
     return MemoryStats(allocated_bytes=sum(held.values()) + rest_bytes, by_category=held)
 
 
-def _window(phase: Phase, *, start: MemoryStats, end: MemoryStats, peak_bytes: int, low_bytes: int) -> PhaseMemory:
-    return PhaseMemory(phase=phase, covers=(phase,), start=start, end=end, peak_allocated_bytes=peak_bytes, low_bytes=low_bytes)
+def _window(
+    phase: Phase, *, start: MemoryStats, end: MemoryStats, peak_bytes: int, low_bytes: int
+) -> PhaseMemory:
+    return PhaseMemory(
+        phase=phase,
+        covers=(phase,),
+        start=start,
+        end=end,
+        peak_allocated_bytes=peak_bytes,
+        low_bytes=low_bytes,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.units import format_bytes
 
 
@@ -13,20 +13,25 @@ from memcallback.core.units import format_bytes
 class Layer:
     """One call of a layer.
 
-    A layer is a module without child modules, or a function called outside of such a module. A module with children has a row
-    of its own only where it owns parameters that nothing used.
+    A layer is a module without child modules, or a function called outside of such a module. A
+    module with children has a row of its own only where it owns parameters that nothing used.
 
     Attributes:
-        name: The module's FQN, "" for the root; for a function `<FQN of the module that calls it>/<function>`.
+        name: The module's FQN, "" for the root; for a function `<FQN of the module that calls
+            it>/<function>`.
         kind: The module's class name, such as `Conv2d`, or the function's name, such as `relu`.
         output_shape: Of the first tensor in the output; None if there is none.
-        num_parameters: Elements of its parameters. A parameter that several layers use counts at the first that uses it.
+        num_parameters: Elements of its parameters. A parameter that several layers use counts at
+            the first that uses it.
         parameter_bytes: Their bytes, counted alike.
-        output_bytes: Storages that the call made and returned. 0 for a view and for an in-place operation.
-        num_flops: As torch.utils.flop_counter counts: two for a multiply-add of matrix products, convolutions and attention,
-            and 0 for what it has no formula for, such as activations, pooling and normalisation.
+        output_bytes: Storages that the call made and returned. 0 for a view and for an in-place
+            operation.
+        num_flops: As torch.utils.flop_counter counts: two for a multiply-add of matrix products,
+            convolutions and attention, and 0 for what it has no formula for, such as activations,
+            pooling and normalisation.
         num_multiply_adds: Half of `num_flops`.
-        read_bytes: Parameters and other tensors from outside of the call that it read, each once and as a whole.
+        read_bytes: Parameters and other tensors from outside of the call that it read, each once
+            and as a whole.
         written_bytes: What it returned in new storages, and what it changed in place, each once.
     """
 
@@ -43,14 +48,15 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTable(Shown):
+class LayerTable(Printable):
     """The layers of one forward pass, in the order in which they ran, and their sums.
 
     Attributes:
         layers: One for every call. Modules whose parameters no call used come last.
-        saved_bytes: Storages made in the pass that autograd keeps for the backward pass; parameters, buffers and inputs are
-            not among them. 0 in a pass without gradients.
-        kept_bytes: Storages of all outputs, and what else autograd keeps (the mask of a dropout, say).
+        saved_bytes: Storages made in the pass that autograd keeps for the backward pass;
+            parameters, buffers and inputs are not among them. 0 in a pass without gradients.
+        kept_bytes: Storages of all outputs, and what else autograd keeps (the mask of a dropout,
+            say).
     """
 
     layers: tuple[Layer, ...]
@@ -99,7 +105,12 @@ class LayerTable(Shown):
     def to_table(self) -> Table:
         """The table to show, with the sums in the last row."""
         rows = [
-            (layer.name or "(root)", layer.kind, _shape_text(layer.output_shape), *_figures(layer, self.share(layer)))
+            (
+                layer.name or "(root)",
+                layer.kind,
+                _shape_text(layer.output_shape),
+                *_figures(layer, self.share(layer)),
+            )
             for layer in self.layers
         ]
         total_share = sum(self.share(layer) for layer in self.layers)
@@ -129,8 +140,18 @@ class LayerTable(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The table for JSON: a list of layers and the sums, the unit in every key."""
-        layers = [{**asdict(layer), "output_share_pct": 100 * self.share(layer)} for layer in self.layers]
-        total_names = ("num_parameters", "parameter_bytes", "output_bytes", "num_flops", "num_multiply_adds", "read_bytes", "written_bytes")
+        layers = [
+            {**asdict(layer), "output_share_pct": 100 * self.share(layer)} for layer in self.layers
+        ]
+        total_names = (
+            "num_parameters",
+            "parameter_bytes",
+            "output_bytes",
+            "num_flops",
+            "num_multiply_adds",
+            "read_bytes",
+            "written_bytes",
+        )
         return {
             "layers": layers,
             "total": {name: getattr(self, name) for name in total_names},

@@ -11,29 +11,33 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer, *, device_type: str | None = None) -> Mapping[str, int] | None:
-    """Find the bytes of an optimizer's state after updates of every parameter that requires gradients.
+def optimizer_state_bytes(
+    optimizer: torch.optim.Optimizer, *, device_type: str | None = None
+) -> Mapping[str, int] | None:
+    """Find the bytes of an optimizer's state after updates of every parameter that requires
+    gradients.
 
-    Where the optimizer has state for a parameter already, that is its size for good. Where it has none, a table of formulas
-    says what it will be; it covers every class in torch.optim of torch 2.6 to 2.13, and subclasses of them. Parameters
-    without `requires_grad` have no state. Scalars such as `step` count on the device where torch keeps them: the CPU, or
-    the parameter's device if the group says `capturable` or `fused`.
-
-    Args:
-        optimizer: Any optimizer. It is not touched.
-        device_type: Type of the device, such as "cuda", that the parameters stand for. To be given for an optimizer of fake
-            tensors, which all say `cpu`; the table then goes before the state that is there.
-
-    Returns:
-        The type of a device -> bytes of storages there, for LBFGS an upper bound, which it reaches once its history is full; None if the
-        optimizer's class is unknown and some of its parameters have no state yet.
+    Where the optimizer has state for a parameter already, that is its size for good. Where it has
+    none, a table of formulas says what it will be; it covers every class in torch.optim of torch
+    2.6 to 2.13, and subclasses of them. Parameters without `requires_grad` have no state. Scalars
+    such as `step` count on the device where torch keeps them: the CPU, or the parameter's device if
+    the group says `capturable` or `fused`.
     """
-    formula = next((_FORMULAS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _FORMULAS), None)
+    formula = next(
+        (
+            _FORMULAS[kind.__name__]
+            for kind in type(optimizer).__mro__
+            if kind.__name__ in _FORMULAS
+        ),
+        None,
+    )
     prefers_table = formula is not None and (formula.grows or device_type is not None)
     steady: dict[str, int] = {}
     for group in optimizer.param_groups:
         for members in _members(group, formula):
-            part = _sum_by_device(_bytes_by_device(optimizer.state.get(parameter, {})) for parameter in members)
+            part = _sum_by_device(
+                _bytes_by_device(optimizer.state.get(parameter, {})) for parameter in members
+            )
             if not _is_frozen(members) and (prefers_table or not part):
                 if formula is None:
                     return None
@@ -51,8 +55,8 @@ class ParameterSpec:
     Attributes:
         shape: Its shape.
         itemsize_bytes: Bytes of an element.
-        scalar_bytes: Bytes of a scalar such as `step`: 4, or 8 where torch's default dtype is float64
-            (`_get_scalar_dtype` in torch/optim/optimizer.py).
+        scalar_bytes: Bytes of a scalar such as `step`: 4, or 8 where torch's default dtype is
+            float64 (`_get_scalar_dtype` in torch/optim/optimizer.py).
     """
 
     shape: tuple[int, ...]
@@ -85,7 +89,9 @@ GroupFormula = Callable[[Sequence[ParameterSpec], Options], StateBytes]
 
 @dataclass(frozen=True, kw_only=True)
 class _Formula:
-    """How an optimizer's state follows from its parameters and a group's options; exactly one of the two is given."""
+    """How an optimizer's state follows from its parameters and a group's options; exactly one of
+    the two is given.
+    """
 
     of_parameter: ParameterFormula | None = None
     of_group: GroupFormula | None = None
@@ -101,7 +107,9 @@ _FORMULAS: dict[str, _Formula] = {}
 
 def _register(name: str, formula: _Formula) -> None:
     if name in _FORMULAS:
-        raise ValueError(f"There is a formula for the state of {name} already. Change that one, or use another class name.")
+        raise ValueError(
+            f"There is a formula for the state of {name} already. Change that one, or use another class name."
+        )
     _FORMULAS[name] = formula
 
 
@@ -122,7 +130,14 @@ def _group_formula(name: str) -> Callable[[GroupFormula], GroupFormula]:
     return register
 
 
-def _state(spec: ParameterSpec, options: Options, *, num_like: int, num_scalars: int = 1, on_device: bool | None = None) -> StateBytes:
+def _state(
+    spec: ParameterSpec,
+    options: Options,
+    *,
+    num_like: int,
+    num_scalars: int = 1,
+    on_device: bool | None = None,
+) -> StateBytes:
     like_bytes, scalars_bytes = num_like * spec.num_bytes, num_scalars * spec.scalar_bytes
     if on_device is None:
         on_device = bool(options.get("capturable"))
@@ -152,7 +167,9 @@ def _adagrad(spec: ParameterSpec, options: Options) -> StateBytes:
 
 @_formula("RMSprop")
 def _rmsprop(spec: ParameterSpec, options: Options) -> StateBytes:
-    """torch/optim/rmsprop.py: square_avg, momentum_buffer with momentum, grad_avg if centered, step."""
+    """torch/optim/rmsprop.py: square_avg, momentum_buffer with momentum, grad_avg if centered,
+    step.
+    """
     return _state(spec, options, num_like=1 + (options["momentum"] > 0) + bool(options["centered"]))
 
 
@@ -194,7 +211,9 @@ def _rprop(spec: ParameterSpec, options: Options) -> StateBytes:
 
 @_formula("SparseAdam")
 def _sparse_adam(spec: ParameterSpec, options: Options) -> StateBytes:
-    """torch/optim/sparse_adam.py: exp_avg, exp_avg_sq, dense like the parameter; step is a Python number."""
+    """torch/optim/sparse_adam.py: exp_avg, exp_avg_sq, dense like the parameter; step is a Python
+    number.
+    """
     return _state(spec, options, num_like=2, num_scalars=0)
 
 
@@ -206,7 +225,9 @@ def _muon(spec: ParameterSpec, options: Options) -> StateBytes:
 
 @_formula("Adafactor")
 def _adafactor(spec: ParameterSpec, options: Options) -> StateBytes:
-    """torch/optim/_adafactor.py: row_var and col_var of a matrix, variance of a vector; step on the CPU always."""
+    """torch/optim/_adafactor.py: row_var and col_var of a matrix, variance of a vector; step on the
+    CPU always.
+    """
     if len(spec.shape) < 2:
         return _state(spec, options, num_like=1, on_device=False)
     *batch, num_rows, num_columns = spec.shape
@@ -218,29 +239,44 @@ def _adafactor(spec: ParameterSpec, options: Options) -> StateBytes:
 def _lbfgs(specs: Sequence[ParameterSpec], options: Options) -> StateBytes:
     """torch/optim/lbfgs.py: with a full history.
 
-    d, prev_flat_grad and the history's old_dirs and old_stps are as long as all parameters together, frozen ones included;
-    H_diag and the history's ro and al are scalars, and with a line search t is one too.
+    d, prev_flat_grad and the history's old_dirs and old_stps are as long as all parameters
+    together, frozen ones included; H_diag and the history's ro and al are scalars, and with a line
+    search t is one too.
     """
     history_size: int = options["history_size"]
     flat_bytes = sum(spec.num_bytes for spec in specs)
     num_scalars = 1 + 2 * history_size + (options["line_search_fn"] is not None)
-    return StateBytes(device_bytes=(2 + 2 * history_size) * flat_bytes + num_scalars * max(spec.itemsize_bytes for spec in specs))
+    return StateBytes(
+        device_bytes=(2 + 2 * history_size) * flat_bytes
+        + num_scalars * max(spec.itemsize_bytes for spec in specs)
+    )
 
 
 def _members(group: Mapping[str, Any], formula: _Formula | None) -> list[list[torch.Tensor]]:
     """The parameters to size together: a whole group, or one by one."""
     parameters: list[torch.Tensor] = group["params"]
-    return [parameters] if formula and formula.of_group else [[parameter] for parameter in parameters]
+    return (
+        [parameters] if formula and formula.of_group else [[parameter] for parameter in parameters]
+    )
 
 
 def _is_frozen(parameters: Sequence[torch.Tensor]) -> bool:
     return not any(parameter.requires_grad for parameter in parameters)
 
 
-def _from_formula(formula: _Formula, members: Sequence[torch.Tensor], options: Options, device_type: str) -> dict[str, int]:
-    scalar_bytes = 8 if torch.get_default_dtype() == torch.float64 and not options.get("fused") else 4
+def _from_formula(
+    formula: _Formula, members: Sequence[torch.Tensor], options: Options, device_type: str
+) -> dict[str, int]:
+    scalar_bytes = (
+        8 if torch.get_default_dtype() == torch.float64 and not options.get("fused") else 4
+    )
     specs = [
-        ParameterSpec(shape=tuple(member.shape), itemsize_bytes=member.element_size(), scalar_bytes=scalar_bytes) for member in members
+        ParameterSpec(
+            shape=tuple(member.shape),
+            itemsize_bytes=member.element_size(),
+            scalar_bytes=scalar_bytes,
+        )
+        for member in members
     ]
     if formula.of_group:
         state = formula.of_group(specs, options)
@@ -253,7 +289,9 @@ def _from_formula(formula: _Formula, members: Sequence[torch.Tensor], options: O
 def _bytes_by_device(state: object) -> dict[str, int]:
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-    return _sum_by_device({tensor.device.type: tensor.untyped_storage().nbytes()} for tensor in storages.values())
+    return _sum_by_device(
+        {tensor.device.type: tensor.untyped_storage().nbytes()} for tensor in storages.values()
+    )
 
 
 def _sum_by_device(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from memcallback.core.errors import PredictionError, warn
 from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.core.types import Category
 from memcallback.core.units import MiB, parse_bytes
-from memcallback.prediction.textbook.law import BytesLaw, TextbookPrediction
+from memcallback.prediction.textbook.law import LinearBytes, TextbookPrediction
 from memcallback.prediction.textbook.layer_table import LayerTable
 from memcallback.prediction.textbook.optimizer_state import optimizer_state_bytes
 from memcallback.prediction.textbook.shape_pass import shape_pass
@@ -28,8 +29,11 @@ from memcallback.step.training_step import TrainingStep
 SOURCE = "textbook law"
 
 
-def predict(step: TrainingStep, *, device: str | int | None = None, device_name: str | None = None) -> TextbookPrediction:
-    """Predict the memory of a steady training step, on a copy without data; nothing runs and nothing of the user's changes.
+def predict(
+    step: TrainingStep, *, device: str | int | None = None, device_name: str | None = None
+) -> TextbookPrediction:
+    """Predict the memory of a steady training step, on a copy without data; nothing runs and
+    nothing of the user's changes.
 
     Args:
         step: The step.
@@ -37,28 +41,38 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
         device_name: What to call it.
 
     Returns:
-        The prediction, an upper estimate with a lower edge (see `TextbookPrediction`), and what was assumed in its `caveats`.
+        The prediction, an upper estimate with a lower edge (see `TextbookPrediction`), and what was
+        assumed in its `caveats`.
 
     Raises:
-        PredictionError: If the step cannot be followed on shapes alone, or its batch size is unknown.
+        PredictionError: If the step cannot be followed on shapes alone, or its batch size is
+            unknown.
         ValueError: If `device` is not a size.
     """
     capacity = parse_bytes(device) if device is not None else None
     batch_size = step.check_predictable()
-    caveats = ["Convolution workspaces, temporaries inside operators and the allocator's rounding are left out."]
+    caveats = [
+        "Convolution workspaces, temporaries inside operators and the allocator's rounding are left out."
+    ]
     if step.batch_size.is_ambiguous:
         caveats.append(
             f"The tensors of the batch differ in their first dimension; {batch_size}, the most frequent, was taken for the batch size."
         )
     if not getattr(step.model, "automatic_optimization", True):
-        caveats.append("Manual optimization: the forward passes of one batch were taken to stand at the same time.")
+        caveats.append(
+            "Manual optimization: the forward passes of one batch were taken to stand at the same time."
+        )
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
         caveats.append("A compiled module was followed as it would run without compilation.")
     if step.autocast_dtype is not None:
-        caveats.append("Autocast was followed by the CPU's lists of operators, which differ from CUDA's (layer norm, softmax, losses).")
+        caveats.append(
+            "Autocast was followed by the CPU's lists of operators, which differ from CUDA's (layer norm, softmax, losses)."
+        )
     here = _shape_pass(step, batch_size, caveats)
     if here is None:
-        raise PredictionError(f"The step could not be followed on shapes alone, neither as a whole nor its model's forward. {caveats[-1]}")
+        raise PredictionError(
+            f"The step could not be followed on shapes alone, neither as a whole nor its model's forward. {caveats[-1]}"
+        )
     more = _shape_pass(step, batch_size + 1, caveats)
     held, transient = _held(step, caveats)
     return TextbookPrediction(
@@ -78,16 +92,22 @@ def predict(step: TrainingStep, *, device: str | int | None = None, device_name:
     )
 
 
-def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> BytesLaw:
-    """The line through the sizes at two neighbouring batch sizes; through the origin if there is only one."""
+def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> LinearBytes:
+    """The line through the sizes at two neighbouring batch sizes; through the origin if there is
+    only one.
+    """
     if more_bytes is None or not 0 <= more_bytes - here_bytes <= here_bytes:
-        return BytesLaw(fixed_bytes=0, per_sample_bytes=-(-here_bytes // batch_size))
+        return LinearBytes(fixed_bytes=0, per_sample_bytes=-(-here_bytes // batch_size))
     per_sample = more_bytes - here_bytes
-    return BytesLaw(fixed_bytes=here_bytes - batch_size * per_sample, per_sample_bytes=per_sample)
+    return LinearBytes(
+        fixed_bytes=here_bytes - batch_size * per_sample, per_sample_bytes=per_sample
+    )
 
 
 def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> LayerTable | None:
-    """Follow the step, or failing that its model's forward, on shapes at a batch size; None and a caveat if neither goes."""
+    """Follow the step, or failing that its model's forward, on shapes at a batch size; None and a
+    caveat if neither goes.
+    """
     given = step.batch_size.batch_size
     assert given is not None
     failure = ""
@@ -99,14 +119,27 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
                 batch = resize_batch(batch, given, batch_size)
                 with fake_mode, torch.enable_grad():
                     if attempt == "training step":
-                        table = shape_pass(model, lambda: step.loss(model, batch), autocast_dtype=step.autocast_dtype)  # noqa: B023
+                        table = shape_pass(
+                            model,
+                            partial(step.loss, model, batch),
+                            autocast_dtype=step.autocast_dtype,
+                        )
                     else:
-                        table = shape_pass(model, lambda: _forward(model, batch), autocast_dtype=step.autocast_dtype)  # noqa: B023
+                        table = shape_pass(
+                            model,
+                            partial(_forward, model, batch),
+                            autocast_dtype=step.autocast_dtype,
+                        )
             except Exception as error:  # user code on fakes can fail in any way
-                failure = failure or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                failure = (
+                    failure
+                    or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
                 continue
         if attempt == "forward":
-            caveats.append(f"The step could not be followed on shapes alone ({failure}): the model's forward was, so its loss is left out.")
+            caveats.append(
+                f"The step could not be followed on shapes alone ({failure}): the model's forward was, so its loss is left out."
+            )
         return table
     if batch_size == given:
         caveats.append(f"It failed with {failure}.")
@@ -119,7 +152,9 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A training_step without its Trainer says so at every self.log, and an operator that fails on fakes is logged as an error."""
+    """A training_step without its Trainer says so at every self.log, and an operator that fails on
+    fakes is logged as an error.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -146,7 +181,9 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], int]:
-    """Bytes of parameters, buffers, gradients and optimizer state on the model's device; and what the update needs for a moment."""
+    """Bytes of parameters, buffers, gradients and optimizer state on the model's device; and what
+    the update needs for a moment.
+    """
     device = _device_of(step.model)
     now = holdings([step.model], (), None, device).by_category
     trainable = [p for p in step.model.parameters() if p.requires_grad and is_on(p.device, device)]
@@ -180,15 +217,23 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
 def _transient_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """What an update needs for a moment.
 
-    A foreach update works on all parameters at once and holds one intermediate of each (the default on CUDA,
-    torch/optim/optimizer.py `_default_to_fused_or_foreach`); a loop over parameters at most two of the largest (the square root
-    and its quotient in Adam); a fused update and plain SGD none.
+    A foreach update works on all parameters at once and holds one intermediate of each (the default
+    on CUDA, torch/optim/optimizer.py `_default_to_fused_or_foreach`); a loop over parameters at
+    most two of the largest (the square root and its quotient in Adam); a fused update and plain SGD
+    none.
     """
-    sizes = [p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    sizes = [
+        p.numel() * p.element_size()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    ]
     if not sizes:
         return 0
     group = optimizer.param_groups[0]
-    if group.get("fused") or (isinstance(optimizer, torch.optim.SGD) and not group.get("weight_decay")):
+    if group.get("fused") or (
+        isinstance(optimizer, torch.optim.SGD) and not group.get("weight_decay")
+    ):
         return 0
     foreach = group.get("foreach")
     return sum(sizes) if foreach or (foreach is None and device.type == "cuda") else 2 * max(sizes)
@@ -196,16 +241,29 @@ def _transient_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 #: Kinds of layers and functions that multiply matrices, for which CUDA has a cuBLAS handle.
 _MATRIX_PRODUCTS = frozenset(
-    {"Linear", "Bilinear", "MultiheadAttention", "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"}
+    {
+        "Linear",
+        "Bilinear",
+        "MultiheadAttention",
+        "linear",
+        "matmul",
+        "__matmul__",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+    }
 )
 
 
 def _workspace_bytes(table: LayerTable, device: torch.device) -> int:
     """The cuBLAS workspaces, which stay in the allocator from the first matrix product on.
 
-    One for the forward pass's thread and one for the autograd thread, each 32 MiB on compute capability 9, 10 and 12, else
-    8,519,680 bytes (`getChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11 to 2.13). CUBLAS_WORKSPACE_CONFIG
-    changes it; that is not followed.
+    One for the forward pass's thread and one for the autograd thread, each 32 MiB on compute
+    capability 9, 10 and 12, else 8,519,680 bytes (`getChosenWorkspaceSize` in
+    ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11 to 2.13). CUBLAS_WORKSPACE_CONFIG changes it;
+    that is not followed.
     """
     if device.type != "cuda" or not any(layer.kind in _MATRIX_PRODUCTS for layer in table.layers):
         return 0

@@ -32,20 +32,23 @@ def layers(
     input_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> LayerTable:
-    """Tabulate the layers of a model, without running it: a copy of it runs on tensors that have shapes and no data.
+    """Tabulate the layers of a model, without running it: a copy of it runs on tensors that have
+    shapes and no data.
 
     Args:
         model: The model, in the mode (training or evaluation) to look at. It is not touched.
         *inputs: What it is called with: tensors (on any device, `meta` as well), containers of tensors, or anything else.
-        input_size: Instead of inputs, the size of a tensor such as (1, 3, 224, 224), or a list of sizes, one for each input. The
-            tensors have the dtype of the model's first floating-point parameter.
+        input_size: Instead of inputs, the size of a tensor such as (1, 3, 224, 224), or a list of
+            sizes, one for each input. The tensors have the dtype of the model's first
+            floating-point parameter.
         autocast_dtype: Run under autocast with this dtype, such as torch.bfloat16.
 
     Returns:
         One row for each call of a layer, and the sums.
 
     Raises:
-        ValueError: If both or neither of inputs and `input_size` are given, a size is not one, or the model reads values.
+        ValueError: If both or neither of inputs and `input_size` are given, a size is not one, or
+            the model reads values.
 
     Examples:
         >>> table = layers(nn.Linear(3, 4), input_size=(2, 3))
@@ -59,38 +62,50 @@ def layers(
             "Write layers(model, batch) or layers(model, input_size=(1, 3, 224, 224))."
         )
     if input_size is not None:
-        inputs = tuple(torch.empty(size, dtype=input_dtype(model), device="meta") for size in _sizes(input_size))
+        inputs = tuple(
+            torch.empty(size, dtype=input_dtype(model), device="meta")
+            for size in _sizes(input_size)
+        )
     with untouched_globals(), untouched_variables(model, ()):
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake_model, fake_inputs = fake_copy((model, inputs), fake_mode)
         with fake_mode, torch.enable_grad():
-            return shape_pass(fake_model, lambda: fake_model(*fake_inputs), autocast_dtype=autocast_dtype)
+            return shape_pass(
+                fake_model, lambda: fake_model(*fake_inputs), autocast_dtype=autocast_dtype
+            )
 
 
 def input_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first floating-point parameter, in which its input most likely is; float32 if it has none."""
-    return next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    """The dtype of a model's first floating-point parameter, in which its input most likely is;
+    float32 if it has none.
+    """
+    return next(
+        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()),
+        torch.float32,
+    )
 
 
-def shape_pass(model: nn.Module, forward: Callable[[], object], *, autocast_dtype: torch.dtype | None = None) -> LayerTable:
-    """Run a forward pass on fake tensors and tabulate what it does; a loss in it gives rows as well.
-
-    Args:
-        model: A copy on fake tensors, as `memcallback.fakes.fake_copy` makes it. Its hooks are as before afterwards.
-        forward: Runs the copy. To be called inside the fake mode, like this function itself.
-        autocast_dtype: Run under autocast with this dtype.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: If an operator needs the values of a tensor, which a fake tensor does not have.
+def shape_pass(
+    model: nn.Module, forward: Callable[[], object], *, autocast_dtype: torch.dtype | None = None
+) -> LayerTable:
+    """Run a forward pass on fake tensors and tabulate what it does; a loss in it gives rows as
+    well.
     """
     recorder = _Recorder(model)
-    autocast = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+    autocast = (
+        torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+    )
     saved_hooks = torch.autograd.graph.saved_tensors_hooks(recorder.on_save, lambda tensor: tensor)
     try:
-        with recorder.hooks(), _without_onednn(), autocast, saved_hooks, recorder.flop_counter, recorder, _Functions(recorder):
+        with (
+            recorder.hooks(),
+            _without_onednn(),
+            autocast,
+            saved_hooks,
+            recorder.flop_counter,
+            recorder,
+            _Functions(recorder),
+        ):
             forward()
     except Exception as error:
         operator = _value_reader(error)
@@ -104,16 +119,22 @@ def shape_pass(model: nn.Module, forward: Callable[[], object], *, autocast_dtyp
 
 
 def _value_reader(error: Exception) -> str | None:
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)):
+    if isinstance(
+        error,
+        (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException),
+    ):
         return str(error.func)
-    # The text of the error with which torch/_tensor.py and python_variable_methods.cpp refuse a fake tensor.
-    return "Tensor.numpy" if ".numpy() is not supported for tensor subclasses" in str(error) else None
+    # The text of the error with which torch/_tensor.py and python_variable_methods.cpp refuse a
+    # fake tensor.
+    return (
+        "Tensor.numpy" if ".numpy() is not supported for tensor subclasses" in str(error) else None
+    )
 
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    # With oneDNN on, the CPU runs a recurrent layer as one operator for which the FLOP counter has no formula.
-    # torch.backends.mkldnn.flags would set the TF32 flag as well, and warn of it.
+    # With oneDNN on, the CPU runs a recurrent layer as one operator for which the FLOP counter has
+    # no formula. torch.backends.mkldnn.flags would set the TF32 flag as well, and warn of it.
     was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -122,17 +143,22 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(was_enabled)
 
 
-def _sdpa_flop(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _sdpa_flop(
+    query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     flops: int = sdpa_flop_count(query, key, value)
     return flops
 
 
-# torch.utils.flop_counter (2.13) lists CUDA's attention operators; this one, with the same arguments, is what a CPU runs.
+# torch.utils.flop_counter (2.13) lists CUDA's attention operators; this one, with the same
+# arguments, is what a CPU runs.
 _CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_flop}
 
 
 class _Row:
-    """A layer's call while it runs. Storages are held until it ends, so that no address is given out twice."""
+    """A layer's call while it runs. Storages are held until it ends, so that no address is given
+    out twice.
+    """
 
     def __init__(self, name: str, kind: str, num_flops_before: int) -> None:
         self.name = name
@@ -148,7 +174,9 @@ class _Row:
     def finish(self, output: object, num_flops: int) -> Layer:
         tensors = _tensors(output)
         storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        output_bytes = sum(num_bytes for address, num_bytes in storages.items() if address in self.made)
+        output_bytes = sum(
+            num_bytes for address, num_bytes in storages.items() if address in self.made
+        )
         num_flops -= self.num_flops_before
         return Layer(
             name=self.name,
@@ -178,7 +206,8 @@ class _Recorder(TorchDispatchMode):
         self._made: set[int] = set()
         self._saved: dict[int, torch.UntypedStorage] = {}
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Held to the end, so that a saved storage is not taken for an output that had its address before.
+        # Held to the end, so that a saved storage is not taken for an output that had its address
+        # before.
         self._outputs: dict[int, torch.UntypedStorage] = {}
         self._is_saving = False
 
@@ -198,7 +227,13 @@ class _Recorder(TorchDispatchMode):
     def close(self, row: _Row, output: object, *, keep: bool = True) -> None:
         del self._rows[self._rows.index(row) :]
         if keep:
-            self._outputs.update({_address(t): t.untyped_storage() for t in _tensors(output) if _address(t) in row.made})
+            self._outputs.update(
+                {
+                    _address(t): t.untyped_storage()
+                    for t in _tensors(output)
+                    if _address(t) in row.made
+                }
+            )
             self._layers.append(row.finish(output, self.flop_counter.get_total_flops()))
 
     def on_save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +242,8 @@ class _Recorder(TorchDispatchMode):
             for part in dense_parts(tensor):
                 if _address(part) in self._made:
                     self._saved[_address(part)] = part.untyped_storage()
-            # An output that its own node saved would keep itself alive if it were returned as it is.
+            # An output that its own node saved would keep itself alive if it were returned as it
+            # is.
             return tensor.detach()
         finally:
             self._is_saving = False
@@ -227,7 +263,10 @@ class _Recorder(TorchDispatchMode):
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
             # A user's own module without children is as many layers as it calls functions.
-            is_leaf = next(module.children(), None) is None and type(module).__module__.partition(".")[0] == "torch"
+            is_leaf = (
+                next(module.children(), None) is None
+                and type(module).__module__.partition(".")[0] == "torch"
+            )
             row = self.open(name, type(module).__name__) if is_leaf else None
             self._modules.append((name, row))
             if row is not None:
@@ -253,14 +292,24 @@ class _Recorder(TorchDispatchMode):
             row.num_parameters += tensor.numel()
             row.parameter_bytes += _num_bytes(tensor)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if self._is_saving or func.namespace == "prim":
             return func(*args, **kwargs)
         if func is not torch.ops.aten._local_scalar_dense.default:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
         outside = not self._rows
-        row = self.open(f"{self.module_name}/{_operator_name(func)}", _operator_name(func)) if outside else self._rows[-1]
+        row = (
+            self.open(f"{self.module_name}/{_operator_name(func)}", _operator_name(func))
+            if outside
+            else self._rows[-1]
+        )
         output = func(*args, **kwargs)
         self._record(row, func, args, kwargs, output)
         if outside:
@@ -268,15 +317,25 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake for a real tensor, such as one that the model's code has from elsewhere: no operator shall change the user's."""
+        """A fake for a real tensor, such as one that the model's code has from elsewhere: no
+        operator shall change the user's.
+        """
         if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return tensor
         if id(tensor) not in self._fakes:
-            # The real one is kept, so that its id is not given out again. The fake mode, under which this runs, makes the other.
-            self._fakes[id(tensor)] = tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            # The real one is kept, so that its id is not given out again. The fake mode, under
+            # which this runs, makes the other.
+            self._fakes[id(tensor)] = (
+                tensor,
+                torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                ),
+            )
         return self._fakes[id(tensor)][1]
 
-    def _record(self, row: _Row, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _record(
+        self, row: _Row, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
         row.has_operators = True
         inputs = _tensors((args, kwargs))
         changed = _changed_arguments(func, args, kwargs)
@@ -304,17 +363,27 @@ class _Recorder(TorchDispatchMode):
                 self._layers.append(row.finish(None, row.num_flops_before))
         saved_bytes = sum(storage.nbytes() for storage in self._saved.values())
         kept_bytes = sum(storage.nbytes() for storage in (self._outputs | self._saved).values())
-        return LayerTable(layers=tuple(self._layers), saved_bytes=saved_bytes, kept_bytes=kept_bytes)
+        return LayerTable(
+            layers=tuple(self._layers), saved_bytes=saved_bytes, kept_bytes=kept_bytes
+        )
 
 
 class _Functions(TorchFunctionMode):
-    """Gives a call such as `torch.relu(x)`, `x.relu()` or `x + y` a row, if it runs outside of every layer."""
+    """Gives a call such as `torch.relu(x)`, `x.relu()` or `x + y` a row, if it runs outside of
+    every layer.
+    """
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             # A pass is forward alone, and by hand a training step calls this.
@@ -340,18 +409,29 @@ def _operator_name(func: Any) -> str:
     return func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
 
 
-def _changed_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _changed_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    is_written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    is_written = {
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    }
     return _tensors([value for name, value in given.items() if name in is_written])
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
-    return [part for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) for part in dense_parts(leaf)]
+    return [
+        part
+        for leaf in pytree.tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor)
+        for part in dense_parts(leaf)
+    ]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -369,9 +449,15 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _sizes(input_size: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    several = [input_size] if all(isinstance(item, int) for item in input_size) else list(input_size)
+    several = (
+        [input_size] if all(isinstance(item, int) for item in input_size) else list(input_size)
+    )
     for size in several:
-        if not isinstance(size, Sequence) or not size or not all(isinstance(item, int) and item >= 0 for item in size):
+        if (
+            not isinstance(size, Sequence)
+            or not size
+            or not all(isinstance(item, int) and item >= 0 for item in size)
+        ):
             raise ValueError(
                 f"input_size must be a size such as (1, 3, 224, 224) with whole numbers from 0 up, or a list of sizes, got {input_size!r}."
             )

@@ -1,4 +1,5 @@
-"""Copies of a user's objects on fake tensors: models, batches, hooks, optimizers; and batches of other sizes.
+"""Copies of a user's objects on fake tensors: models, batches, hooks, optimizers; and batches of
+other sizes.
 
 Start with `fakes`.
 """

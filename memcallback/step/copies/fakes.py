@@ -27,7 +27,8 @@ _CPU = torch.device("cpu")
 #: How many copies are being made, in any thread.
 _num_copying = 0
 _copying = threading.Lock()
-# What ties a LightningModule to the run it is in: lightning/pytorch/core/module.py, LightningModule.__init__.
+# What ties a LightningModule to the run it is in: lightning/pytorch/core/module.py,
+# LightningModule.__init__.
 _RUN_ATTRIBUTES = ("_trainer", "_fabric")
 
 
@@ -38,44 +39,39 @@ class _CannotBeFake(ValueError):
 def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     """Deep-copy an object, with a fake tensor for every tensor in it.
 
-    Every fake lies on device `cpu`, whatever the device of the original, and has its shape, strides, dtype and
-    `requires_grad`. A parameter stays a parameter. Tensors that are one object, or that share one storage, do so in the
-    copy as well. Gradients (`.grad`) are not copied.
+    Every fake lies on device `cpu`, whatever the device of the original, and has its shape,
+    strides, dtype and `requires_grad`. A parameter stays a parameter. Tensors that are one object,
+    or that share one storage, do so in the copy as well. Gradients (`.grad`) are not copied.
 
     What differs from `copy.deepcopy`:
 
-    - The Trainer and the Fabric of a LightningModule become None, wherever the object refers to them.
-    - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a LightningModule says `cpu`.
+    - The Trainer and the Fabric of a LightningModule become None, wherever the object refers to
+      them.
+    - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a
+      LightningModule says `cpu`.
     - A module compiled by `torch.compile` is replaced by the module that it wraps.
-    - A dataset or data loader that is an attribute of a module is shared with the original, since it can be as large as the data.
-    - What cannot be deep-copied (a lock, an open file, a generator of Python's) is shared with the original; what holds it is copied.
+    - A dataset or data loader that is an attribute of a module is shared with the original, since
+      it can be as large as the data.
+    - What cannot be deep-copied (a lock, an open file, a generator of Python's) is shared with the
+      original; what holds it is copied.
 
-    - A function that holds a part of a copied module (a hook that knows its module by a closure) is copied, and holds the copied part.
+    - A function that holds a part of a copied module (a hook that knows its module by a closure) is
+      copied, and holds the copied part.
     - Hooks of parameters are copied with them.
 
     As in `copy.deepcopy`, other functions are shared, with what their closures hold.
-
-    Args:
-        obj: A module, a batch (containers nested in any way, dataclasses, objects of any class), or a tuple of several
-            such things, which keep what they share with each other.
-        fake_mode: The mode that the fakes belong to; it need not be active.
-
-    Returns:
-        The copy.
-
-    Raises:
-        ValueError: If a tensor is neither strided nor sparse (COO) nor nested (jagged), is lazily initialised, or of another subclass
-            with a `__torch_dispatch__` of its own, or if a module refuses to be copied.
     """
     return copy_with(obj, _FakeFactory(fake_mode))
 
 
 @contextlib.contextmanager
 def untouched_globals() -> Iterator[None]:
-    """Give back the random number generators as they were, and keep `torch.compile` from compiling for fakes.
+    """Give back the random number generators as they were, and keep `torch.compile` from compiling
+    for fakes.
 
-    Covers Python's `random`, NumPy's global generator where NumPy is imported, and PyTorch's CPU generator. Enter it
-    outside of any fake mode, in which the generator's state would be a fake as well.
+    Covers Python's `random`, NumPy's global generator where NumPy is imported, and PyTorch's CPU
+    generator. Enter it outside of any fake mode, in which the generator's state would be a fake as
+    well.
     """
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
@@ -111,16 +107,27 @@ class _FakeFactory:
         _refuse_unless_known(tensor)
         if tensor.layout is torch.sparse_coo:
             indices, values = map(self, dense_parts(tensor))
-            return sparse_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+            return sparse_tensor(
+                indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()
+            ).requires_grad_(tensor.requires_grad)
         if tensor.layout is torch.jagged:
             values, offsets = dense_parts(tensor)
-            return jagged_like(tensor, self(values), self._with_values(offsets)).requires_grad_(tensor.requires_grad)
+            return jagged_like(tensor, self(values), self._with_values(offsets)).requires_grad_(
+                tensor.requires_grad
+            )
         storage = tensor.untyped_storage()
         with no_dispatch(), torch.no_grad():
             if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+                self._storages[storage._cdata] = torch.UntypedStorage(
+                    storage.nbytes(), device="meta"
+                )
             shape = torch.empty(0, dtype=tensor.dtype, device="meta")
-            shape.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+            shape.set_(
+                self._storages[storage._cdata],
+                tensor.storage_offset(),
+                tensor.size(),
+                tensor.stride(),
+            )
             fake = FakeTensor(self._mode, shape, _CPU)
         return fake.requires_grad_(tensor.requires_grad)
 
@@ -132,13 +139,21 @@ class _FakeFactory:
 
 
 class _CopyMode(TorchFunctionMode):
-    """Answers for `copy.deepcopy` of a tensor; a parameter's own `__deepcopy__` asks for a clone of its data."""
+    """Answers for `copy.deepcopy` of a tensor; a parameter's own `__deepcopy__` asks for a clone of
+    its data.
+    """
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._make = make
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
@@ -158,8 +173,16 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
             "Run the model once on a real batch first."
         )
     is_jagged = tensor.layout is torch.jagged and tensor._lengths is None  # type: ignore[attr-defined]
-    own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(tensor, FakeTensor)
-    is_other = own_dispatch or tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized
+    own_dispatch = (
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not isinstance(tensor, FakeTensor)
+    )
+    is_other = (
+        own_dispatch
+        or tensor.layout not in (torch.strided, torch.sparse_coo)
+        or tensor.is_nested
+        or tensor.is_quantized
+    )
     if is_other and not is_jagged:
         raise _CannotBeFake(
             f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout {tensor.layout} cannot be made "
@@ -174,7 +197,9 @@ def _shape_text(tensor: torch.Tensor) -> str:
 
 
 def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """Deep-copy an object as `fake_copy` does, with what a function makes in the place of each tensor."""
+    """Deep-copy an object as `fake_copy` does, with what a function makes in the place of each
+    tensor.
+    """
     for module in _modules_of(obj):
         # A lazy parameter copies itself without a word to the mode below.
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -201,7 +226,11 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
                     f"A module of class {type(culprit).__name__} cannot be copied ({error}). "
                     "Give it a __deepcopy__ that works, or leave it out of the model."
                 ) from error
-            if culprit is None or isinstance(culprit, torch.Tensor) or any(culprit is item for item in shared):
+            if (
+                culprit is None
+                or isinstance(culprit, torch.Tensor)
+                or any(culprit is item for item in shared)
+            ):
                 raise
             shared.append(culprit)
         else:
@@ -211,7 +240,8 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
 
 @contextlib.contextmanager
 def _copied_generators() -> Iterator[None]:
-    """Let `copy.deepcopy` copy random generators without a tensor: given a fake for its state, one is not copied, and PyTorch 2.6 dies of it.
+    """Let `copy.deepcopy` copy random generators without a tensor: given a fake for its state, one
+    is not copied, and PyTorch 2.6 dies of it.
 
     Whoever else copies one meanwhile, in another thread, gets what he would have got.
     """
@@ -231,7 +261,9 @@ def _copied_generators() -> Iterator[None]:
 def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:
     """Register the hooks of leaves with their copies."""
     for tensor in {
-        id(t): t for module in _modules_of(obj) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        id(t): t
+        for module in _modules_of(obj)
+        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }.values():
         for method, hook in hooks_of(tensor):
             getattr(memo[id(tensor)], method)(copy.deepcopy(hook, memo))
@@ -253,15 +285,26 @@ def _modules_of(obj: object) -> Iterator[nn.Module]:
 
 
 def _run_references(obj: object) -> list[object]:
-    return [vars(module)[name] for module in _modules_of(obj) for name in _RUN_ATTRIBUTES if vars(module).get(name) is not None]
+    return [
+        vars(module)[name]
+        for module in _modules_of(obj)
+        for name in _RUN_ATTRIBUTES
+        if vars(module).get(name) is not None
+    ]
 
 
 def _to_share(obj: object) -> list[Any]:
-    return [value for module in _modules_of(obj) for value in vars(module).values() if isinstance(value, (Dataset, DataLoader))]
+    return [
+        value
+        for module in _modules_of(obj)
+        for value in vars(module).values()
+        if isinstance(value, (Dataset, DataLoader))
+    ]
 
 
 def _compiled_modules(obj: object) -> list[Any]:
-    # Outer modules come first in modules(); a compiled module inside another must be in the memo before it is reached.
+    # Outer modules come first in modules(); a compiled module inside another must be in the memo
+    # before it is reached.
     return [module for module in _modules_of(obj) if "_orig_mod" in module._modules][::-1]
 
 

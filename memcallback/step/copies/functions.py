@@ -32,13 +32,12 @@ def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
 
 
 class FunctionCopies:
-    """Makes copies of the functions that hold a part of some modules in a closure, a default or a global variable.
+    """Makes copies of the functions that hold a part of some modules in a closure, a default or a
+    global variable.
 
-    `copy.deepcopy` shares functions with the original, and so a hook that knows its module by such a variable would go on working with
-    the original's. The copies know the copied parts instead, and share all else.
-
-    Args:
-        modules: All modules that are copied.
+    `copy.deepcopy` shares functions with the original, and so a hook that knows its module by such
+    a variable would go on working with the original's. The copies know the copied parts instead,
+    and share all else.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -51,7 +50,10 @@ class FunctionCopies:
         """Put copies that hold nothing yet into the memo of `copy.deepcopy`."""
         cells: dict[int, CellType] = {}
         self._copies = [self._empty(function, cells) for function in self._functions]
-        memo.update((id(function), made) for function, made in zip(self._functions, self._copies, strict=True))
+        memo.update(
+            (id(function), made)
+            for function, made in zip(self._functions, self._copies, strict=True)
+        )
 
     def complete(self, memo: dict[int, Any]) -> None:
         """Let them hold what was copied since."""
@@ -68,11 +70,14 @@ class FunctionCopies:
 
     def _empty(self, function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
         closure = tuple(
-            cells.setdefault(id(cell), CellType()) if self._holds(_contents(cell)) else cell for cell in function.__closure__ or ()
+            cells.setdefault(id(cell), CellType()) if self._holds(_contents(cell)) else cell
+            for cell in function.__closure__ or ()
         )
         is_global = any(self._holds(function.__globals__[name]) for name in _global_names(function))
         variables = dict(function.__globals__) if is_global else function.__globals__
-        made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
+        made = FunctionType(
+            function.__code__, variables, function.__name__, function.__defaults__, closure
+        )
         made.__kwdefaults__ = function.__kwdefaults__
         made.__dict__.update(function.__dict__)
         return made
@@ -83,11 +88,8 @@ class FunctionCopies:
 
 @contextmanager
 def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterator[None]:
-    """Give back what functions write to, as it was: variables of closures, and lists, dicts and sets that they know by a variable.
-
-    Args:
-        model: Its hooks are meant too.
-        functions: Others.
+    """Give back what functions write to, as it was: variables of closures, and lists, dicts and
+    sets that they know by a variable.
     """
     found = functions_of(model.modules(), functions)
     cells = {id(cell): cell for function in found for cell in function.__closure__ or ()}
@@ -108,7 +110,9 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
             # Only those that were written to: others are read meanwhile by other threads.
             if not _is_same(container, before):
                 container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+                (container.extend if isinstance(container, (list, deque)) else container.update)(
+                    before
+                )
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -121,15 +125,22 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def functions_of(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> list[FunctionType]:
-    """The functions in attributes and hooks of modules and in the hooks of their parameters, others, and those that these know, each once."""
+    """The functions in attributes and hooks of modules and in the hooks of their parameters,
+    others, and those that these know, each once.
+    """
     values = list(others)
     for module in modules:
-        values += [*vars(module).values(), *(hook for tensor in _tensors(module) for _, hook in hooks_of(tensor))]
+        values += [
+            *vars(module).values(),
+            *(hook for tensor in _tensors(module) for _, hook in hooks_of(tensor)),
+        ]
     return [value for value in _reached(values) if isinstance(value, FunctionType)]
 
 
 def _reached(values: Iterable[object]) -> Iterator[object]:
-    """All that is reached from some values by way of functions, containers, optimizers and modules, each once, and they themselves."""
+    """All that is reached from some values by way of functions, containers, optimizers and modules,
+    each once, and they themselves.
+    """
     pending = deque(values)
     seen: dict[int, object] = {}
     while pending:
@@ -145,7 +156,9 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _children(value: object) -> list[Any]:
-    """What a function, a container, an optimizer or a module holds; nothing of other objects, which may lead anywhere."""
+    """What a function, a container, an optimizer or a module holds; nothing of other objects, which
+    may lead anywhere.
+    """
     if isinstance(value, FunctionType):
         return _variables(value)
     if isinstance(value, MethodType):
@@ -162,8 +175,14 @@ def _children(value: object) -> list[Any]:
 
 
 def _variables(function: FunctionType) -> list[Any]:
-    """The values of the variables that a function has from elsewhere; of its functions those that are defined in the same place."""
-    values = [*map(_contents, function.__closure__ or ()), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    """The values of the variables that a function has from elsewhere; of its functions those that
+    are defined in the same place.
+    """
+    values = [
+        *map(_contents, function.__closure__ or ()),
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]
     for name in _global_names(function):
         value = function.__globals__[name]
         if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:

@@ -10,24 +10,31 @@ import torch
 
 #: An optimizer's class and attributes.
 OptimizerParts = tuple[type, dict[str, Any]]
-#: What ties an optimizer to its run: hooks, and the `step` that a scheduler or a profiler puts in place of the class's own.
-_TIES = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks")
+#: What ties an optimizer to its run: hooks, and the `step` that a scheduler or a profiler puts in
+#: place of the class's own.
+_TIES = (
+    "step",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+)
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer in a wrapper of Lightning, Fabric or accelerate; another one is given as it is."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer) and inner is not optimizer:
+    """The torch optimizer in a wrapper of Lightning, Fabric or accelerate; another one is given as
+    it is.
+    """
+    while (
+        isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
+        and inner is not optimizer
+    ):
         optimizer = inner
     found: torch.optim.Optimizer = optimizer
     return found
 
 
 def optimizer_parts(optimizer: Any) -> OptimizerParts:
-    """An optimizer's class and attributes, to be copied together with its model.
-
-    Args:
-        optimizer: A torch optimizer, or a wrapper of one.
-    """
+    """An optimizer's class and attributes, to be copied together with its model."""
     optimizer = unwrapped(optimizer)
     return type(optimizer), {
         name: value
@@ -37,11 +44,7 @@ def optimizer_parts(optimizer: Any) -> OptimizerParts:
 
 
 def optimizer_from(parts: OptimizerParts) -> torch.optim.Optimizer:
-    """An optimizer made of the copied parts of another one.
-
-    Args:
-        parts: What `optimizer_parts` gave, copied.
-    """
+    """An optimizer made of the copied parts of another one."""
     kind, attributes = parts
     optimizer: torch.optim.Optimizer = object.__new__(kind)
     vars(optimizer).update(attributes)
@@ -52,39 +55,37 @@ def optimizer_from(parts: OptimizerParts) -> torch.optim.Optimizer:
 
 
 def moved_to(parts: OptimizerParts, successors: Mapping[int, torch.nn.Parameter]) -> OptimizerParts:
-    """The parts of an optimizer as it would be made for the parameters that a model has after it was spread over ranks, without state.
-
-    Args:
-        parts: As for `optimizer_from`.
-        successors: The id of a parameter before -> the parameter that is in its place. What is not in it has none.
+    """The parts of an optimizer as it would be made for the parameters that a model has after it
+    was spread over ranks, without state.
     """
     kind, attributes = parts
     groups = [
-        {**group, "params": [successors[id(parameter)] for parameter in group["params"] if id(parameter) in successors]}
+        {
+            **group,
+            "params": [
+                successors[id(parameter)]
+                for parameter in group["params"]
+                if id(parameter) in successors
+            ],
+        }
         for group in attributes["param_groups"]
     ]
     return kind, {**attributes, "param_groups": groups, "state": defaultdict(dict)}
 
 
 def run_to_the_end(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Let each update of LBFGS have all its iterations: whether it may end early depends on values.
-
-    Args:
-        optimizers: Copies.
-    """
-    for group in (group for optimizer in optimizers if isinstance(optimizer, torch.optim.LBFGS) for group in optimizer.param_groups):
+    """Let each update of LBFGS have all its iterations: whether it may end early depends on values."""
+    for group in (
+        group
+        for optimizer in optimizers
+        if isinstance(optimizer, torch.optim.LBFGS)
+        for group in optimizer.param_groups
+    ):
         group["tolerance_grad"] = group["tolerance_change"] = -1.0
 
 
 def fill_history(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """Give LBFGS the full history that it has after some more updates.
-
-    Args:
-        optimizers: Copies, after an update.
-
-    Returns:
-        Whether there was any to fill.
-    """
+    """Give LBFGS the full history that it has after some more updates."""
     is_filled = False
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):

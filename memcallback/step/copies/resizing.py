@@ -11,34 +11,26 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memcallback.core.tensors import dense_parts, fake_with_values, jagged_like, known_values, resized_lengths, resized_sparse, tensors_in
+from memcallback.core.tensors import (
+    dense_parts,
+    fake_with_values,
+    jagged_like,
+    known_values,
+    resized_lengths,
+    resized_sparse,
+    tensors_in,
+)
 from memcallback.step.copies.fakes import copy_with
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-def resize_batch(batch: T, batch_size: int, new_batch_size: int, *, lengths: tuple[int, int] | None = None) -> T:
-    """Copy a batch of fake tensors with another number of samples, and perhaps with sequences of another length.
-
-    Args:
-        batch: A batch of fake tensors, as `fake_copy` makes it.
-        batch_size: The number of samples in it, at least 0.
-        new_batch_size: The number of samples in the result, at least 0.
-        lengths: How long its sequences are and shall be; None to leave them as they are.
-
-    Returns:
-        A copy in which every tensor whose first dimension is `batch_size` has `new_batch_size` there, and in which every other
-        dimension as long as the sequences has their new length. Each tensor has its dimensions in the same order in memory as
-        before and a storage of its own, as after a copy to another device.
-
-        - In a sparse tensor every sparse dimension of that size is resized, and as many elements are specified for each further sample
-          as there are for one now, rounded up.
-        - In a nested tensor each further sequence is as long as they are in the mean, rounded up.
-        - A list or tuple inside of the batch that has an item with tensors for each sample has them again and again, or the first of them.
-
-    Raises:
-        ValueError: If a size is negative.
+def resize_batch(
+    batch: T, batch_size: int, new_batch_size: int, *, lengths: tuple[int, int] | None = None
+) -> T:
+    """Copy a batch of fake tensors with another number of samples, and perhaps with sequences of
+    another length.
     """
     for name, size in (("batch_size", batch_size), ("new_batch_size", new_batch_size)):
         if size < 0:
@@ -49,20 +41,27 @@ def resize_batch(batch: T, batch_size: int, new_batch_size: int, *, lengths: tup
 
 
 def has_samples(batch: object, batch_size: int) -> bool:
-    """Whether a batch can have another number of samples: a tensor in it has them in its first dimension, or a list an item for each."""
-    is_first = any(tensor.dim() > 0 and tensor.shape[0] == batch_size for tensor in tensors_in(batch))
+    """Whether a batch can have another number of samples: a tensor in it has them in its first
+    dimension, or a list an item for each.
+    """
+    is_first = any(
+        tensor.dim() > 0 and tensor.shape[0] == batch_size for tensor in tensors_in(batch)
+    )
     return is_first or _Resizer(batch_size, batch_size, None).has_lists(batch)
 
 
 class _Resizer:
     """Makes a resized batch: its lists first, then each of its tensors."""
 
-    def __init__(self, batch_size: int, new_batch_size: int, lengths: tuple[int, int] | None) -> None:
+    def __init__(
+        self, batch_size: int, new_batch_size: int, lengths: tuple[int, int] | None
+    ) -> None:
         self._batch_size, self._new_batch_size = batch_size, new_batch_size
         self._lengths = lengths
         #: Tensors of single samples, by their id.
         self._single: dict[int, torch.Tensor] = {}
-        #: Offsets of nested tensors and those in their place: tensors that share them have the same shape.
+        #: Offsets of nested tensors and those in their place: tensors that share them have the same
+        #: shape.
         self._offsets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def has_lists(self, value: Any, *, is_inside: bool = False) -> bool:
@@ -72,30 +71,44 @@ class _Resizer:
         return any(self.has_lists(item, is_inside=True) for _, item in _items(value))
 
     def with_samples(self, value: Any, *, is_inside: bool = False) -> Any:
-        """A container in which every list of samples has another number of them; itself if there is no such list."""
+        """A container in which every list of samples has another number of them; itself if there is
+        no such list.
+        """
         if type(value) in (list, tuple) and self._is_of_samples(value, is_inside=is_inside):
             return self._as_many(value)
         items = _items(value)
-        changed = {key: made for key, item in items if (made := self.with_samples(item, is_inside=True)) is not item}
+        changed = {
+            key: made
+            for key, item in items
+            if (made := self.with_samples(item, is_inside=True)) is not item
+        }
         return _with_items(value, changed) if changed else value
 
     def _is_of_samples(self, values: Sequence[object], *, is_inside: bool) -> bool:
-        """Whether there is an item for each sample, rather than a tensor of all samples for each item."""
-        if not is_inside and any(isinstance(value, (torch.Tensor, list, tuple)) for value in values):
+        """Whether there is an item for each sample, rather than a tensor of all samples for each
+        item.
+        """
+        if not is_inside and any(
+            isinstance(value, (torch.Tensor, list, tuple)) for value in values
+        ):
             return False  # the batch itself, which has its parts side by side
         sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(values)}
         return len(values) == self._batch_size and bool(sizes) and sizes != {self._batch_size}
 
     def _as_many(self, values: Any) -> Any:
         own = values[: self._new_batch_size]
-        more = [copy_with(values[index % len(values)], _another) for index in range(len(values), self._new_batch_size)]
+        more = [
+            copy_with(values[index % len(values)], _another)
+            for index in range(len(values), self._new_batch_size)
+        ]
         made = type(values)([*own, *more])
         self._single.update((id(tensor), tensor) for tensor in tensors_in(made))
         return made
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the place of one."""
-        with tensor.fake_mode if isinstance(tensor, FakeTensor) else tensor._values.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        fake: Any = tensor if isinstance(tensor, FakeTensor) else tensor._values
+        with fake.fake_mode, torch.no_grad():
             if tensor.layout is torch.jagged:
                 made = self._jagged(tensor)
             elif tensor.layout is torch.sparse_coo:
@@ -120,7 +133,10 @@ class _Resizer:
         known = known_values(offsets)
         assert known is not None, "fake_copy knows the offsets"
         count = self._new_batch_size if len(known) == self._batch_size + 1 else len(known) - 1
-        ends = [0, *accumulate(resized_lengths([end - start for start, end in pairwise(known)], count))]
+        ends = [
+            0,
+            *accumulate(resized_lengths([end - start for start, end in pairwise(known)], count)),
+        ]
         if id(offsets) not in self._offsets:
             self._offsets[id(offsets)] = offsets, fake_with_values(offsets, ends)
         shape = list(values.shape)
@@ -135,7 +151,9 @@ def _items(value: object) -> list[tuple[Any, Any]]:
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+        return [
+            (field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
+        ]
     return []
 
 
@@ -162,7 +180,8 @@ def _empty_in_order_of(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tens
     """A tensor of some shape, its dimensions in the same order in memory as those of another."""
     strides = [0] * len(shape)
     step = 1
-    # The smallest stride first; of equal strides the last dimension first, as in a contiguous tensor.
+    # The smallest stride first; of equal strides the last dimension first, as in a contiguous
+    # tensor.
     for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):
         if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             continue

@@ -9,21 +9,26 @@ import torch
 
 from memcallback.trace.dispatch.operators import tensors_of
 
-#: Waits for what another operator has begun; a fake's kernel makes a new tensor of it, a device's gives back the same.
+#: Waits for what another operator has begun; a fake's kernel makes a new tensor of it, a device's
+#: gives back the same.
 WAIT = "_c10d_functional::wait_tensor"
 
 
 def is_collective(operator: str) -> bool:
-    """Whether an operator, by its name, is one of a process group, which works in place and gives something to wait for."""
+    """Whether an operator, by its name, is one of a process group, which works in place and gives
+    something to wait for.
+    """
     return operator.startswith("c10d::")
 
 
 class InFlight:
-    """What collectives hold on to that nobody waits for but through a future, as DistributedDataParallel does with communication hooks.
+    """What collectives hold on to that nobody waits for but through a future, as
+    DistributedDataParallel does with communication hooks.
 
-    A process group of NCCL lets go of it when its watchdog thread has seen the end and the next collective begins (`WorkNCCL`,
-    `shelvesToUnstash_` in ProcessGroupNCCL.cpp): that is in the next step, as long as a step takes longer than the tenth of a second
-    after which the watchdog looks again. It was seen to do so with PyTorch 2.11 on virtual devices; no other version was tried.
+    A process group of NCCL lets go of it when its watchdog thread has seen the end and the next
+    collective begins (`WorkNCCL`, `shelvesToUnstash_` in ProcessGroupNCCL.cpp): that is in the next
+    step, as long as a step takes longer than the tenth of a second after which the watchdog looks
+    again. It was seen to do so with PyTorch 2.11 on virtual devices; no other version was tried.
 
     Attributes:
         is_unwaited: Whether what begins now is waited for through a future alone.
@@ -52,10 +57,8 @@ class InFlight:
 
 
 def with_result(outputs: Any) -> Any:
-    """What an operator of a process group returns, where what is waited for has the tensors as its result, as on a device.
-
-    Args:
-        outputs: What it returned on fakes: the tensors and the work, or the work alone.
+    """What an operator of a process group returns, where what is waited for has the tensors as its
+    result, as on a device.
     """
     if not isinstance(outputs, tuple):
         return outputs
@@ -68,23 +71,23 @@ def with_result(outputs: Any) -> Any:
 
 
 def temporary_bytes(operator: str, args: Sequence[Any]) -> int:
-    """What NCCL's process group takes for a moment: collectives over lists of tensors go through one flat buffer.
+    """What NCCL's process group takes for a moment: collectives over lists of tensors go through
+    one flat buffer.
 
-    `allgather` and `reduce_scatter` in ProcessGroupNCCL.cpp (`newLikeFlat`), for tensors of one size. Measured with PyTorch 2.11 on
-    virtual devices; no other version was tried.
-
-    Args:
-        operator: The name.
-        args: Its arguments.
+    `allgather` and `reduce_scatter` in ProcessGroupNCCL.cpp (`newLikeFlat`), for tensors of one
+    size. Measured with PyTorch 2.11 on virtual devices; no other version was tried.
     """
     position = {"c10d::allgather_": 0, "c10d::reduce_scatter_": 1}.get(operator)
     if position is None:
         return 0
-    return sum(tensor.numel() * tensor.element_size() for tensors in args[position] for tensor in tensors)
+    return sum(
+        tensor.numel() * tensor.element_size() for tensors in args[position] for tensor in tensors
+    )
 
 
-#: What a rank sends of a tensor of one byte, times the number of ranks less one over that number where it says so: nccl-tests,
-#: doc/PERFORMANCE.md (bus bandwidth). The position is that of the tensors that count: what is reduced, scattered or gathered as a whole.
+#: What a rank sends of a tensor of one byte, times the number of ranks less one over that number
+#: where it says so: nccl-tests, doc/PERFORMANCE.md (bus bandwidth). The position is that of the
+#: tensors that count: what is reduced, scattered or gathered as a whole.
 _SENT: dict[str, tuple[float, bool, int]] = {
     "allreduce_": (2.0, True, 0),
     "allgather_": (1.0, True, 0),
@@ -104,19 +107,18 @@ _SENT: dict[str, tuple[float, bool, int]] = {
 
 
 def sent_bytes(operator: str, args: Sequence[Any], outputs: Any) -> int:
-    """How much a rank sends in a collective, by the ring's formulas; 0 for an operator that is none.
-
-    Args:
-        operator: Its name, such as `c10d::allreduce_`.
-        args: Its arguments.
-        outputs: What it returned.
+    """How much a rank sends in a collective, by the ring's formulas; 0 for an operator that is
+    none.
     """
     namespace, _, name = operator.partition("::")
     known = _SENT.get(name) if namespace in ("c10d", "_c10d_functional") else None
     if known is None:
         return 0
     factor, is_shared, position = known
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of([outputs if position < 0 else args[position]]))
+    num_bytes = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in tensors_of([outputs if position < 0 else args[position]])
+    )
     num_ranks = _num_ranks(args)
     return int(factor * num_bytes * ((num_ranks - 1) / num_ranks if is_shared else 1))
 

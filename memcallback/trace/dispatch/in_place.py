@@ -14,7 +14,8 @@ from memcallback.core.tensors import dense_parts
 from memcallback.trace.dispatch.ledger import Entry
 
 _aten = torch.ops.aten
-#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in their place.
+#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in
+#: their place.
 IN_PLACE = {
     _aten.index_put.default: _aten._index_put_impl_.default,
     _aten.index_add.default: _aten.index_add_.default,
@@ -27,10 +28,8 @@ _LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scala
 
 
 class InPlace:
-    """Tells which argument of an operator of a backward pass autograd would put the result in the place of.
-
-    Args:
-        find: Finds what the ledger has of a dense tensor.
+    """Tells which argument of an operator of a backward pass autograd would put the result in the
+    place of.
     """
 
     def __init__(self, find: Callable[[torch.Tensor], Entry | None]) -> None:
@@ -41,44 +40,69 @@ class InPlace:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """See how many references there are to tensors that are certainly nobody else's: inside, there are sums and clones of such."""
+        """See how many references there are to tensors that are certainly nobody else's: inside,
+        there are sums and clones of such.
+        """
         self._is_calibrating = True
         yield
         self._is_calibrating = False
 
     def reused(self, func: Any, args: Sequence[object], node: Any) -> torch.Tensor | None:
-        """The argument in whose place autograd puts the result of an operator; None for a result of its own.
+        """The argument in whose place autograd puts the result of an operator; None for a result of
+        its own.
 
-        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it never does. It adds a
-        gradient to one that nobody else holds (`InputBuffer` in torch/csrc/autograd/input_buffer.cpp), and builds up gradients in
-        zeros of its own (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp). A sparse gradient that nobody else
-        holds becomes the parameter's as it is (`accumulateGrad` in torch/csrc/autograd/functions/accumulate_grad.h).
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            node: The autograd node that runs.
+        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it
+        never does. It adds a gradient to one that nobody else holds (`InputBuffer` in
+        torch/csrc/autograd/input_buffer.cpp), and builds up gradients in zeros of its own
+        (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp). A sparse gradient
+        that nobody else holds becomes the parameter's as it is (`accumulateGrad` in
+        torch/csrc/autograd/functions/accumulate_grad.h).
         """
         first = args[0] if args else None
         if not isinstance(first, FakeTensor):
             return None
         if first.layout is torch.sparse_coo:
-            is_gradient = func is _aten.clone.default and node.name() == "torch::autograd::AccumulateGrad"
-            return first if is_gradient and self._is_alone(first) and all(part.is_contiguous() for part in dense_parts(first)) else None
+            is_gradient = (
+                func is _aten.clone.default and node.name() == "torch::autograd::AccumulateGrad"
+            )
+            return (
+                first
+                if is_gradient
+                and self._is_alone(first)
+                and all(part.is_contiguous() for part in dense_parts(first))
+                else None
+            )
         entry = self._find(first)
         if entry is None:
             return None
         if func is _aten.add.Tensor and len(args) == 2:
             other = args[1]
-            alike = isinstance(other, FakeTensor) and other.shape == first.shape and other.dtype == first.dtype
-            return first if alike and entry.node != node._sequence_nr() and self._is_alone(first) and _is_dense(first) else None
+            alike = (
+                isinstance(other, FakeTensor)
+                and other.shape == first.shape
+                and other.dtype == first.dtype
+            )
+            return (
+                first
+                if alike
+                and entry.node != node._sequence_nr()
+                and self._is_alone(first)
+                and _is_dense(first)
+                else None
+            )
         is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
-        return first if (func in IN_PLACE or is_loss) and entry.node == node._sequence_nr() else None
+        return (
+            first if (func in IN_PLACE or is_loss) and entry.node == node._sequence_nr() else None
+        )
 
     def _is_alone(self, tensor: FakeTensor) -> bool:
         is_sparse = tensor.layout is torch.sparse_coo
         # C++ counts all of Python's references to a tensor as one.
-        others = sys.getrefcount(tensor) if is_sparse else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        others = (
+            sys.getrefcount(tensor)
+            if is_sparse
+            else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        )
         counts = (tensor._use_count(), others)  # type: ignore[attr-defined]
         if self._is_calibrating:
             self._alone[is_sparse] = min(self._alone.get(is_sparse, counts), counts)

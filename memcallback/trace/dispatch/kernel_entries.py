@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memcallback.core.kernel import Give, Kernel, Multiply, Take, completed
+from memcallback.core.kernel import AllocTemp, FreeTemp, Kernel, OpenBlasHandles, completed
 from memcallback.core.types import Category
 from memcallback.cuda.convolution.rule import convolution_kernel
 from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
@@ -19,8 +19,9 @@ from memcallback.trace.dispatch.ledger import Entry, Ledger
 class KernelEntries:
     """Writes down operators one after the other, and knows which handles of libraries are open.
 
-    The first matrix product of a thread in a stream opens handles, whose workspaces stay; the backward pass runs in a thread of its own.
-    There is a workspace for each handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    The first matrix product of a thread in a stream opens handles, whose workspaces stay; the
+    backward pass runs in a thread of its own. There is a workspace for each handle and stream
+    (aten/src/ATen/cuda/CublasHandlePool.cpp).
 
     Attributes:
         spec: The card.
@@ -42,52 +43,49 @@ class KernelEntries:
         node: int,
         is_in_backward: bool,
     ) -> None:
-        """Write down what an operator does.
-
-        Args:
-            ledger: Where to.
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            places: What it returns, in order.
-            new: The storages that it makes and their sizes in bytes.
-            name: Its name.
-            node: The autograd node that runs; -1 for none.
-            is_in_backward: Whether it runs in the thread of the backward pass.
-        """
+        """Write down what an operator does."""
         rule = kernel_rule(func, args, kwargs, places, self.spec)
-        taken_by: Callable[..., Kernel | None] = convolution_kernel if func in CONVOLUTIONS else kernel
+        taken_by: Callable[..., Kernel | None] = (
+            convolution_kernel if func in CONVOLUTIONS else kernel
+        )
         steps = (taken_by(func, args, kwargs, places, self.spec) if rule else None) or ()
-        multiplies = Multiply() in steps or uses_cublas(func, args)
+        multiplies = OpenBlasHandles() in steps or uses_cublas(func, args)
         taken, made = list[Entry](), list[Entry | None]([None] * len(places))
         ledger.begin_call()
         for step in completed(steps, len(places)):
-            if isinstance(step, Multiply):
+            if isinstance(step, OpenBlasHandles):
                 needed = self._workspaces(func, args, kwargs) if multiplies else {}
                 handles = [
-                    ledger.take(size_bytes, Category.WORKSPACE, name) for size_bytes in self._opened(needed, is_in_backward, ledger.stream)
+                    ledger.take(size_bytes, Category.WORKSPACE, name)
+                    for size_bytes in self._opened(needed, is_in_backward, ledger.stream)
                 ]
-            elif isinstance(step, Take):
+            elif isinstance(step, AllocTemp):
                 taken.append(ledger.take_temporary(step.size_bytes, step.category, name))
-            elif isinstance(step, Give):
+            elif isinstance(step, FreeTemp):
                 ledger.give(taken[step.index])
             else:
                 tensor = places[step.index]
-                size_bytes = None if tensor is None else new.pop(tensor.untyped_storage()._cdata, None)
+                size_bytes = (
+                    None if tensor is None else new.pop(tensor.untyped_storage()._cdata, None)
+                )
                 if tensor is not None and size_bytes is not None:
                     entry = made[step.index] = ledger.add(tensor, None, name, size_bytes=size_bytes)
                     entry.node = node
         if rule is not None:
             ledger.end_call(rule, made, handles, name)
 
-    def _workspaces(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, int]:
+    def _workspaces(
+        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> dict[str, int]:
         """The bytes of the workspace of each library that a matrix product goes through."""
         needed = {"cuBLAS": self.spec.cublas_workspace_bytes}
         if uses_cublaslt(func, args, kwargs):
             needed["cuBLASLt"] = CUBLASLT_WORKSPACE_BYTES
         return needed
 
-    def _opened(self, needed: Mapping[str, int], is_in_backward: bool, stream: int) -> Iterator[int]:
+    def _opened(
+        self, needed: Mapping[str, int], is_in_backward: bool, stream: int
+    ) -> Iterator[int]:
         """Open handles that are not open yet, and give the bytes of their workspaces."""
         for library, workspace_bytes in needed.items():
             handle = (library, is_in_backward, stream)

@@ -1,7 +1,8 @@
 """Cache of fake kernel results by input shapes.
 
-PyTorch's own cache of fake operators (torch/_subclasses/fake_tensor.py) does the same for more kinds of arguments, and takes most of a
-trace's time. Here only what a training step has most of is remembered: strided tensors of real numbers, and plain values.
+PyTorch's own cache of fake operators (torch/_subclasses/fake_tensor.py) does the same for more
+kinds of arguments, and takes most of a trace's time. Here only what a training step has most of is
+remembered: strided tensors of real numbers, and plain values.
 """
 
 from __future__ import annotations
@@ -14,8 +15,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _CPU = torch.device("cpu")
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-#: Operators with one of these tags give what depends on values, or change the shape of what they are given.
+_PLAIN = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
+)
+#: Operators with one of these tags give what depends on values, or change the shape of what they
+#: are given.
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 #: The memo is emptied when it has so many entries.
 _MANY = 100_000
@@ -38,15 +52,19 @@ class _Made:
     layout: tuple[torch.Size, tuple[int, ...], int, torch.dtype] | None
 
 
-class OutputMemo:
+class OutputCache:
     """Remembers what operators give."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[object, ...], tuple[type | None, tuple[_Made | None, ...]]] = {}
         self._is_known: dict[Any, bool] = {}
 
-    def ask(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tuple[object, ...], list[FakeTensor]] | None:
-        """What to look up, and the tensors among the arguments; None if nothing is remembered of such a call."""
+    def ask(
+        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], list[FakeTensor]] | None:
+        """What to look up, and the tensors among the arguments; None if nothing is remembered of
+        such a call.
+        """
         is_known = self._is_known.get(func)
         if is_known is None:
             is_known = self._is_known[func] = not any(tag in func.tags for tag in _TAGS)
@@ -61,7 +79,9 @@ class OutputMemo:
             return None
         return tuple(key), tensors
 
-    def recall(self, mode: FakeTensorMode, key: tuple[object, ...], tensors: list[FakeTensor]) -> tuple[object] | None:
+    def recall(
+        self, mode: FakeTensorMode, key: tuple[object, ...], tensors: list[FakeTensor]
+    ) -> tuple[object] | None:
         """What the call gives, in a tuple of one; None if it is not remembered."""
         entry = self._entries.get(key)
         if entry is None:
@@ -82,8 +102,13 @@ class OutputMemo:
             kind, found = type(outputs), list(outputs)  # type: ignore[call-overload]
         else:
             return
-        storages = {tensor.untyped_storage()._cdata: position for position, tensor in reversed(list(enumerate(tensors)))}
-        positions = {id(tensor): position for position, tensor in reversed(list(enumerate(tensors)))}
+        storages = {
+            tensor.untyped_storage()._cdata: position
+            for position, tensor in reversed(list(enumerate(tensors)))
+        }
+        positions = {
+            id(tensor): position for position, tensor in reversed(list(enumerate(tensors)))
+        }
         fresh: set[int] = set()
         made: list[_Made | None] = []
         for output in found:
@@ -115,23 +140,35 @@ def _key_of(value: object, tensors: list[FakeTensor]) -> object:
 
 
 def _is_ordinary(tensor: FakeTensor) -> bool:
-    """Whether a tensor is all in its shape, strides and dtype: it has no known value, and is not read through a conjugation or as zeros."""
+    """Whether a tensor is all in its shape, strides and dtype: it has no known value, and is not
+    read through a conjugation or as zeros.
+    """
     is_marked = tensor.is_complex() or tensor.is_neg() or torch._is_zerotensor(tensor)
     return tensor.constant is None and tensor.layout is torch.strided and not is_marked
 
 
-def _made(output: object, positions: Mapping[int, int], storages: Mapping[int, int], fresh: set[int]) -> _Made | None:
+def _made(
+    output: object, positions: Mapping[int, int], storages: Mapping[int, int], fresh: set[int]
+) -> _Made | None:
     """How an output can be made anew; None if it cannot."""
     if id(output) in positions:
         return _Made(positions[id(output)], None)
-    if type(output) is not FakeTensor or not _is_ordinary(output) or output.requires_grad or output.fake_device != _CPU:
+    if (
+        type(output) is not FakeTensor
+        or not _is_ordinary(output)
+        or output.requires_grad
+        or output.fake_device != _CPU
+    ):
         return None
     layout = (output.shape, output.stride(), int(output.storage_offset()), output.dtype)
     storage = output.untyped_storage()
     if storage._cdata in storages:
         return _Made(storages[storage._cdata], layout)
     # A new one that shares its storage, or leaves a part of it unused, is not made anew.
-    is_whole = storage.nbytes() == _num_elements(output) * output.element_size() and not output.storage_offset()
+    is_whole = (
+        storage.nbytes() == _num_elements(output) * output.element_size()
+        and not output.storage_offset()
+    )
     if storage._cdata in fresh or not is_whole:
         return None
     fresh.add(storage._cdata)
@@ -142,7 +179,9 @@ def _num_elements(tensor: torch.Tensor) -> int:
     """How many elements the storage of a tensor needs that begins at its start."""
     if not tensor.numel():
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _make(mode: FakeTensorMode, made: _Made, tensors: list[FakeTensor]) -> torch.Tensor:

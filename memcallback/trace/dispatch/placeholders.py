@@ -20,49 +20,58 @@ class NoStandIn(NotImplementedError):
 
 
 #: Operators whose result is read as true: a check of values that are not there is taken to pass.
-_HOLD = frozenset({_aten.all.default, _aten.all.dim, _aten._is_all_true.default, _aten.isfinite.default})
+_HOLD = frozenset(
+    {_aten.all.default, _aten.all.dim, _aten._is_all_true.default, _aten.isfinite.default}
+)
 _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     getattr(getattr(_aten, name), overload): getattr(operator, name)
     for name in ("lt", "le", "gt", "ge", "eq", "ne")
     for overload in ("Scalar", "Tensor")
 }
-#: LBFGS remembers a direction if its curvature is above this (torch/optim/lbfgs.py), as it is in training.
+#: LBFGS remembers a direction if its curvature is above this (torch/optim/lbfgs.py), as it is in
+#: training.
 _LBFGS_CURVATURE = 1e-10
-#: istft fails where the sum of its windows is below this (ATen/native/SpectralOps.cpp), as it is not in training.
+#: istft fails where the sum of its windows is below this (ATen/native/SpectralOps.cpp), as it is
+#: not in training.
 _ISTFT_ENVELOPE = 1e-11
 _COMBINATIONS: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.clone.default, _aten._to_copy.default), operator.truth),
+    **dict.fromkeys(
+        (_aten.any.default, _aten.any.dim, _aten.clone.default, _aten._to_copy.default),
+        operator.truth,
+    ),
     **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), operator.not_),
     **dict.fromkeys((_aten.logical_and.default, _aten.bitwise_and.Tensor), operator.and_),
     **dict.fromkeys((_aten.logical_or.default, _aten.bitwise_or.Tensor), operator.or_),
 }
 
 
-def stand_in_value(func: Any, args: Sequence[object], entry: Entry | None) -> bool | int | float | complex:
-    """A value read from a tensor: 0, or 1 for a count on the host; for a truth value what is known to hold if that is so.
-
-    Args:
-        func: The operator that reads, `aten::_local_scalar_dense` or `aten::equal`.
-        args: Its arguments; the first is the tensor.
-        entry: What the ledger has of the tensor.
+def stand_in_value(
+    func: Any, args: Sequence[object], entry: Entry | None
+) -> bool | int | float | complex:
+    """A value read from a tensor: 0, or 1 for a count on the host; for a truth value what is known
+    to hold if that is so.
     """
     tensor = args[0]
     assert isinstance(tensor, torch.Tensor)
     if func is _aten.equal.default:
-        # C++ reads a single truth value by comparing it with true (`is_scalar_tensor_true`, TensorUtils.h).
-        return entry.is_truth if tensor.dtype is torch.bool and not tensor.dim() and entry is not None else True
+        # C++ reads a single truth value by comparing it with true (`is_scalar_tensor_true`,
+        # TensorUtils.h).
+        return (
+            entry.is_truth
+            if tensor.dtype is torch.bool and not tensor.dim() and entry is not None
+            else True
+        )
     return _number(tensor, entry)
 
 
-def is_known_to_hold(func: Any, args: Sequence[object], find: Callable[[torch.Tensor], Entry | None]) -> bool | None:
-    """What an operator's result is as a truth value, where all values are what stands for them; None if it is none.
+def is_known_to_hold(
+    func: Any, args: Sequence[object], find: Callable[[torch.Tensor], Entry | None]
+) -> bool | None:
+    """What an operator's result is as a truth value, where all values are what stands for them;
+    None if it is none.
 
-    That something holds for all values is taken to be so: most often it is asked in order to fail if it is not.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        find: Finds what the ledger has of a tensor.
+    That something holds for all values is taken to be so: most often it is asked in order to fail
+    if it is not.
     """
     if func in _HOLD:
         return True
@@ -72,11 +81,15 @@ def is_known_to_hold(func: Any, args: Sequence[object], find: Callable[[torch.Te
     if func is _aten.lt.Scalar and args[1] == _ISTFT_ENVELOPE:
         return False
     if func in _COMPARISONS:
-        left, right = (_number(arg, find(arg)) if isinstance(arg, torch.Tensor) else arg for arg in args[:2])
+        left, right = (
+            _number(arg, find(arg)) if isinstance(arg, torch.Tensor) else arg for arg in args[:2]
+        )
         return bool(_COMPARISONS[func](left, right))
     if func in _COMBINATIONS and all(tensor.dtype is torch.bool for tensor in tensors):
         entries = [find(tensor) for tensor in tensors]
-        return bool(_COMBINATIONS[func](*(entry is not None and entry.is_truth for entry in entries)))
+        return bool(
+            _COMBINATIONS[func](*(entry is not None and entry.is_truth for entry in entries))
+        )
     return None
 
 
@@ -90,10 +103,11 @@ def _number(tensor: torch.Tensor, entry: Entry | None) -> bool | int | float | c
 
 
 class Bounds:
-    """Which of two upper bounds of a size is the smaller one, decided once for all traces of a step.
+    """Which of two upper bounds of a size is the smaller one, decided once for all traces of a
+    step.
 
-    In traces at other batch sizes the size is the bound that was the smaller in the first of them, and so a straight line over the batch
-    size; at those it is at least as large as it can be.
+    In traces at other batch sizes the size is the bound that was the smaller in the first of them,
+    and so a straight line over the batch size; at those it is at least as large as it can be.
     """
 
     def __init__(self) -> None:
@@ -105,28 +119,19 @@ class Bounds:
         self._num_asked = 0
 
     def smaller(self, growing: int, fixed: int) -> int:
-        """The smaller of a bound that grows with the batch and one that does not, as it was in the first trace."""
+        """The smaller of a bound that grows with the batch and one that does not, as it was in the
+        first trace.
+        """
         if self._num_asked == len(self._is_growing):
             self._is_growing.append(growing < fixed)
         self._num_asked += 1
         return growing if self._is_growing[self._num_asked - 1] else fixed
 
 
-def stand_in_shape(func: Any, args: Sequence[object], kwargs: Mapping[str, object], bounds: Bounds) -> Any:
-    """The largest result that an operator can have whose result's shape depends on values.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        bounds: Chooses where there are two upper bounds.
-
-    Returns:
-        What the operator returns.
-
-    Raises:
-        NoStandIn: For an operator with no such bound.
-    """
+def stand_in_shape(
+    func: Any, args: Sequence[object], kwargs: Mapping[str, object], bounds: Bounds
+) -> Any:
+    """The largest result that an operator can have whose result's shape depends on values."""
     if func is _aten._coalesce.default:
         return _coalesce(args[0], bounds)  # type: ignore[arg-type]
     rule = _SHAPES.get(func)
@@ -151,29 +156,42 @@ def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torc
     whole: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            whole += [tensor.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+            whole += [
+                tensor.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())
+            ]
         else:
             whole.append(index)
     return _aten.index.Tensor(tensor, whole)  # type: ignore[no-any-return]
 
 
 def _unique2(
-    tensor: torch.Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+    tensor: torch.Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     flat = tensor.new_empty(tensor.numel())
-    inverse = tensor.new_empty(tensor.shape if return_inverse or return_counts else 0, dtype=torch.int64)
+    inverse = tensor.new_empty(
+        tensor.shape if return_inverse or return_counts else 0, dtype=torch.int64
+    )
     counts = tensor.new_empty(tensor.numel() if return_counts else 0, dtype=torch.int64)
     return flat, inverse, counts
 
 
 def _unique_dim(
-    tensor: torch.Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+    tensor: torch.Tensor,
+    dim: int,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     counts = tensor.new_empty(tensor.shape[dim], dtype=torch.int64)
     return torch.empty_like(tensor), counts, torch.empty_like(counts)
 
 
-def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+def _bincount(
+    tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor:
     if not minlength:
         raise NoStandIn(
             "aten.bincount makes as many numbers as the largest value says, which is not known. Give it minlength, which stands for it."
@@ -188,7 +206,9 @@ def _coalesce(sparse: torch.Tensor, bounds: Bounds) -> torch.Tensor:
     # A single row of them keeps the memory of all.
     num_kept = max(count, indices.shape[1]) if indices.shape[0] == 1 else count
     rows = indices.new_empty(indices.shape[0], num_kept)[:, :count]
-    return sparse_tensor(rows, values.new_empty(count, *values.shape[1:]), sparse.shape, is_coalesced=True)
+    return sparse_tensor(
+        rows, values.new_empty(count, *values.shape[1:]), sparse.shape, is_coalesced=True
+    )
 
 
 #: Operators whose fake kernels do not say that the shape depends on values, and take the smallest.

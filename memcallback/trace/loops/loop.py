@@ -18,12 +18,7 @@ from memcallback.trace.loops.pipeline import pipelined_step
 
 
 def run_window(step: TrainingStep, copies: Copies) -> None:
-    """Run the steps up to and including one optimizer update.
-
-    Args:
-        step: What a step is.
-        copies: What to run on.
-    """
+    """Run the steps up to and including one optimizer update."""
     if step.uses_grad_scaler and copies.scaler is None:
         copies.scaler = torch.amp.GradScaler("cpu")
     if step.lightning is not None and not copies.model.automatic_optimization:
@@ -40,7 +35,9 @@ def run_window(step: TrainingStep, copies: Copies) -> None:
         _alternating_step(step, copies)
     else:
         for micro_step in range(step.accumulate):
-            _automatic_step(step, copies, is_first=micro_step == 0, is_last=micro_step == step.accumulate - 1)
+            _automatic_step(
+                step, copies, is_first=micro_step == 0, is_last=micro_step == step.accumulate - 1
+            )
 
 
 def _automatic_step(step: TrainingStep, copies: Copies, *, is_first: bool, is_last: bool) -> None:
@@ -100,7 +97,9 @@ def _update_with_closure(step: TrainingStep, copies: Copies, batch: Any) -> None
 
 
 class _Interrupted:
-    """An optimizer phase with other phases inside: it is over before they begin, and begins anew after them."""
+    """An optimizer phase with other phases inside: it is over before they begin, and begins anew
+    after them.
+    """
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks

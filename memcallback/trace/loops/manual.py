@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from memcallback.core.phase_spans import PhaseWindows, begin_backward, begin_update, end_backward, end_by_hand, end_update
+from memcallback.core.phase_spans import (
+    PhaseWindows,
+    begin_backward,
+    begin_update,
+    end_backward,
+    end_by_hand,
+    end_update,
+)
 from memcallback.core.types import Phase
 from memcallback.step.lightning_loop import LightningLoop
 from memcallback.step.training_step import TrainingStep
@@ -16,7 +23,9 @@ from memcallback.trace.loops.passes import Copies, autocast
 
 
 def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -> None:
-    """A LightningModule that calls `manual_backward` and its optimizers itself; its phases are marked by what `MemoryCallback` is told."""
+    """A LightningModule that calls `manual_backward` and its optimizers itself; its phases are
+    marked by what `MemoryCallback` is told.
+    """
     marks, module = copies.marks, copies.model
     phases = PhaseWindows(marks.boundary)
 
@@ -51,7 +60,11 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
         batch = copies.new_batch()
         phases.open_phase(Phase.FORWARD)
         marks.runs(Phase.FORWARD)
-        with _updates_marked(copies, phases), lightning.manual(module, copies.optimizers, manual_backward, update), autocast(step, copies):
+        with (
+            _updates_marked(copies, phases),
+            lightning.manual(module, copies.optimizers, manual_backward, update),
+            autocast(step, copies),
+        ):
             lightning.training_step(module, batch)
         end_by_hand(phases)
         phases.end_step()
@@ -65,10 +78,14 @@ def _updates_marked(copies: Copies, phases: PhaseWindows) -> Iterator[None]:
     """Mark where updates of the optimizers begin and end, whoever makes them."""
     marks = copies.marks
 
-    def begins(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def begins(
+        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         begin_update(phases, by_hand=True)
         marks.runs(Phase.OPTIMIZER_STEP)
-        return tuple(map(with_phase, args)), {name: with_phase(value) for name, value in kwargs.items()}
+        return tuple(map(with_phase, args)), {
+            name: with_phase(value) for name, value in kwargs.items()
+        }
 
     def with_phase(closure: Any) -> Any:
         """A closure, which runs the forward pass."""

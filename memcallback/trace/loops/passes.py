@@ -27,13 +27,17 @@ class Marks(Protocol):
         """A phase is inside the context."""
 
     def runs(self, phase: Phase | None) -> Phase | None:
-        """What follows belongs to a phase whose window is told later, None for none; returns what it was before."""
+        """What follows belongs to a phase whose window is told later, None for none; returns what
+        it was before.
+        """
 
     def boundary(self) -> None:
         """A boundary between phases that are told later is here."""
 
     def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
-        """Which boundaries since the last windows are those of which phases, by their numbers from 0."""
+        """Which boundaries since the last windows are those of which phases, by their numbers from
+        0.
+        """
 
     def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An update was made."""
@@ -66,7 +70,13 @@ def forward(step: TrainingStep, copies: Copies, batch: Any, number: int = 0) -> 
         with autocast(step, copies):
             loss = step.losses[number](copies.model, batch)
         if wrong := wrong_with_loss(loss, copies.model, is_lightning=step.lightning is not None):
-            name = "training_step" if step.lightning else "loss" if len(step.losses) == 1 else f"loss[{number}]"
+            name = (
+                "training_step"
+                if step.lightning
+                else "loss"
+                if len(step.losses) == 1
+                else f"loss[{number}]"
+            )
             raise PredictionError(f"{name} {wrong}")
         return loss / step.accumulate if step.accumulate > 1 and not step.has_accumulation else loss
 
@@ -93,11 +103,19 @@ def update(step: TrainingStep, copies: Copies, optimizers: Sequence[torch.optim.
         update_all(step, copies, optimizers)
 
 
-def update_all(step: TrainingStep, copies: Copies, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """An update by some optimizers, one after the other, after clipping, inside a phase that others mark."""
+def update_all(
+    step: TrainingStep, copies: Copies, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """An update by some optimizers, one after the other, after clipping, inside a phase that others
+    mark.
+    """
     scaler = copies.scaler
     for optimizer in optimizers:
-        if scaler and (step.clip_grad_norm is not None or step.clip_grad_value is not None or step.lightning is not None):
+        if scaler and (
+            step.clip_grad_norm is not None
+            or step.clip_grad_value is not None
+            or step.lightning is not None
+        ):
             scaler.unscale_(optimizer)
         _clip(step, copies, optimizer)
         if scaler:
@@ -111,7 +129,9 @@ def update_all(step: TrainingStep, copies: Copies, optimizers: Sequence[torch.op
 
 def _clip(step: TrainingStep, copies: Copies, optimizer: torch.optim.Optimizer) -> None:
     if step.lightning:
-        step.lightning.clip_gradients(copies.model, optimizer, step.clip_grad_norm, step.clip_grad_value)
+        step.lightning.clip_gradients(
+            copies.model, optimizer, step.clip_grad_norm, step.clip_grad_value
+        )
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if step.clip_grad_norm is not None:
@@ -121,7 +141,9 @@ def _clip(step: TrainingStep, copies: Copies, optimizer: torch.optim.Optimizer) 
 
 
 def zero_grad(step: TrainingStep, copies: Copies) -> None:
-    """Let go of the gradients: those of the optimizers' parameters, without optimizers those of the model."""
+    """Let go of the gradients: those of the optimizers' parameters, without optimizers those of the
+    model.
+    """
     for optimizer in copies.optimizers:
         if step.lightning:
             step.lightning.zero_grad(copies.model, optimizer)

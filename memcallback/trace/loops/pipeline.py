@@ -19,7 +19,9 @@ from memcallback.trace.loops.passes import Copies, Marks, autocast, update_all, 
 
 
 def pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> None:
-    """The forward and backward passes of all microbatches, in the order of the pipeline's schedule, and an update."""
+    """The forward and backward passes of all microbatches, in the order of the pipeline's schedule,
+    and an update.
+    """
     if wrong := _not_in_pipeline(step, copies):
         raise PredictionError(f"A step in a pipeline with {wrong}")
     marks, phases = copies.marks, PhaseWindows(copies.marks.boundary)
@@ -45,9 +47,7 @@ def pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> No
 def _not_in_pipeline(step: TrainingStep, copies: Copies) -> str | None:
     """What of a step is not known in a pipeline, and the way out; None if all is."""
     if step.accumulate > 1:
-        return (
-            f"accumulate={step.accumulate} is not known: its microbatches are what is accumulated. Leave it out, and give n_microbatches."
-        )
+        return f"accumulate={step.accumulate} is not known: its microbatches are what is accumulated. Leave it out, and give n_microbatches."
     if len(step.losses) > 1:
         return f"{len(step.losses)} losses is not known. Give one."
     if copies.scaler is not None:
@@ -62,12 +62,16 @@ def _run_microbatches(step: TrainingStep, pipeline: Pipeline, batch: Any) -> Non
         pipeline.step(step.loss, batch)
     except RuntimeError as error:
         # PyTorch hides what failed in a stage behind an error of its own.
-        hides = any(text in str(error) for text in ("failed to run forward", "Failed to run stage backward"))
+        hides = any(
+            text in str(error) for text in ("failed to run forward", "Failed to run stage backward")
+        )
         raise (error.__cause__ if hides and error.__cause__ else error)  # noqa: B904
 
 
 class _Microbatches:
-    """Marks the passes of a pipeline's microbatches as a `Watch` does: a forward pass goes on until a backward pass begins."""
+    """Marks the passes of a pipeline's microbatches as a `Watch` does: a forward pass goes on until
+    a backward pass begins.
+    """
 
     def __init__(self, marks: Marks, phases: PhaseWindows) -> None:
         self._marks, self._phases, self._thread = marks, phases, threading.get_ident()
@@ -78,7 +82,10 @@ class _Microbatches:
     def marked(self, pipeline: Pipeline) -> Iterator[None]:
         """The passes inside are marked."""
         end = listen(self)
-        hooks = [module.register_forward_pre_hook(self.forward_begins, prepend=True) for module in pipeline.stages]
+        hooks = [
+            module.register_forward_pre_hook(self.forward_begins, prepend=True)
+            for module in pipeline.stages
+        ]
         try:
             yield
         finally:
@@ -87,7 +94,9 @@ class _Microbatches:
                 hook.remove()
 
     def forward_begins(self, *_: object) -> None:
-        """A stage is called; without gradients for the shapes that it gives, and by checkpointing inside a backward pass."""
+        """A stage is called; without gradients for the shapes that it gives, and by checkpointing
+        inside a backward pass.
+        """
         if torch.is_grad_enabled() and self._phases.current_phase is None:
             self._phases.open_phase(Phase.FORWARD)
             self._marks.runs(Phase.FORWARD)

@@ -1,8 +1,9 @@
 """CUDA autocast on fake CPU tensors.
 
-The state of autocast is CUDA's own (`torch.autocast("cuda")`, `torch.is_autocast_enabled("cuda")`), which every build of PyTorch has
-for each thread. The thread that traces includes CUDA's dispatch key in all of its calls, so tensors that lie on the CPU get there.
-Other threads with tensors of a CPU never do; those with tensors of a real CUDA device meet the same lists here, without the cache.
+The state of autocast is CUDA's own (`torch.autocast("cuda")`, `torch.is_autocast_enabled("cuda")`),
+which every build of PyTorch has for each thread. The thread that traces includes CUDA's dispatch
+key in all of its calls, so tensors that lie on the CPU get there. Other threads with tensors of a
+CPU never do; those with tensors of a real CUDA device meet the same lists here, without the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _LISTS = {
 
 
 class AutocastCache:
-    """The copies of weights in half precision that live until autocast is left (`cached_casts` in ATen/autocast_mode.cpp)."""
+    """The copies of weights in half precision that live until autocast is left (`cached_casts` in
+    ATen/autocast_mode.cpp).
+    """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -64,18 +67,17 @@ class AutocastCache:
 
 def is_eligible(value: object) -> bool:
     """Whether autocast would touch it: a floating-point tensor of at most single precision."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
 
 
 @contextmanager
 def registered(cast: AutocastCache) -> Iterator[None]:
-    """Let the dispatcher call CUDA's kernels for autocast for this thread's tensors of the CPU, until the end of the context.
-
-    Args:
-        cast: The cache.
-
-    Raises:
-        FileNotFoundError: If PyTorch was installed without its headers, which have the lists.
+    """Let the dispatcher call CUDA's kernels for autocast for this thread's tensors of the CPU,
+    until the end of the context.
     """
     library = torch.library.Library("aten", "IMPL")
     was_included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
@@ -94,7 +96,13 @@ def registered(cast: AutocastCache) -> Iterator[None]:
 
 def _kernels(cast: AutocastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The operators on CUDA's lists with what is done to their arguments."""
-    policies = {"lower": _lower, "fp32": _fp32, "fp32_dtype": _fp32_dtype, "append_dtype": _append_dtype, "promote": _promote}
+    policies = {
+        "lower": _lower,
+        "fp32": _fp32,
+        "fp32_dtype": _fp32_dtype,
+        "append_dtype": _append_dtype,
+        "promote": _promote,
+    }
     for policy, names in operator_lists().items():
         for name in names:
             op = _operator(name)
@@ -104,8 +112,12 @@ def _kernels(cast: AutocastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 @cache
 def operator_lists() -> dict[str, tuple[str, ...]]:
-    """CUDA's lists, from the header of the installed PyTorch: policy to names such as `pow.Tensor_Scalar`."""
-    text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text(encoding="utf-8")
+    """CUDA's lists, from the header of the installed PyTorch: policy to names such as
+    `pow.Tensor_Scalar`.
+    """
+    text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text(
+        encoding="utf-8"
+    )
     found = {}
     for policy, macro in _LISTS.items():
         block = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
@@ -114,7 +126,8 @@ def operator_lists() -> dict[str, tuple[str, ...]]:
             found[policy] = tuple(re.findall(r'"(\w+\.\w+)"', block[1]))
         else:
             found[policy] = tuple(
-                name + (f".{overload}" if overload else "") for name, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", block[1])
+                name + (f".{overload}" if overload else "")
+                for name, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", block[1])
             )
     return found
 
@@ -124,8 +137,12 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
-def _call(op: Any, cast: AutocastCache, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator with its arguments in a type. The last is cast first: so the compiler orders a call's arguments on x86."""
+def _call(
+    op: Any, cast: AutocastCache, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call an operator with its arguments in a type. The last is cast first: so the compiler orders
+    a call's arguments on x86.
+    """
     named = {name: cast.cast(value, dtype) for name, value in reversed(kwargs.items())}
     placed = [cast.cast(arg, dtype) for arg in reversed(args)]
     return op(*reversed(placed), **named)
@@ -174,7 +191,11 @@ def _append_dtype(op: Any, cast: AutocastCache) -> Callable[..., Any]:
 
 def _promote(op: Any, cast: AutocastCache) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [item for arg in (*args, *kwargs.values()) for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        tensors = [
+            item
+            for arg in (*args, *kwargs.values())
+            for item in (arg if isinstance(arg, (list, tuple)) else (arg,))
+        ]
         dtype = torch.get_autocast_dtype("cuda")
         for tensor in tensors:
             if is_eligible(tensor) and tensor.dtype == torch.float32:

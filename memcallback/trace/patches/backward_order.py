@@ -1,9 +1,11 @@
 """Order of create_graph nodes as on CUDA.
 
-Of the nodes that can run, autograd takes the one with the highest sequence number (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`),
-and each thread counts its own (ATen/SequenceNumber.cpp). A backward pass runs in the thread of its device on CUDA, and in the thread that
-calls it on a CPU. So once a training has run a while, the nodes that the device's thread has made come before all others if it makes more
-of them than the thread that trains, and after all others if it makes fewer.
+Of the nodes that can run, autograd takes the one with the highest sequence number
+(torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`), and each thread counts its own
+(ATen/SequenceNumber.cpp). A backward pass runs in the thread of its device on CUDA, and in the
+thread that calls it on a CPU. So once a training has run a while, the nodes that the device's
+thread has made come before all others if it makes more of them than the thread that trains, and
+after all others if it makes fewer.
 """
 
 from __future__ import annotations
@@ -37,20 +39,15 @@ class BackwardNodes:
         return number
 
     def run(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, and number the nodes that it makes.
-
-        Args:
-            backward: Does it, and returns the gradients.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What it returns.
-        """
+        """Run a backward pass, and number the nodes that it makes."""
         begin = self._now()
         gradients = backward(*args, **kwargs)
         made = range(begin, self._now())
-        roots = [gradient.grad_fn for gradient in gradients or () if isinstance(gradient, torch.Tensor) and gradient.grad_fn is not None]
+        roots = [
+            gradient.grad_fn
+            for gradient in gradients or ()
+            if isinstance(gradient, torch.Tensor) and gradient.grad_fn is not None
+        ]
         if not roots:
             self._num_used = 0
             self._surplus = 2 * self._num_made - (made.stop - self._begin)
@@ -68,7 +65,9 @@ class BackwardNodes:
 
 
 def _renumber(roots: Iterable[Any], made: range, begin: int) -> None:
-    """Number the nodes with numbers in a range, which can be reached from some of them, from another number on."""
+    """Number the nodes with numbers in a range, which can be reached from some of them, from
+    another number on.
+    """
     pending, seen = list(roots), set()
     while pending:
         node = pending.pop()

@@ -28,7 +28,7 @@ from memcallback.trace.patches.autocast import AutocastCache
 from memcallback.trace.patches.backward_order import BackwardNodes
 from memcallback.trace.patches.flex_attention import flex_attention_answers
 from memcallback.trace.patches.functions import CudaFunctions
-from memcallback.trace.patches.patching import in_this_thread
+from memcallback.trace.patches.patching import thread_local_patch
 from memcallback.trace.patches.streams import Event, Streams, about_streams
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -36,24 +36,26 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _WITH_FOREACH = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
 
 
-def answers(mode: TraceMode, device: DeviceSpec, cache: AutocastCache, functions: CudaFunctions) -> Iterator[tuple[Any, str, Any]]:
-    """What stands in for functions of torch that ask for a device, as (where, name, in its place); for this thread alone.
-
-    Args:
-        mode: The mode of the fakes.
-        device: The card.
-        cache: Autocast's copies of weights.
-        functions: The mode for torch functions.
+def answers(
+    mode: TraceMode, device: DeviceSpec, cache: AutocastCache, functions: CudaFunctions
+) -> Iterator[tuple[Any, str, Any]]:
+    """What stands in for functions of torch that ask for a device, as (where, name, in its place);
+    for this thread alone.
     """
     for target, given in _by_target(mode, device, cache, functions):
         for name, answer in given.items():
             if hasattr(target, name):
-                yield target, name, in_this_thread(target, name, answer)
-    # A fake parameter is of another class than a real one. Only the names of a class and of a property: no other thread has such fakes.
+                yield target, name, thread_local_patch(target, name, answer)
+    # A fake parameter is of another class than a real one. Only the names of a class and of a
+    # property: no other thread has such fakes.
     for module in map(sys.modules.get, _WITH_FOREACH):
         yield module, "_foreach_supported_types", _kinds(module)
     yield FakeTensor, "device", property(_device_of(mode))
-    yield torch, "Generator", _generators(in_this_thread(torch, "Generator", lambda device=None: _OWN_GENERATOR()))
+    yield (
+        torch,
+        "Generator",
+        _generators(thread_local_patch(torch, "Generator", lambda device=None: _OWN_GENERATOR())),
+    )
 
 
 def _kinds(module: Any) -> list[type]:
@@ -82,10 +84,24 @@ def _by_target(
     yield torch.autograd.graph.saved_tensors_hooks, {"__init__": _hooks_of_saved_tensors(functions)}
     yield torch.utils._device.DeviceContext, {"__torch_function__": _default_device(mode)}
     # Checkpointing keeps the states of random number generators, of which the fakes have none.
-    yield torch.utils.checkpoint, {"get_device_states": lambda *args: ([], []), "set_device_states": _nothing}
-    yield torch.cuda, {**_about_devices(device), **about_streams(streams), **_about_memory(device), **_about_random_numbers()}
+    yield (
+        torch.utils.checkpoint,
+        {"get_device_states": lambda *args: ([], []), "set_device_states": _nothing},
+    )
+    yield (
+        torch.cuda,
+        {
+            **_about_devices(device),
+            **about_streams(streams),
+            **_about_memory(device),
+            **_about_random_numbers(),
+        },
+    )
     yield torch.cuda.memory, _about_memory(device)
-    yield torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
+    yield (
+        torch.cuda.nvtx,
+        dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing),
+    )
     yield torch.cuda.Stream, {"__new__": lambda kind, *args, **kwargs: streams.new()}
     yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: Event()}
     yield FakeTensor, {"record_stream": streams.hold_back}
@@ -152,11 +168,23 @@ def _about_devices(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
 def _about_memory(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
     """An empty device: code that trains differently when memory is short goes its usual way."""
     reads = (
-        *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached"),
+        *(
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+            "memory_cached",
+            "max_memory_cached",
+        ),
         "device_memory_used",
     )
     resets = (
-        *("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
+        *(
+            "empty_cache",
+            "reset_peak_memory_stats",
+            "reset_accumulated_memory_stats",
+            "reset_max_memory_allocated",
+        ),
         *("reset_max_memory_cached", "set_per_process_memory_fraction"),
     )
     capacity = device.capacity_bytes
@@ -172,7 +200,17 @@ def _about_memory(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
 
 def _about_random_numbers() -> dict[str, Callable[..., Any]]:
     return {
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"), _nothing),
+        **dict.fromkeys(
+            (
+                "manual_seed",
+                "manual_seed_all",
+                "seed",
+                "seed_all",
+                "set_rng_state",
+                "set_rng_state_all",
+            ),
+            _nothing,
+        ),
         "initial_seed": lambda: 0,
         "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.empty(16, dtype=torch.uint8)],
@@ -183,7 +221,9 @@ _OWN_GENERATOR = torch.Generator
 
 
 def _generators(make: Callable[..., Any]) -> type:
-    """`torch.Generator`, whose generators are the CPU's in this thread; fakes draw no numbers from them."""
+    """`torch.Generator`, whose generators are the CPU's in this thread; fakes draw no numbers from
+    them.
+    """
 
     class _Kind(type(_OWN_GENERATOR)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
@@ -199,9 +239,9 @@ def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
     original: Callable[[FakeTensor], torch.device] = vars(FakeTensor)["device"].fget
 
     def device(tensor: FakeTensor) -> torch.device:
-        if mode.tells_cuda and tensor.fake_mode is mode and mode.is_on_device(tensor):
+        if mode.reports_cuda_device and tensor.fake_mode is mode and mode.is_on_device(tensor):
             return CUDA
-        if mode.tells_cuda and tensor.fake_mode is mode and mode.is_on_meta(tensor):
+        if mode.reports_cuda_device and tensor.fake_mode is mode and mode.is_on_meta(tensor):
             return _META
         return original(tensor)
 
@@ -209,7 +249,9 @@ def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
 
 
 def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Callable[..., Any]:
-    """User code runs inside a backward pass: hooks, backward passes of its own, forward passes again where they were checkpointed."""
+    """User code runs inside a backward pass: hooks, backward passes of its own, forward passes
+    again where they were checkpointed.
+    """
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     nodes = BackwardNodes()
 
@@ -234,11 +276,22 @@ def _hooks_of_saved_tensors(functions: CudaFunctions) -> Callable[..., None]:
 
 
 def _default_device(mode: TraceMode) -> Callable[..., Any]:
-    """`with torch.device("cuda")` and `torch.set_default_device`, whose mode is called after that for torch functions."""
+    """`with torch.device("cuda")` and `torch.set_default_device`, whose mode is called after that
+    for torch functions.
+    """
 
-    def function(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def function(
+        self: Any,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
-        if func not in torch.utils._device._device_constructors() or kwargs.get("device") is not None:
+        if (
+            func not in torch.utils._device._device_constructors()
+            or kwargs.get("device") is not None
+        ):
             return func(*args, **kwargs)
         before, mode.target = mode.target, "device" if self.device.type == "cuda" else "host"
         try:
@@ -254,10 +307,6 @@ def cuda_semantics(mode: TraceMode, device: DeviceSpec) -> Iterator[None]:
     """Let fake tensors of a mode behave as CUDA tensors, until the end of the context.
 
     Only one such context may be open in a process.
-
-    Args:
-        mode: The mode; it is entered.
-        device: The card.
     """
     cache = cuda_autocast.AutocastCache()
     functions = CudaFunctions(mode)
@@ -270,8 +319,8 @@ def cuda_semantics(mode: TraceMode, device: DeviceSpec) -> Iterator[None]:
         stack.enter_context(mode)
         stack.enter_context(functions)
         try:
-            mode.tells_cuda = True
+            mode.reports_cuda_device = True
             yield
         finally:
-            mode.tells_cuda = False
+            mode.reports_cuda_device = False
             cache.clear()

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.collectives import unwaited
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.patches.patching import in_this_thread
+from memcallback.trace.patches.patching import thread_local_patch
 from memcallback.trace.patches.rank_messages import Messages
 
 #: Numbers that no thread has.
@@ -32,15 +32,14 @@ _THREADS = count(-1, -1)
 
 @contextmanager
 def rank_answers(mode: TraceMode, messages: Messages) -> Iterator[None]:
-    """Let PyTorch's own distributed engines run on the fakes of a mode, until the end of the context.
-
-    Args:
-        mode: The mode.
-        messages: What this rank has from others, and tells them.
+    """Let PyTorch's own distributed engines run on the fakes of a mode, until the end of the
+    context.
     """
     with ExitStack() as stack:
         for target, name, answer in (*_answers(mode), *_letters(messages)):
-            stack.enter_context(mock.patch.object(target, name, in_this_thread(target, name, answer)))
+            stack.enter_context(
+                mock.patch.object(target, name, thread_local_patch(target, name, answer))
+            )
         if mode.spec is not None:
             # Where fakes say that they are on the card, so do meshes.
             stack.enter_context(mock.patch.object(DeviceMesh, "device_type", _device_type(mode)))
@@ -49,28 +48,60 @@ def rank_answers(mode: TraceMode, messages: Messages) -> Iterator[None]:
 
 def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     # Compares the shapes of all ranks.
-    yield nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **kwargs: None
-    yield DistributedDataParallel, "_ddp_init_helper", _with_numbers(mode, DistributedDataParallel._ddp_init_helper)
-    yield DistributedDataParallel, "_pre_forward", _with_numbers(mode, DistributedDataParallel._pre_forward)
-    yield DistributedDataParallel, "register_comm_hook", _register(mode, DistributedDataParallel.register_comm_hook)
+    yield (
+        nn.parallel.distributed,
+        "_verify_param_shape_across_processes",
+        lambda *args, **kwargs: None,
+    )
+    yield (
+        DistributedDataParallel,
+        "_ddp_init_helper",
+        _with_numbers(mode, DistributedDataParallel._ddp_init_helper),
+    )
+    yield (
+        DistributedDataParallel,
+        "_pre_forward",
+        _with_numbers(mode, DistributedDataParallel._pre_forward),
+    )
+    yield (
+        DistributedDataParallel,
+        "register_comm_hook",
+        _register(mode, DistributedDataParallel.register_comm_hook),
+    )
     yield DeviceMesh, "__init__", _mesh_of_cpus(DeviceMesh.__init__)
-    # The shapes of a DTensor's whole are followed on fakes of another mode, which is nothing that a rank does.
+    # The shapes of a DTensor's whole are followed on fakes of another mode, which is nothing that a
+    # rank does.
     yield sharding, "detect_fake_mode", lambda *args: None
     yield torch.UntypedStorage, "resize_", _resize(mode, torch.UntypedStorage.resize_)
-    # Of a parameter's parts a rank takes its own and asks the first for its size; of a thousand, fakes of all take longer than the rest.
+    # Of a parameter's parts a rank takes its own and asks the first for its size; of a thousand,
+    # fakes of all take longer than the rest.
     yield fsdp2, "_chunk_with_empty", _Parts
     yield fsdp2.FSDPParam, "reset_sharded_param", _reset(fsdp2.FSDPParam.reset_sharded_param)
-    yield fsdp2.FSDPParam, "init_all_gather_outputs", _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs)
+    yield (
+        fsdp2.FSDPParam,
+        "init_all_gather_outputs",
+        _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs),
+    )
 
 
 def _letters(messages: Messages) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     def send(
-        objects: list[Any], dst: int | None = None, group: Any = None, device: Any = None, group_dst: int | None = None, **_: Any
+        objects: list[Any],
+        dst: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: int | None = None,
+        **_: Any,
     ) -> None:
         messages.send(objects, _global_rank(group, dst, group_dst))
 
     def receive(
-        objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None, **_: Any
+        objects: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+        **_: Any,
     ) -> int:
         sender = _global_rank(group, src, group_src)
         messages.receive(objects, sender)
@@ -95,13 +126,15 @@ def _device_type(mode: TraceMode) -> property:
     def device_type(mesh: DeviceMesh) -> Any:
         if threading.get_ident() != own:
             return original.__get__(mesh)
-        return "cuda" if mode.tells_cuda else "cpu"
+        return "cuda" if mode.reports_cuda_device else "cpu"
 
     return property(device_type)
 
 
 class _Parts:
-    """The parts of a tensor that FSDP makes for the ranks of a mesh (`_chunk_with_empty`), each when it is asked for."""
+    """The parts of a tensor that FSDP makes for the ranks of a mesh (`_chunk_with_empty`), each
+    when it is asked for.
+    """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -111,7 +144,9 @@ class _Parts:
         start = index * self._size
         if start >= self._tensor.size(self._dim) and index:
             return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(self._size, self._tensor.size(self._dim) - start))
+        return self._tensor.narrow(
+            self._dim, start, min(self._size, self._tensor.size(self._dim) - start)
+        )
 
 
 def _with_numbers(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,13 +172,15 @@ def _register(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., An
 def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
     """Fakes lie on the CPU, and so do meshes of them.
 
-    DTensor remembers how tensors are spread by meshes that are equal, and with them whose process groups they are. By its thread a mesh of
-    a trace is unlike any other, of the user's training and of the next trace.
+    DTensor remembers how tensors are spread by meshes that are equal, and with them whose process
+    groups they are. By its thread a mesh of a trace is unlike any other, of the user's training and
+    of the next trace.
     """
     number = next(_THREADS)
 
     def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        # DTensor keeps meshes for ever: one that held a fake would keep the mode, and with it all of the trace.
+        # DTensor keeps meshes for ever: one that held a fake would keep the mode, and with it all
+        # of the trace.
         args, kwargs = tree_map_only(FakeTensor, _with_numbers_of, (args, kwargs))
         with unset_fake_temporarily():
             original(mesh, "cpu", *args, **kwargs)
@@ -158,13 +195,19 @@ def _with_numbers_of(fake: FakeTensor) -> torch.Tensor:
 
 
 def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP fills up a shard unless it is still the one that it has filled up, which it asks by an address. Fakes have none."""
+    """FSDP fills up a shard unless it is still the one that it has filled up, which it asks by an
+    address. Fakes have none.
+    """
 
     def reset(parameter: Any) -> None:
         info, padded = parameter._module_info, getattr(parameter, "_sharded_param_data", None)
         current = getattr(info.module, info.param_name)
         is_known = current is parameter.sharded_param
-        if padded is None or not is_known or padded.untyped_storage()._cdata != current._local_tensor.untyped_storage()._cdata:
+        if (
+            padded is None
+            or not is_known
+            or padded.untyped_storage()._cdata != current._local_tensor.untyped_storage()._cdata
+        ):
             original(parameter)
 
     return reset
@@ -186,6 +229,9 @@ def _gathered(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., An
     def init(parameter: Any, *args: Any, **kwargs: Any) -> None:
         original(parameter, *args, **kwargs)
         with torch._C.DisableTorchFunction():
-            mode.ledger.label(((mode.ledger.module, tensor) for tensor in parameter.all_gather_outputs), Category.PARAMETER)
+            mode.ledger.label(
+                ((mode.ledger.module, tensor) for tensor in parameter.all_gather_outputs),
+                Category.PARAMETER,
+            )
 
     return init

@@ -1,7 +1,8 @@
 """flex_attention as Inductor runs it.
 
-It is a higher-order operator, which takes Python functions: fake tensors do not reach a kernel of it. What stands in for it allocates
-what Inductor's code does: `flex_attention` and `flex_attention_backward` in torch/_inductor/kernel/flex/flex_attention.py. What is kept is what
+It is a higher-order operator, which takes Python functions: fake tensors do not reach a kernel of
+it. What stands in for it allocates what Inductor's code does: `flex_attention` and
+`flex_attention_backward` in torch/_inductor/kernel/flex/flex_attention.py. What is kept is what
 `FlexAttentionAutogradOp` saves, torch/_higher_order_ops/flex_attention.py.
 """
 
@@ -25,10 +26,8 @@ _AS_COMPILED = (
 
 
 def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
-    """What stands in for functions of the module of `flex_attention`, where a program has imported it.
-
-    Args:
-        mode: The mode of the fakes; it gets a sentence on what was assumed.
+    """What stands in for functions of the module of `flex_attention`, where a program has imported
+    it.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -36,30 +35,52 @@ def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Cal
     # PyTorch 2.6 returns no largest scores.
     num_outputs = 3 if hasattr(module, "AuxRequest") else 2
 
-    def operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, *args: Any) -> Any:
+    def operator(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        score_mod: Any,
+        block_mask: Any,
+        *args: Any,
+    ) -> Any:
         mode.assumed[_AS_COMPILED] = None
         if torch.is_autocast_enabled("cuda"):
-            query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
-        trained, kept = [], [leaf for leaf in tree_leaves(block_mask) if isinstance(leaf, torch.Tensor)]
+            query, key, value = (
+                tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value)
+            )
+        trained, kept = (
+            [],
+            [leaf for leaf in tree_leaves(block_mask) if isinstance(leaf, torch.Tensor)],
+        )
         if torch.is_grad_enabled():
             with mode.unrecorded():
-                score, *position = (query.new_zeros((), dtype=dtype) for dtype in (query.dtype, *(torch.int32,) * 4))
-                of_score, of_mask = _captured(score_mod, score, *position), _captured(block_mask[-1], *position)
+                score, *position = (
+                    query.new_zeros((), dtype=dtype) for dtype in (query.dtype, *(torch.int32,) * 4)
+                )
+                of_score, of_mask = (
+                    _captured(score_mod, score, *position),
+                    _captured(block_mask[-1], *position),
+                )
             trained = [tensor for tensor in of_score if tensor.requires_grad]
             kept += [tensor for tensor in of_score if not tensor.requires_grad] + of_mask
         return _FlexAttention.apply(len(trained), query, key, value, *trained, *kept)[:num_outputs]  # type: ignore[no-untyped-call]
 
-    # It would tell those who do compile it that they should: nothing is compiled while a step is traced.
+    # It would tell those who do compile it that they should: nothing is compiled while a step is
+    # traced.
     yield module, {"flex_attention_hop": operator, "_warn_once": lambda *args, **kwargs: None}
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The fused kernels of attention. Their inputs are kept until the backward pass; the first `num_trained` after the value get gradients."""
+    """The fused kernels of attention. Their inputs are kept until the backward pass; the first
+    `num_trained` after the value get gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, num_trained: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, _, value = tensors[:3]
-        logsumexp, max_scores = (query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(2))
+        logsumexp, max_scores = (
+            query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(2)
+        )
         output = _empty_like(query, (*query.shape[:-1], value.shape[-1]))
         ctx.num_trained = num_trained
         ctx.set_materialize_grads(False)
@@ -75,29 +96,41 @@ class _FlexAttention(torch.autograd.Function):
         del scaled
         grad_query = _empty_like(query, query.shape)
         # A key for all samples has a gradient for each of them, whose sum is taken then.
-        grad_value, grad_key = (_empty_like(tensor, (query.shape[0], *tensor.shape[1:])) for tensor in (value, key))
-        of_trained = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in others[: ctx.num_trained]]
+        grad_value, grad_key = (
+            _empty_like(tensor, (query.shape[0], *tensor.shape[1:])) for tensor in (value, key)
+        )
+        of_trained = [
+            torch.zeros_like(tensor, dtype=torch.float32) for tensor in others[: ctx.num_trained]
+        ]
         del delta
         if key.shape[0] != query.shape[0]:
             grad_key, grad_value = grad_key.sum(0, keepdim=True), grad_value.sum(0, keepdim=True)
         cast = [grad.to(tensor.dtype) for grad, tensor in zip(of_trained, others, strict=False)]
-        return None, grad_query, grad_key, grad_value, *cast, *(None for _ in others[ctx.num_trained :])
+        return (
+            None,
+            grad_query,
+            grad_key,
+            grad_value,
+            *cast,
+            *(None for _ in others[ctx.num_trained :]),
+        )
 
 
 def _empty_like(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """An empty tensor without gaps whose dimensions lie in memory in the order of another's, the last one innermost."""
+    """An empty tensor without gaps whose dimensions lie in memory in the order of another's, the
+    last one innermost.
+    """
     last = tensor.dim() - 1
     order = [*sorted(range(last), key=tensor.stride, reverse=True), last]
-    return tensor.new_empty([size[dim] for dim in order]).permute([order.index(dim) for dim in range(last + 1)])
+    return tensor.new_empty([size[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(last + 1)]
+    )
 
 
-def _captured(function: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors besides its arguments whose values a `score_mod` or `mask_mod` reads, each once.
-
-    Args:
-        function: It.
-        arguments: A score and a position, without dimensions, as PyTorch gives it.
-    """
+def _captured(
+    function: Callable[..., torch.Tensor], *arguments: torch.Tensor
+) -> list[torch.Tensor]:
+    """The tensors besides its arguments whose values a `score_mod` or `mask_mod` reads, each once."""
     # A position is no number there: `table[query]` gathers.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
@@ -108,28 +141,35 @@ def _captured(function: Callable[..., torch.Tensor], *arguments: torch.Tensor) -
 
 
 class _Given(TorchFunctionMode):
-    """Keeps the tensors from which functions of torch make others: not those of which only the shape is asked, nor those made inside.
+    """Keeps the tensors from which functions of torch make others: not those of which only the
+    shape is asked, nor those made inside.
 
     Attributes:
         tensors: Them, each once.
     """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        """Begin with nothing.
-
-        Args:
-            known: Tensors that are not kept.
-        """
+        """Begin with nothing."""
         super().__init__()
         self.tensors: list[torch.Tensor] = []
         self._known: list[Any] = list(known)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         if made:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self.tensors += [leaf for leaf in given if not any(leaf is known for known in (*self._known, *self.tensors))]
+            self.tensors += [
+                leaf
+                for leaf in given
+                if not any(leaf is known for known in (*self._known, *self.tensors))
+            ]
         self._known += made
         return outputs

@@ -15,9 +15,11 @@ _CPU = torch.device("cpu")
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Understands devices in the calls of torch functions: `device="cuda"`, `.cuda()`, `.to(...)`, `.is_cuda`.
+    """Understands devices in the calls of torch functions: `device="cuda"`, `.cuda()`, `.to(...)`,
+    `.is_cuda`.
 
-    It sees the calls that Python makes; what is called inside of C++ or of another torch function belongs to the call outside.
+    It sees the calls that Python makes; what is called inside of C++ or of another torch function
+    belongs to the call outside.
     """
 
     def __init__(self, mode: TraceMode) -> None:
@@ -35,12 +37,18 @@ class CudaFunctions(TorchFunctionMode):
             torch.Tensor.is_cpu.__get__: lambda tensor: not self._mode.is_on_device(tensor),  # type: ignore[attr-defined]
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Run a torch function, with its device understood."""
         kwargs = kwargs or {}
         mode = self._mode
-        before = mode.call, mode.target, mode.tells_cuda
-        mode.call, mode.tells_cuda = (*args, *kwargs.values()), False
+        before = mode.call, mode.target, mode.reports_cuda_device
+        mode.call, mode.reports_cuda_device = (*args, *kwargs.values()), False
         try:
             special = self._special.get(func)
             if special is not None:
@@ -52,20 +60,22 @@ class CudaFunctions(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
             return func(*args, **kwargs)
         finally:
-            mode.call, mode.target, mode.tells_cuda = before
+            mode.call, mode.target, mode.reports_cuda_device = before
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """User code runs inside, though called from inside of a torch function, where this mode is off."""
+        """User code runs inside, though called from inside of a torch function, where this mode is
+        off.
+        """
         mode = self._mode
-        before = mode.call, mode.target, mode.tells_cuda
-        mode.call, mode.target, mode.tells_cuda = None, None, True
+        before = mode.call, mode.target, mode.reports_cuda_device
+        mode.call, mode.target, mode.reports_cuda_device = None, None, True
         is_on = any(other is self for other in _get_current_function_mode_stack())
         try:
             with nullcontext() if is_on else self:
                 yield
         finally:
-            mode.call, mode.target, mode.tells_cuda = before
+            mode.call, mode.target, mode.reports_cuda_device = before
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to`: a type, a device, both, or another tensor to be like."""
@@ -75,14 +85,17 @@ class CudaFunctions(TorchFunctionMode):
                 dtype = value
             elif isinstance(value, torch.Tensor):
                 dtype, place = value.dtype, "device" if self._mode.is_on_device(value) else "host"
-            elif isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool)):
+            elif isinstance(value, (str, torch.device)) or (
+                isinstance(value, int) and not isinstance(value, bool)
+            ):
                 place = _place(value)
         rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
         place = place or ("device" if self._mode.is_on_device(tensor) else "host")
         self._mode.target = place
         is_there = self._mode.is_on_device(tensor) is (place == "device")
         if dtype is not None and dtype != tensor.dtype:
-            # CUDA copies to the device first and converts there; the host converts first (Tensor.to, aten/native/TensorConversions.cpp).
+            # CUDA copies to the device first and converts there; the host converts first
+            # (Tensor.to, aten/native/TensorConversions.cpp).
             return tensor.to(dtype, **rest)
         return tensor.to(tensor.dtype, **rest) if is_there else tensor.clone()
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.patches.patching import in_this_thread
+from memcallback.trace.patches.patching import thread_local_patch
 
 if TYPE_CHECKING:
     import numpy
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def fakes_as_real(assumed: dict[str, None]) -> Iterator[None]:
-    """Let modules of fakes be moved, fakes be read as NumPy arrays of zeros, and generators of random numbers stay as they are.
+    """Let modules of fakes be moved, fakes be read as NumPy arrays of zeros, and generators of
+    random numbers stay as they are.
 
-    All of it is for this thread alone: other threads may be drawing random numbers meanwhile. Enter it outside of any fake mode.
-
-    Args:
-        assumed: Gets a sentence on what stood in for values.
+    All of it is for this thread alone: other threads may be drawing random numbers meanwhile. Enter
+    it outside of any fake mode.
     """
     state_bytes = torch.get_rng_state().numel()
     answers: dict[str, Callable[..., Any]] = {
@@ -40,14 +39,26 @@ def fakes_as_real(assumed: dict[str, None]) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             for module in (torch, torch.random):
-                stack.enter_context(mock.patch.object(module, name, in_this_thread(module, name, answer)))
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", in_this_thread(nn.Module, "_apply", _apply)))
-        stack.enter_context(mock.patch.object(FakeTensor, "numpy", in_this_thread(FakeTensor, "numpy", _numpy(assumed))))
+                stack.enter_context(
+                    mock.patch.object(module, name, thread_local_patch(module, name, answer))
+                )
+        stack.enter_context(
+            mock.patch.object(nn.Module, "_apply", thread_local_patch(nn.Module, "_apply", _apply))
+        )
+        stack.enter_context(
+            mock.patch.object(
+                FakeTensor, "numpy", thread_local_patch(FakeTensor, "numpy", _numpy(assumed))
+            )
+        )
         yield
 
 
-def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` as it is for tensors that are not fake: the data of a parameter are put in its place; a DTensor is exchanged."""
+def _apply(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """`nn.Module._apply` as it is for tensors that are not fake: the data of a parameter are put in
+    its place; a DTensor is exchanged.
+    """
     for child in module.children() if recurse else ():
         child._apply(fn)
     for parameter in module._parameters.values():
@@ -58,7 +69,11 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
                     if not is_traceable_wrapper_subclass(applied):
                         tensor.data = applied
                     elif applied is not tensor:
-                        kept = nn.Parameter(applied, tensor.requires_grad) if tensor is parameter else applied
+                        kept = (
+                            nn.Parameter(applied, tensor.requires_grad)
+                            if tensor is parameter
+                            else applied
+                        )
                         torch.utils.swap_tensors(tensor, kept)
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -71,23 +86,24 @@ def _numpy(assumed: dict[str, None]) -> Callable[..., numpy.ndarray[Any, Any]]:
         import numpy
 
         if tensor.requires_grad and not force:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
         assumed["Tensor.numpy reads values: zeros stood for them"] = None
         return numpy.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     return zeros
 
 
-#: Where transformers looks whether a row of tokens has several sequences, and the function that looks.
+#: Where transformers looks whether a row of tokens has several sequences, and the function that
+#: looks.
 _MASKING, _LOOKS = "transformers.masking_utils", "find_packed_sequence_indices"
 
 
 @contextmanager
 def one_sequence_a_row(mode: TraceMode) -> Iterator[None]:
-    """Let transformers find one sequence in each row where a batch has no positions: of fakes it assumes several, and makes a mask.
-
-    Args:
-        mode: The mode of the fakes; its ledger knows which tensors are of the batch.
+    """Let transformers find one sequence in each row where a batch has no positions: of fakes it
+    assumes several, and makes a mask.
     """
     masking = sys.modules.get(_MASKING)
     if not hasattr(masking, _LOOKS):
@@ -102,5 +118,5 @@ def one_sequence_a_row(mode: TraceMode) -> Iterator[None]:
         indices: torch.Tensor | None = original(position_ids, *args, **kwargs) if is_given else None
         return indices
 
-    with mock.patch.object(masking, _LOOKS, in_this_thread(masking, _LOOKS, look)):
+    with mock.patch.object(masking, _LOOKS, thread_local_patch(masking, _LOOKS, look)):
         yield

@@ -8,13 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def in_this_thread(target: Any, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that answers to the thread that calls this, and does to all others what it does now.
-
-    Args:
-        target: A module or a class.
-        name: The name of a function in it.
-        answer: What takes its place.
+def thread_local_patch(target: Any, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that answers to the thread that calls this, and does to all others what it does
+    now.
     """
     own, original = threading.get_ident(), getattr(target, name)
 

@@ -1,7 +1,8 @@
 """Objects that ranks send each other before training (pipeline shape exchange).
 
-A pipeline's stages tell each other the shapes of what they hand on (`torch.distributed.send_object_list`). Who waits for such an object
-is given up, the rank that sends it is traced until it does, and the one that waited is traced anew.
+A pipeline's stages tell each other the shapes of what they hand on
+(`torch.distributed.send_object_list`). Who waits for such an object is given up, the rank that
+sends it is traced until it does, and the one that waited is traced anew.
 """
 
 from __future__ import annotations
@@ -55,15 +56,11 @@ class _Described:
 
 
 class Messages:
-    """The messages of one rank while it is traced.
+    """The messages of one rank while it is traced."""
 
-    Args:
-        rank: Which rank.
-        known: The messages that are known already.
-        wanted: The message that it is traced for; None if it is traced to the end.
-    """
-
-    def __init__(self, rank: int, known: Mapping[Message, list[Any]], wanted: Message | None) -> None:
+    def __init__(
+        self, rank: int, known: Mapping[Message, list[Any]], wanted: Message | None
+    ) -> None:
         self._rank, self._known, self._wanted = rank, known, wanted
         self._num: Counter[tuple[int, int]] = Counter()
 
@@ -73,7 +70,9 @@ class Messages:
             raise _IsSent([tree_map_only(torch.Tensor, _described, one) for one in objects])
 
     def receive(self, objects: list[Any], sender: int) -> None:
-        """A rank waits for as many objects as there are in a list, and has them in it then, as `torch.distributed.recv_object_list`."""
+        """A rank waits for as many objects as there are in a list, and has them in it then, as
+        `torch.distributed.recv_object_list`.
+        """
         message = self._next(sender, self._rank)
         if message not in self._known:
             raise _IsMissing(message)
@@ -86,18 +85,7 @@ class Messages:
 
 
 def with_messages(trace_rank: Callable[[int, Messages], T], rank: int) -> T:
-    """Trace a rank, and before it those whose messages it waits for.
-
-    Args:
-        trace_rank: Traces a rank with its messages.
-        rank: Which rank.
-
-    Returns:
-        What it gave for this rank.
-
-    Raises:
-        PredictionError: If a rank waits for a message that nobody sends, or two wait for each other; as `trace_rank`, with the rank that failed.
-    """
+    """Trace a rank, and before it those whose messages it waits for."""
     known: dict[Message, list[Any]] = {}
     waited_for: list[Message] = []
 
@@ -122,7 +110,9 @@ def with_messages(trace_rank: Callable[[int, Messages], T], rank: int) -> T:
         except _IsSent as found:
             return found.objects
         except PredictionError as error:
-            raise PredictionError(f"Rank {message.sender}, for which rank {message.receiver} waits: {error}") from error
+            raise PredictionError(
+                f"Rank {message.sender}, for which rank {message.receiver} waits: {error}"
+            ) from error
         raise PredictionError(
             f"The step could not be traced: rank {message.receiver} waits for an object from rank {message.sender}, which sends it none. Let it "
             "send one, or let the other not wait."
@@ -132,9 +122,13 @@ def with_messages(trace_rank: Callable[[int, Messages], T], rank: int) -> T:
 
 
 def _described(tensor: torch.Tensor) -> _Described:
-    return _Described(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+    return _Described(
+        tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
+    )
 
 
 def _on_meta(described: _Described) -> torch.Tensor:
-    made = torch.empty_strided(described.shape, described.stride, dtype=described.dtype, device="meta")
+    made = torch.empty_strided(
+        described.shape, described.stride, dtype=described.dtype, device="meta"
+    )
     return made.requires_grad_(described.requires_grad)

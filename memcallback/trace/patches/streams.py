@@ -22,16 +22,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Streams:
-    """The streams of a trace, by number in the order in which they were made, and which of them is current.
+    """The streams of a trace, by number in the order in which they were made, and which of them is
+    current.
 
-    A node of autograd runs in the stream in which it was made, whatever is current where the backward pass is begun (`evaluate_function`
-    in torch/csrc/autograd/engine.cpp).
+    A node of autograd runs in the stream in which it was made, whatever is current where the
+    backward pass is begun (`evaluate_function` in torch/csrc/autograd/engine.cpp).
 
     Attributes:
         default: The default stream, of number 0.
-
-    Args:
-        mode: The mode of the fakes.
     """
 
     def __init__(self, mode: TraceMode) -> None:
@@ -103,11 +101,8 @@ class Streams:
             self.set(before)
 
     def hold_back(self, tensor: torch.Tensor, s: Stream) -> None:
-        """Say what `Tensor.record_stream` does: when a stream is done is a matter of time, of which a trace knows nothing.
-
-        Args:
-            tensor: The tensor. Nothing is held back for the stream that its memory is of.
-            s: The stream, by the name that it has in PyTorch.
+        """Say what `Tensor.record_stream` does: when a stream is done is a matter of time, of which
+        a trace knows nothing.
         """
         with torch._C.DisableTorchFunction():
             entry = self._mode.ledger.find(tensor)

@@ -16,22 +16,15 @@ _CHANGE_LATER = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging")
 def largest_accumulation(trainer: Any) -> int:
     """Batches for each update: the most that a training comes to, at least 1.
 
-    A GradientAccumulationScheduler tells the Trainer at the beginning of an epoch, which a search does not wait for.
-
-    Args:
-        trainer: The Trainer.
+    A GradientAccumulationScheduler tells the Trainer at the beginning of an epoch, which a search
+    does not wait for.
     """
     return max(_accumulations(trainer))
 
 
 @contextmanager
 def accumulating(trainer: Any, num_batches: int) -> Iterator[None]:
-    """A Trainer with so many batches for each update, inside the context.
-
-    Args:
-        trainer: The Trainer.
-        num_batches: Batches for each update.
-    """
+    """A Trainer with so many batches for each update, inside the context."""
     before = trainer.accumulate_grad_batches
     trainer.accumulate_grad_batches = num_batches
     try:
@@ -41,13 +34,15 @@ def accumulating(trainer: Any, num_batches: int) -> Iterator[None]:
 
 
 def notes_on_callbacks(trainer: Any) -> tuple[str, ...]:
-    """What no trial at the beginning of a training can show, in a sentence that names the callbacks; empty if there are none of that kind.
-
-    Args:
-        trainer: The Trainer.
+    """What no trial at the beginning of a training can show, in a sentence that names the
+    callbacks; empty if there are none of that kind.
     """
     later = _of_lightning(trainer, *_CHANGE_LATER)
-    names = ", ".join(dict.fromkeys(type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, later)))
+    names = ", ".join(
+        dict.fromkeys(
+            type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, later)
+        )
+    )
     if not names:
         return ()
     return (
@@ -56,31 +51,35 @@ def notes_on_callbacks(trainer: Any) -> tuple[str, ...]:
     )
 
 
-def notes_on_updates(trainer: Any, batch_size: int, previous: int, num_samples: int | None) -> tuple[str, ...]:
-    """How many samples make an update, in a sentence; empty where that is a batch.
-
-    Args:
-        trainer: The Trainer.
-        batch_size: Samples in a batch.
-        previous: Samples in a batch before.
-        num_samples: Samples in an epoch, after which an update is made of what there is; None if there is no known end.
-    """
+def notes_on_updates(
+    trainer: Any, batch_size: int, previous: int, num_samples: int | None
+) -> tuple[str, ...]:
+    """How many samples make an update, in a sentence; empty where that is a batch."""
     numbers = _accumulations(trainer)
     most = max(numbers)
     if most == 1:
         return ()
     up_to = "up to " if len(numbers) > 1 else ""
-    now, before = (size * most if num_samples is None else min(size * most, num_samples) for size in (batch_size, previous))
-    made_of = f"{up_to}{most} batches of {batch_size}" if now == most * batch_size else "all of an epoch"
+    now, before = (
+        size * most if num_samples is None else min(size * most, num_samples)
+        for size in (batch_size, previous)
+    )
+    made_of = (
+        f"{up_to}{most} batches of {batch_size}" if now == most * batch_size else "all of an epoch"
+    )
     where = " on each device" if trainer.world_size > 1 else ""
-    return (f"One update is made from {up_to}{now} samples{where}, {made_of}; before it was made from {up_to}{before}.",)
+    return (
+        f"One update is made from {up_to}{now} samples{where}, {made_of}; before it was made from {up_to}{before}.",
+    )
 
 
 def _accumulations(trainer: Any) -> set[int]:
     """Batches for each update in a training, at its beginning and later."""
     (scheduler,) = _of_lightning(trainer, "GradientAccumulationScheduler")
     # No end is None or -1, as Lightning has it.
-    num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else float("inf")
+    num_epochs = (
+        trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else float("inf")
+    )
     scheduled = {
         int(callback.get_accumulate_grad_batches(epoch))
         for callback in trainer.callbacks

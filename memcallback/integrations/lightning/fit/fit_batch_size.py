@@ -18,7 +18,8 @@ from memcallback.integrations.lightning.fit.settings import FitSettings
 from memcallback.integrations.lightning.trainer.state import as_callback, lightning_of, quiet_logger
 from memcallback.step.copies.fakes import untouched_globals
 
-#: Callbacks that show or write what has nothing to do with memory, or that look for something themselves.
+#: Callbacks that show or write what has nothing to do with memory, or that look for something
+#: themselves.
 _UNNEEDED = ("Checkpoint", "ProgressBar", "ModelSummary", "BatchSizeFinder", "LearningRateFinder")
 
 
@@ -37,19 +38,24 @@ def fit_batch_size(
 ) -> FittedBatchSize:
     """Find the largest batch size that fits, and set it.
 
-    The step is predicted from its first batch (`memcallback.predict`), and the size that is predicted to leave the headroom free is run by the
-    Trainer itself: sanity check, a few optimizer updates, validation. It is taken if half of the headroom is still free then, since a
-    prediction is of the training step alone. If not, or if much more is free than was predicted, the prediction is corrected by what was
-    measured and the corrected size is run; if memory runs out, the error is caught, the memory released and a smaller size run. So the
-    size that is returned has been run. Usually that is one trial, without an error.
+    The step is predicted from its first batch (`memcallback.predict`), and the size that is
+    predicted to leave the headroom free is run by the Trainer itself: sanity check, a few optimizer
+    updates, validation. It is taken if half of the headroom is still free then, since a prediction
+    is of the training step alone. If not, or if much more is free than was predicted, the
+    prediction is corrected by what was measured and the corrected size is run; if memory runs out,
+    the error is caught, the memory released and a smaller size run. So the size that is returned
+    has been run. Usually that is one trial, without an error.
 
-    Nothing else is changed: parameters, buffers, optimizers, schedulers, callbacks, metrics, loops, random generators and the attributes of
-    Trainer, module and data module are put back bit by bit into the same objects (`memcallback.run_state`), the loggers get nothing, and
-    nothing stays on disk. CUDA's peak statistics start anew. Hooks of callbacks run up to `on_fit_start`; the module's hooks at the end of
-    training (`on_train_epoch_end`, `on_train_end`) do not. `prepare_data` and `setup` run as they do in `fit`, and what they write remains.
+    Nothing else is changed: parameters, buffers, optimizers, schedulers, callbacks, metrics, loops,
+    random generators and the attributes of Trainer, module and data module are put back bit by bit
+    into the same objects (`memcallback.run_state`), the loggers get nothing, and nothing stays on
+    disk. CUDA's peak statistics start anew. Hooks of callbacks run up to `on_fit_start`; the
+    module's hooks at the end of training (`on_train_epoch_end`, `on_train_end`) do not.
+    `prepare_data` and `setup` run as they do in `fit`, and what they write remains.
 
-    Of other callbacks a GradientAccumulationScheduler is in the search, with the most batches that it comes to for an update; those that change
-    later what trains, such as BaseFinetuning, cannot be, and a note names them.
+    Of other callbacks a GradientAccumulationScheduler is in the search, with the most batches that
+    it comes to for an update; those that change later what trains, such as BaseFinetuning, cannot
+    be, and a note names them.
 
     On several devices (`strategy="ddp"`) each rank tries on its own, and all agree on the smallest.
 
@@ -59,19 +65,24 @@ def fit_batch_size(
         datamodule: Its LightningDataModule, if it has one.
         train_dataloaders: The training loaders, if `fit` gets them.
         val_dataloaders: The validation loaders, if `fit` gets them; their batch size stays.
-        capacity: The memory to plan for, as `24GiB` or in bytes; by default that of the device that trains. Needed on a CPU.
+        capacity: The memory to plan for, as `24GiB` or in bytes; by default that of the device that
+            trains. Needed on a CPU.
         headroom: The fraction of it to keep free, at least 0 and below 1.
         num_updates: Optimizer updates in a trial, at least 2.
-        multiple_of: The size is to be a multiple of this, if at least so many samples fit; 1 for any.
+        multiple_of: The size is to be a multiple of this, if at least so many samples fit; 1 for
+            any.
         max_batch_size: The largest size to consider; by default there is no end but the data's.
 
     Returns:
-        The size, and what was tried. The attribute `batch_size` or the hyperparameter `hparams.batch_size` of module and data module is set
-        to it; given loaders come back with it in `train_dataloaders`, to train with.
+        The size, and what was tried. The attribute `batch_size` or the hyperparameter
+        `hparams.batch_size` of module and data module is set to it; given loaders come back with it
+        in `train_dataloaders`, to train with.
 
     Raises:
-        ValueError: If an argument is out of range, the batch size cannot be read or set, or nothing limits it.
-        TypeError: If a number is none, `trainer` is no Trainer, or `datamodule` no LightningDataModule.
+        ValueError: If an argument is out of range, the batch size cannot be read or set, or nothing
+            limits it.
+        TypeError: If a number is none, `trainer` is no Trainer, or `datamodule` no
+            LightningDataModule.
         RuntimeError: If not even one sample fits.
         Exception: What the module's own code raises, out of memory aside.
 
@@ -96,16 +107,25 @@ def fit_batch_size(
     if hasattr(train_dataloaders, "prepare_data"):  # a data module in their place, as fit takes it
         datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and not hasattr(datamodule, "prepare_data"):
-        raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}. Give loaders as train_dataloaders=...")
+        raise TypeError(
+            f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}. Give loaders as train_dataloaders=..."
+        )
     compiled, module = module, getattr(module, "_orig_mod", module)
     given = (*leaves(train_dataloaders), *leaves(val_dataloaders))
     device = trainer.strategy.root_device
-    state = RunState(trainer, module, datamodule, *given, device=device, leave_alone=(*trainer.loggers, launcher))
+    state = RunState(
+        trainer, module, datamodule, *given, device=device, leave_alone=(*trainer.loggers, launcher)
+    )
     finder = as_callback(trainer, Finder)(settings)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            unneeded = tuple(getattr(import_module(f"{lightning}.callbacks"), name) for name in _UNNEEDED)
-            trainer.callbacks = [*(one for one in trainer.callbacks if not isinstance(one, unneeded)), finder]
+            unneeded = tuple(
+                getattr(import_module(f"{lightning}.callbacks"), name) for name in _UNNEEDED
+            )
+            trainer.callbacks = [
+                *(one for one in trainer.callbacks if not isinstance(one, unneeded)),
+                finder,
+            ]
             trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
             trainer.profiler = import_module(f"{lightning}.profilers").PassThroughProfiler()
             trainer._default_root_dir = folder
@@ -124,9 +144,6 @@ def fit_batch_size(
 class Finder:
     """The callback that looks for the batch size once a Trainer is set up, and ends the fit.
 
-    Args:
-        settings: How to look.
-
     Attributes:
         found: What was found; None if nothing was.
         error: Why not.
@@ -138,7 +155,9 @@ class Finder:
         self.error: Exception | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look, and leave the fit as Lightning's own tuner does, which is no failure to callbacks and loggers."""
+        """Look, and leave the fit as Lightning's own tuner does, which is no failure to callbacks
+        and loggers.
+        """
         try:
             self.found = FitSearch(trainer, pl_module, self._settings, lambda text: None).find()
         except Exception as error:
@@ -146,21 +165,10 @@ class Finder:
         raise import_module(f"{lightning_of(trainer)}.utilities.exceptions")._TunerExitException
 
 
-def fit_in_place(trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]) -> FittedBatchSize | None:
-    """Find the batch size at the start of a fit and go on with it.
-
-    Args:
-        trainer: The Trainer, in `on_fit_start`.
-        module: Its module.
-        settings: How to look.
-        say: Prints a line.
-
-    Returns:
-        What was found; None if this fit is itself a search of `fit_batch_size`.
-
-    Raises:
-        Exception: As `fit_batch_size`. The batch size is as it was then, and the fit can go on.
-    """
+def fit_in_place(
+    trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]
+) -> FittedBatchSize | None:
+    """Find the batch size at the start of a fit and go on with it."""
     if any(isinstance(callback, Finder) for callback in trainer.callbacks):
         return None
     found = FitSearch(trainer, module, settings, say).find()
@@ -170,7 +178,8 @@ def fit_in_place(trainer: Any, module: Any, settings: FitSettings, say: Callable
     if found.train_dataloaders is not None:
         loop._data_source.instance = found.train_dataloaders
     if loop._combined_loader is not None:
-        # configure_optimizers has asked how many steps there will be, which made the loaders; there will be other numbers of both.
+        # configure_optimizers has asked how many steps there will be, which made the loaders; there
+        # will be other numbers of both.
         loop.teardown()
         loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
         with untouched_globals():

@@ -10,19 +10,13 @@ from typing import Any
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-#: The attribute, or the hyperparameter, of a module or data module that says how many samples there are in a batch.
+#: The attribute, or the hyperparameter, of a module or data module that says how many samples there
+#: are in a batch.
 NAME = "batch_size"
 
 
 def batch_size_of(loaders: object) -> int:
-    """How many samples a batch of training loaders has.
-
-    Args:
-        loaders: A loader, or a nesting of loaders as a Trainer takes it.
-
-    Raises:
-        ValueError: If that cannot be told or set, in words that name the way out; or if the loaders differ in it.
-    """
+    """How many samples a batch of training loaders has."""
     sizes = {_size_of(loader) for loader in leaves(loaders)}
     if len(sizes) > 1:
         raise ValueError(
@@ -30,25 +24,23 @@ def batch_size_of(loaders: object) -> int:
             "batch size, or set theirs by hand."
         )
     if not sizes:
-        raise ValueError("There is no training loader, so there is no batch size to look for. Give train_dataloaders=DataLoader(...).")
+        raise ValueError(
+            "There is no training loader, so there is no batch size to look for. Give train_dataloaders=DataLoader(...)."
+        )
     return sizes.pop()
 
 
 def num_samples(loaders: object) -> int | None:
-    """Samples in an epoch of the smallest loader, on this rank alone; None if none of them has an end that is known."""
+    """Samples in an epoch of the smallest loader, on this rank alone; None if none of them has an
+    end that is known.
+    """
     known = [length for loader in leaves(loaders) if (length := _length_of(loader)) is not None]
     return min(known, default=None)
 
 
 def resized(loaders: Any, batch_size: int | None) -> Any:
-    """Copies of loaders whose batches have another size; with the same dataset, the same sampler and its generator, and all else.
-
-    Args:
-        loaders: A loader, or a nesting of loaders as a Trainer takes it; what is no DataLoader stays itself.
-        batch_size: Samples in a batch; None for as many as before.
-
-    Returns:
-        The copies, in the same nesting. Worker processes that are running are not shared.
+    """Copies of loaders whose batches have another size; with the same dataset, the same sampler
+    and its generator, and all else.
     """
     if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
         combined = copy.copy(loaders)
@@ -63,11 +55,7 @@ def leaves(loaders: Any) -> list[object]:
 
 
 def check_can_be_read_again(loaders: object) -> None:
-    """See that reading from the loaders changes nothing that a second reading depends on.
-
-    Raises:
-        ValueError: If a dataset has an iterator that would go on where the first reading stopped.
-    """
+    """See that reading from the loaders changes nothing that a second reading depends on."""
     for loader in leaves(loaders):
         dataset = getattr(loader, "dataset", None)
         if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 0) > 0:
@@ -77,7 +65,9 @@ def check_can_be_read_again(loaders: object) -> None:
             raise ValueError(_read_once(name, "is its own iterator"))
         for attribute, value in vars(dataset).items():
             if hasattr(type(value), "__next__"):
-                raise ValueError(_read_once(name, f"keeps a running iterator in its attribute {attribute!r}"))
+                raise ValueError(
+                    _read_once(name, f"keeps a running iterator in its attribute {attribute!r}")
+                )
 
 
 def _read_once(name: str, why: str) -> str:
@@ -128,7 +118,8 @@ def _resized(loader: Any, batch_size: int | None) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     own = copy.copy(loader)
-    # DataLoader refuses new values for these once it has been made; a copy that nobody has used has no batches yet.
+    # DataLoader refuses new values for these once it has been made; a copy that nobody has used has
+    # no batches yet.
     vars(own)["_iterator"] = None
     if batch_size is not None and loader.batch_sampler is not None:
         vars(own)["batch_sampler"] = _resized_sampler(loader.batch_sampler, batch_size)
@@ -159,14 +150,14 @@ class Place:
 
 
 def places(module: Any, datamodule: Any = None) -> list[Place]:
-    """Every place in which a module and its data module say the batch size: the attribute, the hyperparameter.
-
-    Args:
-        module: A LightningModule.
-        datamodule: Its LightningDataModule, if there is one.
+    """Every place in which a module and its data module say the batch size: the attribute, the
+    hyperparameter.
     """
     return [
-        place for owner, name in ((module, "module"), (datamodule, "datamodule")) if owner is not None for place in _places(owner, name)
+        place
+        for owner, name in ((module, "module"), (datamodule, "datamodule"))
+        if owner is not None
+        for place in _places(owner, name)
     ]
 
 

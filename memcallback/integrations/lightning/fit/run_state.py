@@ -1,17 +1,20 @@
 """Snapshot and restore everything a trial changes.
 
-A checkpoint has what somebody thought of: weights, optimizer state, progress. It lacks a module's own counters and lists, the states of
-metrics, buffers that are not persistent, gradients, random generators, and which object is which. So nothing is asked what its state is.
-Instead every object that can be reached from the Trainer, its module and its data is visited, and what it consists of is noted: the
-attributes of an object, the entries of a container, the bytes of a storage, the state of a generator. Restoring compares, and writes back
-into the same objects what is not as it was: parameters stay the parameters that the optimizer has, attributes that came are gone again.
+A checkpoint has what somebody thought of: weights, optimizer state, progress. It lacks a module's
+own counters and lists, the states of metrics, buffers that are not persistent, gradients, random
+generators, and which object is which. So nothing is asked what its state is. Instead every object
+that can be reached from the Trainer, its module and its data is visited, and what it consists of is
+noted: the attributes of an object, the entries of a container, the bytes of a storage, the state of
+a generator. Restoring compares, and writes back into the same objects what is not as it was:
+parameters stay the parameters that the optimizer has, attributes that came are gone again.
 
-The bytes are kept in the memory of the CPU. On an accelerator nothing is held that was not held before; what the training replaces in
-between (a buffer that is assigned anew) is kept beside the new one.
+The bytes are kept in the memory of the CPU. On an accelerator nothing is held that was not held
+before; what the training replaces in between (a buffer that is assigned anew) is kept beside the
+new one.
 
-Left as they are, since they cannot be put back or belong to others: files and other processes, what only globals and classes hold, running
-iterators, threads, loggers, compiled code; the tensors and arrays of a dataset, which are its data; the entries of a container of more
-than 100,000.
+Left as they are, since they cannot be put back or belong to others: files and other processes, what
+only globals and classes hold, running iterators, threads, loggers, compiled code; the tensors and
+arrays of a dataset, which are its data; the entries of a container of more than 100,000.
 """
 
 from __future__ import annotations
@@ -34,29 +37,50 @@ from memcallback.core.tensors import storages_of
 Restore = Callable[[], object]
 #: Entries of a larger container are data, not state.
 _MANY = 100_000
-#: Objects of the standard library belong to the interpreter or to other threads, but for those that are plain data.
-_PLAIN_DATA = (dict, list, set, deque, tuple, frozenset, types.SimpleNamespace, argparse.Namespace, functools.partial, random.Random)
+#: Objects of the standard library belong to the interpreter or to other threads, but for those that
+#: are plain data.
+_PLAIN_DATA = (
+    dict,
+    list,
+    set,
+    deque,
+    tuple,
+    frozenset,
+    types.SimpleNamespace,
+    argparse.Namespace,
+    functools.partial,
+    random.Random,
+)
 #: Packages whose objects write to files, screens or the network, or stand for compiled code.
 _FOREIGN = ("tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml", "rich", "tqdm")
-_FOREIGN_PARTS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch.distributed", "torch.utils.tensorboard")
+_FOREIGN_PARTS = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch",
+    "torch.fx",
+    "torch.distributed",
+    "torch.utils.tensorboard",
+)
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), type, range, slice),
-    *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType),
+    *(
+        types.ModuleType,
+        types.BuiltinFunctionType,
+        types.CodeType,
+        types.FrameType,
+        types.TracebackType,
+    ),
     *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
     *(torch.dtype, torch.device, torch.layout),
 )
 
 
 class RunState:
-    """The state of a training at one moment.
+    """The state of a training at one moment."""
 
-    Args:
-        roots: Where the visit begins: a Trainer, a module, data loaders.
-        device: The device that trains, for its random generator.
-        leave_alone: Objects that are not visited.
-    """
-
-    def __init__(self, *roots: object, device: torch.device, leave_alone: Iterable[object] = ()) -> None:
+    def __init__(
+        self, *roots: object, device: torch.device, leave_alone: Iterable[object] = ()
+    ) -> None:
         # By id, and kept alive, so that no other object can come to have the same id.
         self._seen: dict[int, object] = {id(one): one for one in leave_alone}
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -167,14 +191,22 @@ def _bytes(storage: torch.UntypedStorage) -> Restore:
 
 def _on_cpu(storage: torch.UntypedStorage) -> torch.Tensor:
     """A copy of a storage's bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to("cpu", copy=True)
+    return (
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to("cpu", copy=True)
+    )
 
 
 def _tensor(tensor: torch.Tensor) -> Restore:
-    """What a tensor is a view of, its gradient and whether it has one; what it holds is restored with its storage."""
+    """What a tensor is a view of, its gradient and whether it has one; what it holds is restored
+    with its storage.
+    """
     with torch.no_grad():
         alias = tensor.detach()
-    grad, requires_grad, is_leaf = (tensor.grad if tensor.is_leaf else None), tensor.requires_grad, tensor.is_leaf
+    grad, requires_grad, is_leaf = (
+        (tensor.grad if tensor.is_leaf else None),
+        tensor.requires_grad,
+        tensor.is_leaf,
+    )
 
     def restore() -> None:
         if not _is_same_view(tensor, alias):
@@ -214,7 +246,9 @@ def _container(obj: Any) -> Restore:
             if len(obj) != len(saved) or any(one not in obj for one in saved):
                 set.clear(obj)
                 set.update(obj, saved)
-        elif len(obj) != len(saved) or any(now is not then for now, then in zip(obj, saved, strict=True)):
+        elif len(obj) != len(saved) or any(
+            now is not then for now, then in zip(obj, saved, strict=True)
+        ):
             if isinstance(obj, deque):
                 deque.clear(obj)
                 deque.extend(obj, saved)
@@ -230,7 +264,8 @@ def _dict(obj: dict[Any, Any]) -> Restore:
 
     def restore() -> None:
         if len(obj) == len(saved) and all(
-            key is then_key and value is then for (key, value), (then_key, then) in zip(kind.items(obj), saved, strict=True)
+            key is then_key and value is then
+            for (key, value), (then_key, then) in zip(kind.items(obj), saved, strict=True)
         ):
             return
         kind.clear(obj)
@@ -253,7 +288,9 @@ def _cell(cell: types.CellType) -> tuple[Iterable[object], Restore | None]:
 
 
 def _attributes(obj: Any) -> Iterator[tuple[Iterable[object], Restore | None]]:
-    """Attributes in the object's own dictionary and in slots, and its class, which lazy modules change."""
+    """Attributes in the object's own dictionary and in slots, and its class, which lazy modules
+    change.
+    """
     try:
         attributes = getattr(obj, "__dict__", None)
     except Exception:  # an object of a user's may answer for itself, and fail
@@ -261,14 +298,18 @@ def _attributes(obj: Any) -> Iterator[tuple[Iterable[object], Restore | None]]:
     if isinstance(attributes, dict):
         yield list(attributes.values()), _dict(attributes)
         yield (), functools.partial(_restore_class, obj, type(obj))
-    slots = [name for kind in type(obj).__mro__ if "__slots__" in vars(kind) for name in _slots_of(kind)]
+    slots = [
+        name for kind in type(obj).__mro__ if "__slots__" in vars(kind) for name in _slots_of(kind)
+    ]
     if slots:
         filled = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
         yield list(filled.values()), functools.partial(_restore_slots, obj, slots, filled)
 
 
 def _slots_of(kind: type) -> list[str]:
-    return [name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType)]
+    return [
+        name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType)
+    ]
 
 
 def _restore_class(obj: object, kind: type) -> None:
@@ -307,6 +348,8 @@ def _globals(device: torch.device) -> Iterator[Restore]:
     if device.type != "cpu":
         module = torch.get_device_module(device)
         every = "_all" if hasattr(module, "get_rng_state_all") else ""
-        yield functools.partial(getattr(module, f"set_rng_state{every}"), getattr(module, f"get_rng_state{every}")())
+        yield functools.partial(
+            getattr(module, f"set_rng_state{every}"), getattr(module, f"get_rng_state{every}")()
+        )
     yield functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
     yield functools.partial(torch.set_default_dtype, torch.get_default_dtype())

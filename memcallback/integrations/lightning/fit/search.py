@@ -12,20 +12,42 @@ import torch.distributed as dist
 
 from memcallback.batch_size.advice import BatchSizeAdvice, BatchSizeBounds
 from memcallback.batch_size.estimate import suggest
-from memcallback.batch_size.fitted import BatchSizeSearch, FittedBatchSize, LikelyPeak, Trial, nothing_fits
+from memcallback.batch_size.fitted import (
+    BatchSizeSearch,
+    FittedBatchSize,
+    LikelyPeak,
+    Trial,
+    nothing_fits,
+)
 from memcallback.batch_size.peaks import PeakLine, TracedPeak, counted_peak
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.out_of_memory.errors import is_out_of_memory, let_go, release_memory
-from memcallback.integrations.lightning.fit.callbacks import accumulating, largest_accumulation, notes_on_callbacks, notes_on_updates
+from memcallback.integrations.lightning.fit.callbacks import (
+    accumulating,
+    largest_accumulation,
+    notes_on_callbacks,
+    notes_on_updates,
+)
 from memcallback.integrations.lightning.fit.loaders import NAME, places, resized
 from memcallback.integrations.lightning.fit.run_state import RunState
-from memcallback.integrations.lightning.fit.settings import GIVE_LIMIT, FitSettings, check_supported, room_on
-from memcallback.integrations.lightning.fit.trial import Probe, ask_loaders, given_loaders, loaders_in, run
-from memcallback.integrations.lightning.fit.trial_meter import Gauge
+from memcallback.integrations.lightning.fit.settings import (
+    GIVE_LIMIT,
+    FitSettings,
+    check_supported,
+    room_on,
+)
+from memcallback.integrations.lightning.fit.trial import (
+    Probe,
+    ask_loaders,
+    given_loaders,
+    loaders_in,
+    run,
+)
+from memcallback.integrations.lightning.fit.trial_meter import TrialMeter
 from memcallback.integrations.lightning.trainer.state import as_callback
 from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION, step_of
-from memcallback.prediction.forecast import foretell
+from memcallback.prediction.predict_or_warn import predict_or_warn
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.protocol import StepPrediction
 from memcallback.step.batch import infer_batch_size
@@ -37,14 +59,15 @@ _UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shown:
+class _TrialOutcome:
     """What running a batch size has shown, on this rank.
 
     Attributes:
         peak_bytes: The largest figure that counts; None if it could not be read.
         is_out_of_memory: Whether memory ran out.
         num_alloc_retries: Retries of the allocator meanwhile.
-        step: All of it as one measured step; None if it did not run to its end, or nothing could be read.
+        step: All of it as one measured step; None if it did not run to its end, or nothing could be
+            read.
         held_bytes: Parameters, buffers and optimizer state at the end.
         error: What else was raised.
     """
@@ -58,19 +81,11 @@ class _Shown:
 
 
 class FitSearch:
-    """Looks for the batch size of a Trainer that is set up to fit and has not begun to train.
+    """Looks for the batch size of a Trainer that is set up to fit and has not begun to train."""
 
-    Args:
-        trainer: The Trainer, in `on_fit_start`.
-        module: Its module.
-        settings: How to look.
-        say: Prints a line.
-
-    Raises:
-        ValueError: If it cannot be looked for here, in words that name the way out.
-    """
-
-    def __init__(self, trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]
+    ) -> None:
         check_supported(trainer, module)
         self._trainer, self._module, self._settings, self._say = trainer, module, settings, say
         self._device: torch.device = trainer.strategy.root_device
@@ -82,7 +97,7 @@ class FitSearch:
                 f"Set self.{NAME} in __init__ and write DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
             )
         self._accumulate = largest_accumulation(trainer)
-        self._gauge = Gauge(self._device, module)
+        self._gauge = TrialMeter(self._device, module)
         release_memory(self._device)
         self._room = room_on(self._device, settings)
         self._elsewhere_bytes = self._gauge.elsewhere_bytes()
@@ -92,16 +107,15 @@ class FitSearch:
         self._notes: list[str] = []
         self._trials: list[Trial] = []
         launcher = getattr(trainer.strategy, "launcher", None)
-        self._state = RunState(trainer, *loaders_in(trainer), device=self._device, leave_alone=(*trainer.loggers, launcher))
+        self._state = RunState(
+            trainer,
+            *loaders_in(trainer),
+            device=self._device,
+            leave_alone=(*trainer.loggers, launcher),
+        )
 
     def find(self) -> FittedBatchSize:
-        """Find the size. Afterwards everything is as it was, the batch size too.
-
-        Raises:
-            ValueError: If the loaders do not allow it, or if nothing limits the batch size.
-            RuntimeError: If not even one sample fits.
-            Exception: What the Trainer's own step raises, out of memory aside.
-        """
+        """Find the size. Afterwards everything is as it was, the batch size too."""
         any_size = BatchSizeBounds(multiple_of=self._settings.multiple_of)
         with tempfile.TemporaryDirectory() as folder:
             previous, num_samples = self._look(folder)
@@ -109,15 +123,28 @@ class FitSearch:
             advice = self._advise(measured=None, elsewhere_bytes=self._elsewhere_bytes)
             predicted = None if advice is None else any_size.within(advice.largest, advice.fits)
             line = None if advice is None else advice.line
-            self._line = LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes) if isinstance(line, TracedPeak) else line
+            self._line = (
+                LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes)
+                if isinstance(line, TracedPeak)
+                else line
+            )
             (first,) = self._agree(self._first(previous, predicted, cap))
-            search = BatchSizeSearch(first, BatchSizeBounds(multiple_of=any_size.multiple_of, max_batch_size=cap))
+            search = BatchSizeSearch(
+                first, BatchSizeBounds(multiple_of=any_size.multiple_of, max_batch_size=cap)
+            )
             while search.next is not None and len(self._trials) < _MAX_TRIALS:
                 size = search.next
                 fits, expected = self._try(size, folder)
                 search.record(size, fits=fits, expected=expected)
         if not search.best:
-            raise RuntimeError(nothing_fits(self._trials[-1], self._gauge.device_name, self._room.capacity_bytes, self._prediction))
+            raise RuntimeError(
+                nothing_fits(
+                    self._trials[-1],
+                    self._gauge.device_name,
+                    self._room.capacity_bytes,
+                    self._prediction,
+                )
+            )
         if cap is not None and search.best == any_size.within(cap):
             self._notes.append(f"{why}: no larger batch was tried.")
         updates = notes_on_updates(self._trainer, search.best, previous, num_samples)
@@ -144,7 +171,14 @@ class FitSearch:
         probe = as_callback(self._trainer, Probe)(self._gauge, 0)
         try:
             ask_loaders(self._trainer)
-            run(self._trainer, probe, num_updates=0, accumulate=1, folder=folder, train_loaders=resized(self._given, None))
+            run(
+                self._trainer,
+                probe,
+                num_updates=0,
+                accumulate=1,
+                folder=folder,
+                train_loaders=resized(self._given, None),
+            )
         finally:
             self._state.restore()
         if probe.batch is None or probe.batch_size is None:
@@ -155,7 +189,7 @@ class FitSearch:
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
         self._is_inferred = infer_batch_size(probe.batch).batch_size == given
         with accumulating(self._trainer, self._accumulate):
-            self._prediction = foretell(
+            self._prediction = predict_or_warn(
                 lambda: step_of(self._trainer, self._module, probe.batch, given),
                 device=self._device,
                 device_name=self._gauge.device_name,
@@ -167,7 +201,11 @@ class FitSearch:
 
     def _cap(self, num_samples: int | None) -> tuple[int | None, str]:
         """The largest size to consider, None for no end; and why."""
-        limits = [] if num_samples is None else [(self._agree(num_samples)[0], "The training data have {} samples")]
+        limits = (
+            []
+            if num_samples is None
+            else [(self._agree(num_samples)[0], "The training data have {} samples")]
+        )
         if self._settings.max_batch_size is not None:
             limits.append((self._settings.max_batch_size, "max_batch_size is {}"))
         if not limits:
@@ -179,8 +217,11 @@ class FitSearch:
         """The size to try first: what is predicted, without a prediction the size as it is."""
         if predicted is not None:
             return max(1, predicted)
-        is_endless = isinstance(self._prediction, Prediction) and self._prediction.trace.is_any_batch_size_known
-        if not is_endless:
+        unlimited = (
+            isinstance(self._prediction, Prediction)
+            and self._prediction.trace.is_any_batch_size_known
+        )
+        if not unlimited:
             return previous
         if cap is None:
             raise ValueError(
@@ -190,7 +231,13 @@ class FitSearch:
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap
 
-    def _advise(self, *, measured: StepMemory | None, held_bytes: int | None = None, elsewhere_bytes: int = 0) -> BatchSizeAdvice | None:
+    def _advise(
+        self,
+        *,
+        measured: StepMemory | None,
+        held_bytes: int | None = None,
+        elsewhere_bytes: int = 0,
+    ) -> BatchSizeAdvice | None:
         return suggest(
             measured=measured,
             predicted=self._prediction,
@@ -203,7 +250,9 @@ class FitSearch:
     # A trial.
 
     def _try(self, size: int, folder: str) -> tuple[bool, int | None]:
-        """Run a size: whether it fits on all ranks, and up to which size is expected to fit after it; None if that is not known."""
+        """Run a size: whether it fits on all ranks, and up to which size is expected to fit after
+        it; None if that is not known.
+        """
         self._say(f"Trying batch size {size}.")
         shown = self._run(size, folder)
         trial = Trial(
@@ -215,18 +264,26 @@ class FitSearch:
             num_alloc_retries=shown.num_alloc_retries,
         )
         is_corrected = shown.step is not None and self._correct(trial, shown)
-        largest = self._line.largest_within(self._room.budget_bytes) if is_corrected and self._line else None
+        largest = (
+            self._line.largest_within(self._room.budget_bytes)
+            if is_corrected and self._line
+            else None
+        )
         status = _FAILED if shown.error else _FITS if trial.fits else _TOO_LARGE
         status, expected = self._agree(status, _UNKNOWN if largest is None else largest)
         if shown.error is not None:
             raise shown.error
         if status == _FAILED:
-            raise RuntimeError(f"The trial of batch size {size} failed on another rank, whose error says why.")
+            raise RuntimeError(
+                f"The trial of batch size {size} failed on another rank, whose error says why."
+            )
         self._trials.append(trial)
         return status == _FITS, None if expected == _UNKNOWN else expected
 
-    def _correct(self, trial: Trial, shown: _Shown) -> bool:
-        """Take what a trial has shown into what is expected of others; whether there is anything to expect."""
+    def _correct(self, trial: Trial, shown: _TrialOutcome) -> bool:
+        """Take what a trial has shown into what is expected of others; whether there is anything to
+        expect.
+        """
         if isinstance(self._line, LikelyPeak):
             self._line = self._line.after(trial)
         else:
@@ -234,7 +291,7 @@ class FitSearch:
             self._line = self._line if advice is None else advice.line
         return self._line is not None
 
-    def _run(self, size: int, folder: str) -> _Shown:
+    def _run(self, size: int, folder: str) -> _TrialOutcome:
         """Run a size for a few updates and put everything back."""
         trainer, num_updates = self._trainer, self._settings.num_updates
         # Gradients that live through a second batch do so through all that follow.
@@ -253,7 +310,14 @@ class FitSearch:
                 place.set(size)
             try:
                 loaders = resized(self._given, size)
-                run(trainer, probe, num_updates=num_updates, accumulate=accumulate, folder=folder, train_loaders=loaders)
+                run(
+                    trainer,
+                    probe,
+                    num_updates=num_updates,
+                    accumulate=accumulate,
+                    folder=folder,
+                    train_loaders=loaders,
+                )
             except Exception as caught:
                 error = caught
             self._gauge.end()
@@ -264,16 +328,18 @@ class FitSearch:
             release_memory(self._device)
             self._gauge.forget_peaks()
 
-    def _shown(self, size: int, num_run: int, error: Exception | None) -> _Shown:
+    def _shown(self, size: int, num_run: int, error: Exception | None) -> _TrialOutcome:
         is_short = bool(self._gauge.num_alloc_retries or self._gauge.num_ooms)
         is_oom = error is not None and is_out_of_memory(error, is_memory_short=is_short)
         if error is not None and is_oom:
             let_go(error)
         if error is None and num_run == 0:
-            error = ValueError(f"The training loader gives no batch of {size} samples. Give it data, and limit_train_batches above 0.")
+            error = ValueError(
+                f"The training loader gives no batch of {size} samples. Give it data, and limit_train_batches above 0."
+            )
         self._see_outside()
         step = self._gauge.step(size)
-        return _Shown(
+        return _TrialOutcome(
             peak_bytes=None if step is None else counted_peak(step),
             is_out_of_memory=is_oom,
             num_alloc_retries=self._gauge.num_alloc_retries,
@@ -284,7 +350,10 @@ class FitSearch:
 
     def _see_outside(self) -> None:
         """With a trial's kernels loaded, a device's context has the size that it will have."""
-        if not self._room.is_given and (outside := device_memory(self._device).non_pytorch_bytes) is not None:
+        if (
+            not self._room.is_given
+            and (outside := device_memory(self._device).non_pytorch_bytes) is not None
+        ):
             self._room = replace(self._room, outside_bytes=outside)
 
     def _agree(self, *figures: int) -> list[int]:

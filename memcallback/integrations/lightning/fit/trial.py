@@ -1,8 +1,9 @@
 """Run a few steps of the Trainer's own loop.
 
-The Trainer runs as it would train, so that what is measured is what training takes: sanity check, batches moved to the device, accumulation,
-clipping, optimizer updates, validation. What would leave a trace outside of the process is taken from it: callbacks, loggers, profiler, its
-folder. Everything inside is put back by a `RunState` afterwards, these attributes too.
+The Trainer runs as it would train, so that what is measured is what training takes: sanity check,
+batches moved to the device, accumulation, clipping, optimizer updates, validation. What would leave
+a trace outside of the process is taken from it: callbacks, loggers, profiler, its folder.
+Everything inside is put back by a `RunState` afterwards, these attributes too.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from typing import Any
 
 import torch
 
-from memcallback.integrations.lightning.fit.loaders import batch_size_of, check_can_be_read_again, leaves, num_samples, resized
+from memcallback.integrations.lightning.fit.loaders import (
+    batch_size_of,
+    check_can_be_read_again,
+    leaves,
+    num_samples,
+    resized,
+)
 from memcallback.integrations.lightning.fit.settings import GIVE_LIMIT
-from memcallback.integrations.lightning.fit.trial_meter import Gauge
+from memcallback.integrations.lightning.fit.trial_meter import TrialMeter
 from memcallback.integrations.lightning.trainer.state import lightning_of, quiet_logger
 from memcallback.step.batch import infer_batch_size
 
@@ -30,13 +37,6 @@ class TrialOver(Exception):
 class Probe:
     """The one callback of a trial: looks at the first batch, counts batches, ends the trial.
 
-    Args:
-        gauge: Told when steps begin and end.
-        num_batches: Batches to run, validation after the last; 0 to stop before the first one runs.
-        batch_size: What the loaders must say; None if they are to be asked.
-        is_inferred: Whether the tensors of a batch must have that size too.
-        asked: What says the batch size to the loaders, for an error.
-
     Attributes:
         batch: The first batch, on the device, if none is to run.
         batch_size: Samples in a batch, as the loaders say; None before a batch.
@@ -45,7 +45,13 @@ class Probe:
     """
 
     def __init__(
-        self, gauge: Gauge, num_batches: int, *, batch_size: int | None = None, is_inferred: bool = False, asked: str = ""
+        self,
+        gauge: TrialMeter,
+        num_batches: int,
+        *,
+        batch_size: int | None = None,
+        is_inferred: bool = False,
+        asked: str = "",
     ) -> None:
         self._gauge = gauge
         self.num_batches = num_batches
@@ -71,30 +77,48 @@ class Probe:
         if self._num_epochs - self.num_run > _NUM_EMPTY_EPOCHS:
             raise TrialOver
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the batch if it is what the trial was run for; else see that it is of the size that is tried."""
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the batch if it is what the trial was run for; else see that it is of the size that
+        is tried.
+        """
         if self.num_batches == 0:
             self.batch = batch
             raise TrialOver
-        if self._is_inferred and self.num_run == 0 and (found := infer_batch_size(batch).batch_size) != self._wanted:
+        if (
+            self._is_inferred
+            and self.num_run == 0
+            and (found := infer_batch_size(batch).batch_size) != self._wanted
+        ):
             raise ValueError(
                 f"The training loader was asked for batches of {self._wanted} samples, and its first one has {found}. Let its batch sampler use "
                 f"its batch_size, or give the number of samples that there are: {GIVE_LIMIT}."
             )
         self._gauge.begin_step(batch)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """After the last batch comes validation."""
         self._gauge.end_step(batch)
         self.num_run += 1
         trainer.should_stop = self.num_run >= self.num_batches
 
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """A validation step begins."""
         self._gauge.begin_step(batch)
 
     def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """It has ended."""
         self._gauge.end_step(batch)
@@ -105,16 +129,17 @@ class Probe:
             raise TrialOver
 
 
-def run(trainer: Any, probe: Any, *, num_updates: int, accumulate: int, folder: str, train_loaders: Any = None) -> None:
-    """Run a Trainer's loop until the probe ends it. The Trainer is left as the loop leaves it: restore it.
-
-    Args:
-        trainer: A Trainer in `fit`, set up and not yet training.
-        probe: The callback that ends it.
-        num_updates: Batches of a validation.
-        accumulate: Batches for each update.
-        folder: Where what the module writes to its Trainer's folder goes.
-        train_loaders: The loaders to train with; None to ask the module or data module for them.
+def run(
+    trainer: Any,
+    probe: Any,
+    *,
+    num_updates: int,
+    accumulate: int,
+    folder: str,
+    train_loaders: Any = None,
+) -> None:
+    """Run a Trainer's loop until the probe ends it. The Trainer is left as the loop leaves it:
+    restore it.
     """
     _stand_alone(trainer, probe, num_updates, folder)
     trainer.accumulate_grad_batches = accumulate
@@ -137,16 +162,22 @@ def run(trainer: Any, probe: Any, *, num_updates: int, accumulate: int, folder: 
 
 
 def _stand_alone(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:
-    """Take from a Trainer what reaches beyond the process, and all that ends or skips a part of the trial."""
+    """Take from a Trainer what reaches beyond the process, and all that ends or skips a part of the
+    trial.
+    """
     trainer.callbacks = [probe]
     trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
     trainer.profiler = import_module(f"{lightning_of(trainer)}.profilers").PassThroughProfiler()
     trainer._default_root_dir = folder
     trainer.should_stop = False
-    trainer.num_sanity_val_steps = min(trainer.num_sanity_val_steps, num_updates) if probe.num_batches else 0
+    trainer.num_sanity_val_steps = (
+        min(trainer.num_sanity_val_steps, num_updates) if probe.num_batches else 0
+    )
     if trainer.limit_val_batches:
         is_number = isinstance(trainer.limit_val_batches, int)
-        trainer.limit_val_batches = min(trainer.limit_val_batches, num_updates) if is_number else num_updates
+        trainer.limit_val_batches = (
+            min(trainer.limit_val_batches, num_updates) if is_number else num_updates
+        )
     trainer.check_val_every_n_epoch = 1 if trainer.check_val_every_n_epoch else None
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     fit_loop.min_epochs = epoch_loop.min_steps = None
@@ -157,8 +188,9 @@ def _stand_alone(trainer: Any, probe: Any, num_updates: int, folder: str) -> Non
 def _alone_among_ranks(trainer: Any) -> None:
     """Let a rank run on its own: where memory runs out on one, no other waits for it.
 
-    The module runs without DistributedDataParallel around it, whose buckets stay allocated, and Lightning's own communication is answered
-    by this rank alone. What the module itself sends (SyncBatchNorm, a torchmetrics metric at the end of an epoch) still goes to all ranks.
+    The module runs without DistributedDataParallel around it, whose buckets stay allocated, and
+    Lightning's own communication is answered by this rank alone. What the module itself sends
+    (SyncBatchNorm, a torchmetrics metric at the end of an epoch) still goes to all ranks.
     """
     if trainer.world_size == 1:
         return
@@ -184,11 +216,7 @@ def given_loaders(trainer: Any) -> Any:
 
 
 def ask_loaders(trainer: Any) -> None:
-    """Ask for the training loaders as the loop will, and see that they can be used for trials.
-
-    Raises:
-        ValueError: If they cannot, in words that name the way out.
-    """
+    """Ask for the training loaders as the loop will, and see that they can be used for trials."""
     loaders = trainer.fit_loop._data_source.dataloader()
     batch_size_of(loaders)
     check_can_be_read_again(loaders)
@@ -198,4 +226,9 @@ def loaders_in(trainer: Any) -> list[object]:
     """All loaders that were given to `fit`, one by one."""
     loop = trainer.fit_loop
     sources = (loop._data_source, loop.epoch_loop.val_loop._data_source)
-    return [one for source in sources if not source.is_module() and source.instance is not None for one in leaves(source.instance)]
+    return [
+        one
+        for source in sources
+        if not source.is_module() and source.instance is not None
+        for one in leaves(source.instance)
+    ]

@@ -15,17 +15,12 @@ from memcallback.step.holdings import holdings
 _HELD = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 
 
-class Gauge:
-    """Reads the largest figure of a trial: of an accelerator's allocator all through it, on a CPU in its steps.
+class TrialMeter:
+    """Reads the largest figure of a trial: of an accelerator's allocator all through it, on a CPU
+    in its steps.
 
-    A CPU's memory is that of the data too, which are no part of a step: there each training and validation step is read on its own.
-
-    Args:
-        device: The device that trains.
-        module: The module that is run.
-
-    Raises:
-        MeterUnavailableError: If the device cannot be read.
+    A CPU's memory is that of the data too, which are no part of a step: there each training and
+    validation step is read on its own.
     """
 
     def __init__(self, device: torch.device, module: torch.nn.Module) -> None:
@@ -53,11 +48,7 @@ class Gauge:
         return "allocated" if self._is_by_step else "reserved"
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """A trial begins.
-
-        Args:
-            optimizers: Those of the module.
-        """
+        """A trial begins."""
         self._start()
         self._optimizers = optimizers
         if not self._is_by_step:
@@ -79,11 +70,7 @@ class Gauge:
         self._close()
 
     def step(self, batch_size: int) -> StepMemory | None:
-        """The trial as one measured step; None if its peak could not be read.
-
-        Args:
-            batch_size: Samples in a batch.
-        """
+        """The trial as one measured step; None if its peak could not be read."""
         if largest((self._peak_allocated_bytes, self._peak_reserved_bytes)) is None:
             return None
         window = PhaseMemory(
@@ -95,7 +82,11 @@ class Gauge:
             peak_reserved_bytes=self._peak_reserved_bytes,
         )
         return StepMemory(
-            kind=Kind.MEASURED, source=self._meter.source, device_name=self.device_name, windows=(window,), batch_size=batch_size
+            kind=Kind.MEASURED,
+            source=self._meter.source,
+            device_name=self.device_name,
+            windows=(window,),
+            batch_size=batch_size,
         )
 
     def held_bytes(self) -> int:
@@ -104,14 +95,20 @@ class Gauge:
         return sum(found.get(category, 0) for category in _HELD)
 
     def elsewhere_bytes(self) -> int:
-        """Allocated on the device by this process and no part of the module: DistributedDataParallel's buckets, another model."""
+        """Allocated on the device by this process and no part of the module:
+        DistributedDataParallel's buckets, another model.
+        """
         if self._is_by_step:
             return 0
         self._meter.begin()
         self._meter.read(None)
         (stats,) = self._meter.end()
         tensors: Iterable[torch.Tensor] = (*self._module.parameters(), *self._module.buffers())
-        return max(0, (stats.allocated_bytes or 0) - storage_bytes(one for one in tensors if is_on(one.device, self._device)))
+        return max(
+            0,
+            (stats.allocated_bytes or 0)
+            - storage_bytes(one for one in tensors if is_on(one.device, self._device)),
+        )
 
     def forget_peaks(self) -> None:
         """The peaks of a trial that is over are not those of the training."""
@@ -126,7 +123,11 @@ class Gauge:
 
     def _read(self, batch: object) -> None:
         # On a CPU what is held has to be known: its allocation events tell of changes alone.
-        self._meter.read(holdings([self._module], self._optimizers, batch, self._device) if self._is_by_step else None)
+        self._meter.read(
+            holdings([self._module], self._optimizers, batch, self._device)
+            if self._is_by_step
+            else None
+        )
 
     def _close(self, batch: object = None) -> None:
         if not self._is_open:
@@ -134,7 +135,13 @@ class Gauge:
         self._is_open = False
         self._read(batch)
         first, *others = self._meter.end()
-        self._peak_allocated_bytes = largest((self._peak_allocated_bytes, *(one.peak_allocated_bytes for one in others)))
-        self._peak_reserved_bytes = largest((self._peak_reserved_bytes, *(one.peak_reserved_bytes for one in others)))
-        self.num_alloc_retries += (others[-1].num_alloc_retries or 0) - (first.num_alloc_retries or 0)
+        self._peak_allocated_bytes = largest(
+            (self._peak_allocated_bytes, *(one.peak_allocated_bytes for one in others))
+        )
+        self._peak_reserved_bytes = largest(
+            (self._peak_reserved_bytes, *(one.peak_reserved_bytes for one in others))
+        )
+        self.num_alloc_retries += (others[-1].num_alloc_retries or 0) - (
+            first.num_alloc_retries or 0
+        )
         self.num_ooms += (others[-1].num_ooms or 0) - (first.num_ooms or 0)

@@ -1,4 +1,5 @@
-"""What is read of a Lightning Trainer: its progress, its step as a `TrainingStep`, its strategy's ranks.
+"""What is read of a Lightning Trainer: its progress, its step as a `TrainingStep`, its strategy's
+ranks.
 
 Start with `step`.
 """

@@ -8,25 +8,34 @@ from importlib import import_module
 from typing import Any
 
 from memcallback.savings.accumulation import check_accumulate
-from memcallback.savings.checkpointing import Checkpointing, CheckpointOption, check_checkpoint, checkpoint_option
+from memcallback.savings.checkpointing import (
+    Checkpointing,
+    CheckpointOption,
+    check_checkpoint,
+    checkpoint_option,
+)
 from memcallback.savings.mixed_precision import CountingGradScaler, check_precision
 from memcallback.step.training_step import TrainingStep
 
 
 class TrainerSavings:
-    """What `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` does to a Trainer and its module.
-
-    Args:
-        accumulate: Batches for each update; or a mapping from epochs to that number from then on.
-        amp: The precision, `16-mixed` or `bf16-mixed`.
-        checkpoint: True, or what to checkpoint, as for `memcallback.checkpoint`.
-
-    Raises:
-        ValueError: If one of them is none of these.
+    """What `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` does to a Trainer and its
+    module.
     """
 
-    def __init__(self, accumulate: int | Mapping[int, int] | None, amp: str | None, checkpoint: CheckpointOption | None) -> None:
-        for number in accumulate.values() if isinstance(accumulate, Mapping) else () if accumulate is None else (accumulate,):
+    def __init__(
+        self,
+        accumulate: int | Mapping[int, int] | None,
+        amp: str | None,
+        checkpoint: CheckpointOption | None,
+    ) -> None:
+        for number in (
+            accumulate.values()
+            if isinstance(accumulate, Mapping)
+            else ()
+            if accumulate is None
+            else (accumulate,)
+        ):
             check_accumulate(number)
         if amp is not None:
             check_precision(amp)
@@ -41,16 +50,7 @@ class TrainerSavings:
         self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: Any, pl_module: Any, say: Callable[[str], None]) -> None:
-        """Before the Trainer sets up its strategy: set the accumulation and the precision.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its module.
-            say: Is told of skipped steps.
-
-        Raises:
-            ValueError: If the Trainer has something else set, or cannot do it.
-        """
+        """Before the Trainer sets up its strategy: set the accumulation and the precision."""
         self.undo()
         self._last_state = {}
         if self._accumulate is not None:
@@ -59,21 +59,15 @@ class TrainerSavings:
             self._set_precision(trainer, self._amp, say)
 
     def checkpoint(self, pl_module: Any) -> None:
-        """Checkpoint the module, which has all of its layers by now (`setup`, `configure_model`).
-
-        Raises:
-            ValueError: As `memcallback.checkpoint`.
-        """
+        """Checkpoint the module, which has all of its layers by now (`setup`, `configure_model`)."""
         if self._checkpoint:
             self._checkpointing = checkpoint_option(pl_module, self._checkpoint)
             self._undo.append(self._checkpointing.undo)
 
     @contextmanager
     def taken_from(self, step: TrainingStep) -> Iterator[TrainingStep | None]:
-        """The Trainer's step as it would be without the savings, inside the context; None if there are none.
-
-        Args:
-            step: The step with them.
+        """The Trainer's step as it would be without the savings, inside the context; None if there
+        are none.
         """
         changes: dict[str, Any] = {} if self._accumulate is None else {"accumulate": 1}
         if self._amp is not None:
@@ -90,7 +84,9 @@ class TrainerSavings:
             self._last_state = self._scaler.state_dict()
             self._scaler = None
 
-    def _set_accumulation(self, trainer: Any, pl_module: Any, accumulate: int | Mapping[int, int]) -> None:
+    def _set_accumulation(
+        self, trainer: Any, pl_module: Any, accumulate: int | Mapping[int, int]
+    ) -> None:
         if not pl_module.automatic_optimization:
             raise ValueError(
                 f"accumulate={accumulate} is for automatic optimization, and {type(pl_module).__name__} steps its optimizers itself. Leave it "
@@ -99,8 +95,14 @@ class TrainerSavings:
         scheduler_class = _of_lightning(trainer, "callbacks").GradientAccumulationScheduler
         is_scheduled = any(isinstance(callback, scheduler_class) for callback in trainer.callbacks)
         if trainer.accumulate_grad_batches != 1 or is_scheduled:
-            has = "a GradientAccumulationScheduler" if is_scheduled else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-            raise ValueError(f"MemoryCallback(accumulate={accumulate}) for a Trainer that has {has}. Leave one of them out.")
+            has = (
+                "a GradientAccumulationScheduler"
+                if is_scheduled
+                else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+            )
+            raise ValueError(
+                f"MemoryCallback(accumulate={accumulate}) for a Trainer that has {has}. Leave one of them out."
+            )
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         if isinstance(accumulate, Mapping):
             scheduler = scheduler_class(dict(accumulate))
@@ -119,34 +121,33 @@ class TrainerSavings:
             )
         device_type = strategy.root_device.type
         self._scaler = CountingGradScaler(device_type, say=say) if precision == "16-mixed" else None
-        strategy.precision_plugin = _of_lightning(trainer, "plugins.precision").MixedPrecision(precision, device_type, self._scaler)
+        strategy.precision_plugin = _of_lightning(trainer, "plugins.precision").MixedPrecision(
+            precision, device_type, self._scaler
+        )
         self._undo.append(lambda: setattr(strategy, "precision_plugin", before))
 
     # What is kept and said.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the GradScaler, which Lightning's own checkpoints have only as long as the fit lasts; empty without one."""
+        """The state of the GradScaler, which Lightning's own checkpoints have only as long as the
+        fit lasts; empty without one.
+        """
         return self._last_state if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state.
-
-        Args:
-            state_dict: What `state_dict` gave.
-        """
+        """Go on from a saved state."""
         if self._scaler is not None and state_dict:
             self._scaler.load_state_dict(state_dict)
 
     def notes(self, batch_size: int | None, accumulate: int) -> tuple[str, ...]:
-        """What the savings are in this fit, one sentence each.
-
-        Args:
-            batch_size: Samples in a batch, None if that is not known.
-            accumulate: Batches for each update at this time.
-        """
+        """What the savings are in this fit, one sentence each."""
         said = []
         if self._accumulate is not None:
-            of = "" if batch_size is None else f" of {batch_size}, so {accumulate * batch_size} samples on this device,"
+            of = (
+                ""
+                if batch_size is None
+                else f" of {batch_size}, so {accumulate * batch_size} samples on this device,"
+            )
             said.append(f"{accumulate} batches{of} make one update (accumulate).")
         if self._scaler is not None:
             said.append(
@@ -159,6 +160,12 @@ class TrainerSavings:
 
 
 def _of_lightning(trainer: Any, module: str) -> Any:
-    """A module of the package that the Trainer is from: the classes of the two packages are unrelated."""
-    package = next(kind.__module__ for kind in type(trainer).__mro__ if kind.__module__.endswith(".trainer.trainer"))
+    """A module of the package that the Trainer is from: the classes of the two packages are
+    unrelated.
+    """
+    package = next(
+        kind.__module__
+        for kind in type(trainer).__mro__
+        if kind.__module__.endswith(".trainer.trainer")
+    )
     return import_module(f"{package.removesuffix('.trainer.trainer')}.{module}")

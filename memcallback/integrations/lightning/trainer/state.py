@@ -32,10 +32,18 @@ def progress_of(trainer: Any) -> Progress:
     left_in_epoch = max(0, int(in_epoch) - trainer.fit_loop.batch_idx - 1)
     bounds = []
     if trainer.max_epochs not in (None, -1):
-        bounds.append(left_in_epoch + max(0, trainer.max_epochs - trainer.current_epoch - 1) * int(in_epoch))
+        bounds.append(
+            left_in_epoch + max(0, trainer.max_epochs - trainer.current_epoch - 1) * int(in_epoch)
+        )
     if trainer.max_steps not in (None, -1):
-        bounds.append(max(0, trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
-    return Progress(epoch=trainer.current_epoch, steps_left_in_epoch=left_in_epoch, steps_left=min(bounds, default=None))
+        bounds.append(
+            max(0, trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        )
+    return Progress(
+        epoch=trainer.current_epoch,
+        steps_left_in_epoch=left_in_epoch,
+        steps_left=min(bounds, default=None),
+    )
 
 
 def step_number(trainer: Any) -> int:
@@ -64,8 +72,12 @@ def lightning_of(trainer: Any) -> str:
 
 
 def as_callback(trainer: Any, own: type) -> type:
-    """A class of ours as a callback of the package that a Trainer is of, which may refuse those of the other one."""
-    return type(own.__name__, (own, import_module(f"{lightning_of(trainer)}.callbacks").Callback), {})
+    """A class of ours as a callback of the package that a Trainer is of, which may refuse those of
+    the other one.
+    """
+    return type(
+        own.__name__, (own, import_module(f"{lightning_of(trainer)}.callbacks").Callback), {}
+    )
 
 
 def quiet_logger(trainer: Any, folder: str) -> Any:

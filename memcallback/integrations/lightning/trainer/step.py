@@ -13,34 +13,31 @@ from memcallback.devices.catalogue import Device, HostSpec
 from memcallback.devices.local import device_here
 from memcallback.devices.memory import cpu_memory
 from memcallback.integrations.lightning.trainer.savings import TrainerSavings
-from memcallback.integrations.lightning.trainer.strategies import Whole, ranks_within
+from memcallback.integrations.lightning.trainer.strategies import UnshardedModule, ranks_within
 from memcallback.prediction import predict as tracing
-from memcallback.prediction.forecast import traced
+from memcallback.prediction.predict_or_warn import traced
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.plan import Plan
-from memcallback.savings.planner import what_if
+from memcallback.savings.what_if import what_if
 from memcallback.step.training_step import TrainingStep, is_sharded
 
 #: How a person leaves the prediction of a Trainer's step out.
 LEAVES_OUT_PREDICTION = "MemoryCallback(predict=False)"
 
 
-def forecast_without(savings: TrainerSavings, make_step: Callable[[], TrainingStep], device: torch.device) -> Prediction | None:
-    """Predict the step of a Trainer as it would be without the savings of the callback, to say what they save.
-
-    Args:
-        savings: The savings, which are applied.
-        make_step: Makes the step, as `step_of` does.
-        device: The device that trains.
-
-    Returns:
-        The prediction; None if there are no savings, and, with a warning, if there can be none.
+def forecast_without(
+    savings: TrainerSavings, make_step: Callable[[], TrainingStep], device: torch.device
+) -> Prediction | None:
+    """Predict the step of a Trainer as it would be without the savings of the callback, to say what
+    they save.
     """
     try:
         with savings.taken_from(make_step()) as step:
             return None if step is None else traced(step, device, lambda _: None)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
-        warn_and_go_on(f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}")
+        warn_and_go_on(
+            f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}"
+        )
         return None
 
 
@@ -52,46 +49,45 @@ def plan_for(
     headroom: float,
     say: Callable[[str], None],
 ) -> Plan | None:
-    """What savings would buy in the step of a Trainer.
-
-    Args:
-        make_step: Makes the step, as `step_of` does.
-        device: The device that trains.
-        capacity_bytes: The memory to plan for, if it is not the device's own.
-        headroom: The fraction of it that the largest batch sizes keep free.
-        say: Prints a line.
-
-    Returns:
-        The plan; None, with a warning, if there can be none.
-    """
+    """What savings would buy in the step of a Trainer."""
     try:
         spec: Device | torch.device = device
         if device.type == "cpu":
-            spec = HostSpec(capacity_bytes=cpu_memory().capacity_bytes if capacity_bytes is None else capacity_bytes)
+            spec = HostSpec(
+                capacity_bytes=cpu_memory().capacity_bytes
+                if capacity_bytes is None
+                else capacity_bytes
+            )
         elif capacity_bytes is not None:
             spec = replace(device_here(device), capacity_bytes=capacity_bytes)
-        progress = tracing.how_far(lambda part: say(f"Trying savings before the first step: {part}."), of="savings")
+        progress = tracing.how_far(
+            lambda part: say(f"Trying savings before the first step: {part}."), of="savings"
+        )
         return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
     except Exception as error:  # whatever a user's model does on fake tensors, training goes on
-        warn_and_go_on(f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out.")
+        warn_and_go_on(
+            f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out."
+        )
         return None
 
 
-def step_of(trainer: Any, pl_module: Any, batch: object, batch_size: int | None, whole: Whole | None = None) -> TrainingStep:
-    """The step that a Trainer is about to run.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its module.
-        batch: Its first batch.
-        batch_size: Samples in the batch, None to infer them.
-        whole: The module as it was before the strategy sharded it; None if it did not.
-    """
+def step_of(
+    trainer: Any,
+    pl_module: Any,
+    batch: object,
+    batch_size: int | None,
+    whole: UnshardedModule | None = None,
+) -> TrainingStep:
+    """The step that a Trainer is about to run."""
     if whole is None and is_sharded(trainer.model):
         # Somebody else sharded it; there is no step of the whole.
         return TrainingStep(trainer.model, batch, batch_size=batch_size)
     # Lightning does not clip at 0 or below; "norm" is what it takes if no algorithm is named.
-    clip = trainer.gradient_clip_val if trainer.gradient_clip_val and trainer.gradient_clip_val > 0 else None
+    clip = (
+        trainer.gradient_clip_val
+        if trainer.gradient_clip_val and trainer.gradient_clip_val > 0
+        else None
+    )
     is_by_value = trainer.gradient_clip_algorithm == "value"
     return TrainingStep.from_lightning(
         pl_module if whole is None else whole.module,

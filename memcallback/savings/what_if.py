@@ -37,17 +37,23 @@ def what_if(
 ) -> Plan:
     """Predict what each saving of memory would buy and cost.
 
-    Each row is a trace of the step with that saving, alone or with others; nothing runs, and nothing of the user's is changed.
+    Each row is a trace of the step with that saving, alone or with others; nothing runs, and
+    nothing of the user's is changed.
 
     Args:
         step: The step as it is.
-        device: As for `predict`. Of this machine's own device, what others use of it at this moment is left to them.
+        device: As for `predict`. Of this machine's own device, what others use of it at this moment
+            is left to them.
         batch_size: Samples between two updates; by default as many as the step has.
-        headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0 and below 1.
-        ranks: How many devices there may be, for a row each with DistributedDataParallel, FSDP2 with and without resharding, and HSDP, tensor
-            parallel where the model has a plan for it (`tp_plan` of transformers), and a pipeline where it is an `nn.Sequential`; or jobs of
-            your own. Figures are those of one rank, of a pipeline those of the stage that takes most, and batch sizes too.
-        progress: Called after each saving that was tried alone, with the number of those and of all.
+        headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0
+            and below 1.
+        ranks: How many devices there may be, for a row each with DistributedDataParallel, FSDP2
+            with and without resharding, and HSDP, tensor parallel where the model has a plan for it
+            (`tp_plan` of transformers), and a pipeline where it is an `nn.Sequential`; or jobs of
+            your own. Figures are those of one rank, of a pipeline those of the stage that takes
+            most, and batch sizes too.
+        progress: Called after each saving that was tried alone, with the number of those and of
+            all.
 
     Returns:
         The plan.
@@ -63,7 +69,10 @@ def what_if(
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, outside_bytes(device, base.device))
     tried: list[tuple[Saving, PlanRow]] = []
-    savings = [*savings_for(step, base.batch_size, base.trace.at(base.batch_size).events), *over_ranks(jobs)]
+    savings = [
+        *savings_for(step, base.batch_size, base.trace.at(base.batch_size).events),
+        *over_ranks(jobs),
+    ]
     for number, saving in enumerate(savings):
         tried.append((saving, trial.row(saving)))
         if progress is not None:
@@ -74,20 +83,19 @@ def what_if(
     return trial.plan((*plan.tried, *trial.several(best)))
 
 
-def rescues(step: TrainingStep, base: Prediction, *, progress: Callable[[int, int], None] | None = None) -> Iterator[PlanRow]:
-    """Predict what the savings under which the same model is trained would do to a step that does not fit, at its own batch size alone.
+def rescues(
+    step: TrainingStep, base: Prediction, *, progress: Callable[[int, int], None] | None = None
+) -> Iterator[PlanRow]:
+    """Predict what the savings under which the same model is trained would do to a step that does
+    not fit, at its own batch size alone.
 
     Each is one trace; `what_if` knows more of each, and asks for more traces.
-
-    Args:
-        step: The step as it is.
-        base: Its prediction at the batch size that does not fit, on the device with the memory that there is.
-        progress: Called before each, with the number of those that are done and of all.
-
-    Yields:
-        A row for each, without the largest batch size.
     """
-    savings = [one for one in savings_for(step, base.batch_size, base.trace.at(base.batch_size).events) if one.is_same_training]
+    savings = [
+        one
+        for one in savings_for(step, base.batch_size, base.trace.at(base.batch_size).events)
+        if one.is_same_training
+    ]
     for number, saving in enumerate(savings):
         if progress is not None:
             progress(number, len(savings))
@@ -97,7 +105,9 @@ def rescues(step: TrainingStep, base: Prediction, *, progress: Callable[[int, in
 class _Trial:
     """Predicts a step with savings, as many samples between two updates as without."""
 
-    def __init__(self, step: TrainingStep, base: Prediction, headroom: float, outside_bytes: int | None) -> None:
+    def __init__(
+        self, step: TrainingStep, base: Prediction, headroom: float, outside_bytes: int | None
+    ) -> None:
         self._step = step
         self._base = base
         self._headroom = headroom
@@ -106,7 +116,9 @@ class _Trial:
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
         """All that was tried."""
         return Plan(
-            current=self._row_of([self._base], PlanRow(saving="as it is", batch_size=self._base.batch_size)),
+            current=self._row_of(
+                [self._base], PlanRow(saving="as it is", batch_size=self._base.batch_size)
+            ),
             tried=tuple(rows),
             device_name=self._base.device_name,
             capacity_bytes=self._base.capacity_bytes,
@@ -118,41 +130,71 @@ class _Trial:
     def row(self, saving: Saving, predict: Callable[..., Prediction] = predict) -> PlanRow:
         """The step with a saving."""
         batch_size, rest = divmod(self._base.batch_size, saving.num_parts)
-        row = PlanRow(saving=saving.name, kind=saving.kind, batch_size=batch_size, changes=saving.changes, line=saving.line)
-        settings = replace(self._base.settings, expandable_segments=True) if saving.expandable_segments else self._base.settings
+        row = PlanRow(
+            saving=saving.name,
+            kind=saving.kind,
+            batch_size=batch_size,
+            changes=saving.changes,
+            line=saving.line,
+        )
+        settings = (
+            replace(self._base.settings, expandable_segments=True)
+            if saving.expandable_segments
+            else self._base.settings
+        )
         if rest:
-            return replace(row, problem=f"a batch of {self._base.batch_size} cannot be cut into {saving.num_parts} parts of one size")
+            return replace(
+                row,
+                problem=f"a batch of {self._base.batch_size} cannot be cut into {saving.num_parts} parts of one size",
+            )
         try:
             if saving.kind == "allocator":
                 return self._row_of([replace(self._base, settings=settings)], row)
             varied = saving.apply(self._step)
-            unlike, num_together = (varied.ranks.unlike, varied.ranks.num_at_one_batch) if varied.ranks else ((0,), 1)
+            unlike, num_together = (
+                (varied.ranks.unlike, varied.ranks.num_at_one_batch) if varied.ranks else ((0,), 1)
+            )
             predictions = [
-                predict(varied.of_rank(rank), device=self._base.device, batch_size=batch_size, settings=settings) for rank in unlike
+                predict(
+                    varied.of_rank(rank),
+                    device=self._base.device,
+                    batch_size=batch_size,
+                    settings=settings,
+                )
+                for rank in unlike
             ]
             return self._row_of(predictions, row, num_together)
         except (PredictionError, ValueError) as error:
             cause = error.__cause__ or error
-            return replace(row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0])
+            return replace(
+                row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0]
+            )
 
     def several(self, best: Sequence[Saving]) -> Iterator[PlanRow]:
-        """Savings in pairs, and all together; without one of them, the least first, where all together do not work."""
+        """Savings in pairs, and all together; without one of them, the least first, where all
+        together do not work.
+        """
         for pair in combinations(best[:3], 2):
             yield self.row(together(*pair))
         if len(best) > 2:
             row = self.row(together(*best))
-            fewer = (self.row(together(*(one for one in best if one is not least))) for least in reversed(best)) if row.problem else ()
+            fewer = (
+                (
+                    self.row(together(*(one for one in best if one is not least)))
+                    for least in reversed(best)
+                )
+                if row.problem
+                else ()
+            )
             yield next((one for one in fewer if not one.problem), row)
 
-    def _row_of(self, predictions: Sequence[Prediction], row: PlanRow, num_together: int = 1) -> PlanRow:
-        """A row with the figures of the rank that takes most.
-
-        Args:
-            predictions: Those of ranks that are unlike.
-            row: The row without figures.
-            num_together: How many ranks are at one batch together.
-        """
-        worst = max(predictions, key=lambda one: one.peak_reserved_bytes or one.peak_allocated_bytes or 0)
+    def _row_of(
+        self, predictions: Sequence[Prediction], row: PlanRow, num_together: int = 1
+    ) -> PlanRow:
+        """A row with the figures of the rank that takes most."""
+        worst = max(
+            predictions, key=lambda one: one.peak_reserved_bytes or one.peak_allocated_bytes or 0
+        )
         advices = [
             suggest(
                 measured=None,
@@ -181,7 +223,9 @@ class _Trial:
         more = prediction.device.outside_bytes - self._base.device.outside_bytes
         return self._outside_bytes + max(0, more)
 
-    def _extra_compute_pct(self, predictions: Sequence[Prediction], num_together: int) -> float | None:
+    def _extra_compute_pct(
+        self, predictions: Sequence[Prediction], num_together: int
+    ) -> float | None:
         of_here = _flops_of_sample(self._base)
         if not of_here:
             return None

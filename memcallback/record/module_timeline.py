@@ -16,16 +16,14 @@ from memcallback.devices.meters import Meter
 from memcallback.step.module_follower import ModuleFollower
 
 
-class ModuleWatch:
-    """Puts readings between the boundaries of a step, and tells which of them belong to which module.
-
-    Args:
-        models: The models whose modules are followed.
-        infos: What is known of these modules.
-        meter: What is read; its boundaries are told to `boundary`.
+class ModuleTimeline:
+    """Puts readings between the boundaries of a step, and tells which of them belong to which
+    module.
     """
 
-    def __init__(self, models: Sequence[nn.Module], infos: tuple[ModuleInfo, ...], meter: Meter) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], infos: tuple[ModuleInfo, ...], meter: Meter
+    ) -> None:
         self._infos = infos
         self._meter = meter
         self._follower = ModuleFollower(models, self._change, self._fail)
@@ -54,20 +52,20 @@ class ModuleWatch:
 
     def windows(self, windows: Sequence[PhaseWindow]) -> list[PhaseWindow]:
         """The same windows by the numbers of the meter's readings instead of those of boundaries."""
-        return [(covers, self._boundaries[start], self._boundaries[end]) for covers, start, end in windows]
+        return [
+            (covers, self._boundaries[start], self._boundaries[end])
+            for covers, start, end in windows
+        ]
 
     def recording(
-        self, windows: Sequence[PhaseWindow], stats: Sequence[MemoryStats], *, batch_size: int | None
+        self,
+        windows: Sequence[PhaseWindow],
+        stats: Sequence[MemoryStats],
+        *,
+        batch_size: int | None,
     ) -> Callable[[], ModuleTable] | None:
-        """What was read, by module, once it is asked for: adding it up takes longer than reading it.
-
-        Args:
-            windows: The step's windows, by the numbers of readings.
-            stats: The readings.
-            batch_size: Samples in the batch; None if unknown.
-
-        Returns:
-            What gives the table, without a reference to a model; None if the modules could not be followed.
+        """What was read, by module, once it is asked for: adding it up takes longer than reading
+        it.
         """
         if self._has_failed:
             return None
@@ -105,7 +103,9 @@ class ModuleWatch:
             )
 
 
-def _spans(window: PhaseWindow, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]) -> Iterator[Span]:
+def _spans(
+    window: PhaseWindow, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]
+) -> Iterator[Span]:
     covers, start, end = window
     mark = ModuleMark(start, ())
     for position in range(start, end):
@@ -113,4 +113,10 @@ def _spans(window: PhaseWindow, stats: Sequence[MemoryStats], marks: Mapping[int
         phase = phase_of_span(covers, is_backward=mark.is_backward)
         if phase is not None:
             before, after = stats[position], stats[position + 1]
-            yield Span(phase, mark.path, before.allocated_bytes, after.allocated_bytes, after.peak_allocated_bytes)
+            yield Span(
+                phase,
+                mark.path,
+                before.allocated_bytes,
+                after.allocated_bytes,
+                after.peak_allocated_bytes,
+            )

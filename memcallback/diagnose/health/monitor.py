@@ -1,8 +1,9 @@
 """Warn about each finding once.
 
-On a normal step it compares a few numbers that were read anyway. Only while these rise from one window of steps to the next does it look at
-what is alive, when a window ends. A CPU has no such counters: there it looks on recorded steps, every tenth at most, and half as often each
-time that it has looked sixteen times.
+On a normal step it compares a few numbers that were read anyway. Only while these rise from one
+window of steps to the next does it look at what is alive, when a window ends. A CPU has no such
+counters: there it looks on recorded steps, every tenth at most, and half as often each time that it
+has looked sixteen times.
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 from memcallback.devices.memory import device_memory, limit_bytes
 from memcallback.diagnose.health.findings import Finding, Health, Sign
-from memcallback.diagnose.health.growth import Growth, Progress, Rise, is_leak
-from memcallback.diagnose.health.leaks import Grown, Holding, filled_at, frames_around, growing_graph, grown, holding, is_named
+from memcallback.diagnose.health.growth import Growth, Progress, Trend, is_leak
+from memcallback.diagnose.health.leaks import (
+    Grown,
+    Holding,
+    filled_at,
+    frames_around,
+    growing_graph,
+    grown,
+    holding,
+    is_named,
+)
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-#: Steps in the first windows of a device whose allocator has counters; on a CPU, steps between two looks.
+#: Steps in the first windows of a device whose allocator has counters; on a CPU, steps between two
+#: looks.
 _WINDOW = 10
 #: Moments that are compared before anything is told.
 _NUM_HOLDINGS = 3
 
 
-class HealthWatch:
+class HealthMonitor:
     """Warns of what is wrong with the memory of one training.
-
-    Args:
-        modules: The models.
-        optimizers: The optimizers.
-        device: The device that trains.
-        headroom: The fraction of its capacity that is to stay free.
-        progress: How far the training is; asked while something grows.
-        suggestion: The batch size that is suggested, None if none is.
 
     Attributes:
         findings: What was told, in order.
@@ -70,15 +73,14 @@ class HealthWatch:
         self.findings: list[Finding] = []
 
     def on_step(self, record: StepMemory, batch: object = None) -> None:
-        """A step was recorded.
-
-        Args:
-            record: The step.
-            batch: Its batch, which does not count as growth.
-        """
+        """A step was recorded."""
         for finding in self._health.on_step(record):
             self._tell(finding)
-        is_whole = not record.is_warm_up and not record.is_interrupted and Phase.OPTIMIZER_STEP in record.phases
+        is_whole = (
+            not record.is_warm_up
+            and not record.is_interrupted
+            and Phase.OPTIMIZER_STEP in record.phases
+        )
         if self._has_told_of_leak or not is_whole or record.index is None:
             return
         self._largest_peak_bytes = max(self._largest_peak_bytes, record.peak_allocated_bytes or 0)
@@ -87,7 +89,9 @@ class HealthWatch:
             self._look_at_cpu(record.index, batch)
         elif end.allocated_bytes is not None and end.num_allocations is not None:
             epoch = self._progress().epoch if self._growth.is_at_edge else None
-            is_due = self._growth.add(record.index, end.allocated_bytes, end.num_allocations, epoch=epoch)
+            is_due = self._growth.add(
+                record.index, end.allocated_bytes, end.num_allocations, epoch=epoch
+            )
             if is_due and (rise := self._growth.rise) is not None:
                 self._follow(rise, record.index, batch)
             elif is_due:
@@ -104,7 +108,10 @@ class HealthWatch:
         self._has_told_of_leak = True
 
     def _look_at_cpu(self, step: int, batch: object) -> None:
-        if self._last_look is not None and step - self._last_look < _WINDOW << self._growth.num_doublings:
+        if (
+            self._last_look is not None
+            and step - self._last_look < _WINDOW << self._growth.num_doublings
+        ):
             return
         self._last_look = step
         frames = frames_around()
@@ -114,7 +121,7 @@ class HealthWatch:
         if len(self._holdings) == _NUM_HOLDINGS and (rise := self._growth.rise) is not None:
             self._judge(rise, frames)
 
-    def _follow(self, rise: Rise, step: int, batch: object) -> None:
+    def _follow(self, rise: Trend, step: int, batch: object) -> None:
         """The counters rise: look at what is alive, unless that has led to nothing again and again."""
         if self._num_looks_left_out:
             self._num_looks_left_out -= 1
@@ -129,18 +136,20 @@ class HealthWatch:
     def _holding(self, step: int, batch: object, frames: list[FrameType]) -> Holding:
         return holding(step, self._modules, self._optimizers, batch, self._device, frames)
 
-    def _judge(self, rise: Rise, frames: list[FrameType]) -> bool:
-        """Tell of what grows, if it is a leak.
-
-        Returns:
-            Whether something grows that has an owner.
-        """
+    def _judge(self, rise: Trend, frames: list[FrameType]) -> bool:
+        """Tell of what grows, if it is a leak."""
         found = grown(self._holdings)
         if not found:
             return False
         growth = _Growing.of(found, self._holdings)
         free = self._free_bytes()
-        if is_leak(rise, self._progress(), keeps_graph=growth.keeps_graph, bytes_per_step=growth.bytes_per_step, free_bytes=free):
+        if is_leak(
+            rise,
+            self._progress(),
+            keeps_graph=growth.keeps_graph,
+            bytes_per_step=growth.bytes_per_step,
+            free_bytes=free,
+        ):
             self._has_told_of_leak = True
             self._tell(growth.finding(rise, free, filled_at(growth.owner, self._modules, frames)))
         return True
@@ -151,7 +160,11 @@ class HealthWatch:
         if device.capacity_bytes is None:
             return None
         if self._device.type == "cpu":
-            return None if device.this_process_bytes is None else max(0, device.capacity_bytes - device.this_process_bytes)
+            return (
+                None
+                if device.this_process_bytes is None
+                else max(0, device.capacity_bytes - device.this_process_bytes)
+            )
         limit = device.capacity_bytes - (device.non_pytorch_bytes or 0)
         own = limit_bytes(self._device)
         return max(0, (limit if own is None else min(limit, own)) - self._largest_peak_bytes)
@@ -165,7 +178,8 @@ class HealthWatch:
 class _Growing:
     """What grows between the first and the last of several moments, and who is told of.
 
-    A graph counts where a variable or an attribute holds it: what else keeps one may be garbage that Python has not collected yet.
+    A graph counts where a variable or an attribute holds it: what else keeps one may be garbage
+    that Python has not collected yet.
     """
 
     all_of_it: list[Grown]
@@ -179,7 +193,9 @@ class _Growing:
     def of(cls, found: list[Grown], holdings: list[Holding]) -> _Growing:
         named = [one for one in found if is_named(one.held.owner)]
         with_graph = next((one for one in named if one.held.keeps_graph and one.count), None)
-        saved = next((one for one in found if one.held.keeps_graph and not is_named(one.held.owner)), None)
+        saved = next(
+            (one for one in found if one.held.keeps_graph and not is_named(one.held.owner)), None
+        )
         graph = growing_graph(holdings) if with_graph is None and saved is not None else ""
         main = with_graph or (saved if graph else None) or (named or found)[0]
         return cls(
@@ -199,16 +215,25 @@ class _Growing:
     def bytes_per_step(self) -> float:
         return self.num_bytes / (self.last_step - self.first_step)
 
-    def finding(self, rise: Rise, free_bytes: int | None, lines: tuple[str, ...]) -> Finding:
+    def finding(self, rise: Trend, free_bytes: int | None, lines: tuple[str, ...]) -> Finding:
         is_carried = self.owner != self.main.held.owner
         owner = self.owner or "tensors that no variable holds"
-        who = f"what the graph behind {owner} keeps ({self.main.held.owner})" if is_carried else owner
+        who = (
+            f"what the graph behind {owner} keeps ({self.main.held.owner})" if is_carried else owner
+        )
         filled = f", filled at {'; '.join(lines)}" if lines else ""
         more = f"{self.main.count} tensors more, such as" if self.main.count else "larger, now"
         rest = [one for one in self.all_of_it if one is not self.main]
-        number, size = sum(one.count for one in rest), format_bytes(sum(one.num_bytes for one in rest))
+        number, size = (
+            sum(one.count for one in rest),
+            format_bytes(sum(one.num_bytes for one in rest)),
+        )
         others = f", and with it {number} others, {size}" if rest else ""
-        full = "" if free_bytes is None else f" At this rate the device is full in about {int(free_bytes / self.bytes_per_step):,} steps."
+        full = (
+            ""
+            if free_bytes is None
+            else f" At this rate the device is full in about {int(free_bytes / self.bytes_per_step):,} steps."
+        )
         return Finding(
             sign=Sign.LEAK,
             value=(
@@ -217,11 +242,13 @@ class _Growing:
                 f"{self.main.held.dtype}, {format_bytes(self.main.num_bytes)}{filled}{others}.{full}"
             ),
             rule=_KEEPS_GRAPH if self.keeps_graph else _FILLS,
-            way_out=(_CUT if is_carried else _KEEP_NUMBERS) if self.keeps_graph else _MOVE,
+            hint=(_CUT if is_carried else _KEEP_NUMBERS) if self.keeps_graph else _MOVE,
         )
 
 
-_KEEPS_GRAPH = "Tensors that keep the graph that computed them are needed for one step, and no longer."
+_KEEPS_GRAPH = (
+    "Tensors that keep the graph that computed them are needed for one step, and no longer."
+)
 _FILLS = "A buffer that fills up to a fixed size, or is emptied at the end of an epoch, is not told of; this fills the device first."
 _KEEP_NUMBERS = "Keep numbers: loss.item(), or loss.detach() if it has to stay on the device."
 _CUT = "Cut the graph between steps: hidden = hidden.detach(), total += loss.item()."

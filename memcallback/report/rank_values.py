@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memcallback.core.step_memory import StepMemory
-from memcallback.core.tables import Shown, Table
+from memcallback.core.tables import Printable, Table
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 
@@ -16,7 +16,8 @@ _INDENT = "  "
 
 @dataclass(frozen=True, kw_only=True)
 class RankPoint:
-    """What one rank took in its largest step since its last point. All sizes in bytes, None where unknown.
+    """What one rank took in its largest step since its last point. All sizes in bytes, None where
+    unknown.
 
     Attributes:
         rank: The rank.
@@ -42,28 +43,29 @@ class RankPoint:
 
     @property
     def peak_bytes(self) -> int:
-        """What counts against the capacity: reserved memory; allocated memory where nothing is reserved; 0 where neither is known."""
+        """What counts against the capacity: reserved memory; allocated memory where nothing is
+        reserved; 0 where neither is known.
+        """
         return self.peak_reserved_bytes or self.peak_allocated_bytes or 0
 
     @property
     def capacity_share_pct(self) -> float | None:
-        """The share of its capacity that the rank took at its peak, in percent; None if the capacity is unknown."""
+        """The share of its capacity that the rank took at its peak, in percent; None if the
+        capacity is unknown.
+        """
         return 100 * self.peak_bytes / self.capacity_bytes if self.capacity_bytes else None
 
 
 def point_of(
-    step: StepMemory, predicted: StepMemory | None, *, rank: int, number: int, capacity_bytes: int | None = None, place: str = ""
+    step: StepMemory,
+    predicted: StepMemory | None,
+    *,
+    rank: int,
+    number: int,
+    capacity_bytes: int | None = None,
+    place: str = "",
 ) -> RankPoint:
-    """The point of a rank.
-
-    Args:
-        step: A measured step.
-        predicted: The predicted step at that step's batch size; None if there is none.
-        rank: The rank.
-        number: Of the point.
-        capacity_bytes: The memory that the rank plans for; None if unknown.
-        place: The device and the machine, in words.
-    """
+    """The point of a rank."""
     return RankPoint(
         rank=rank,
         number=number,
@@ -78,7 +80,11 @@ def point_of(
 
 
 def _peaks(step: StepMemory) -> dict[Phase, int]:
-    return {phase: memory.peak_allocated_bytes for phase, memory in step.phases.items() if memory.peak_allocated_bytes is not None}
+    return {
+        phase: memory.peak_allocated_bytes
+        for phase, memory in step.phases.items()
+        if memory.peak_allocated_bytes is not None
+    }
 
 
 class Spread(NamedTuple):
@@ -90,7 +96,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures(Shown):
+class RankValues(Printable):
     """The figures of the ranks of a job at one step.
 
     Attributes:
@@ -105,7 +111,9 @@ class RankFigures(Shown):
 
     @property
     def worst(self) -> RankPoint:
-        """The rank that took the largest share of its capacity; the lowest of several. Where a capacity is unknown, the largest peak counts."""
+        """The rank that took the largest share of its capacity; the lowest of several. Where a
+        capacity is unknown, the largest peak counts.
+        """
         if any(point.capacity_share_pct is None for point in self.points):
             return max(self.points, key=lambda point: (point.peak_bytes, -point.rank))
         return max(self.points, key=lambda point: (point.capacity_share_pct or 0.0, -point.rank))
@@ -130,19 +138,55 @@ class RankFigures(Shown):
         return _spread(point.phases.get(phase) for point in self.points)
 
     def table(self) -> Table:
-        """The range over the ranks of each figure, and the worst rank's beside what was predicted for it."""
+        """The range over the ranks of each figure, and the worst rank's beside what was predicted
+        for it.
+        """
         worst = self.worst
-        peaks = [_row(_INDENT + phase.label, self.of_phase(phase), worst.phases.get(phase), worst.predicted.get(phase)) for phase in Phase]
-        device = [_row("peak reserved", self.peak_reserved, worst.peak_reserved_bytes, worst.predicted_reserved_bytes), self._share_row()]
-        rows = [("peak allocated", "", "", "", "", ""), *(row for row in (*peaks, *device) if any(row[1:]))]
+        peaks = [
+            _row(
+                _INDENT + phase.label,
+                self.of_phase(phase),
+                worst.phases.get(phase),
+                worst.predicted.get(phase),
+            )
+            for phase in Phase
+        ]
+        device = [
+            _row(
+                "peak reserved",
+                self.peak_reserved,
+                worst.peak_reserved_bytes,
+                worst.predicted_reserved_bytes,
+            ),
+            self._share_row(),
+        ]
+        rows = [
+            ("peak allocated", "", "", "", "", ""),
+            *(row for row in (*peaks, *device) if any(row[1:])),
+        ]
         of_all = f" of {self.num_ranks}" if self.missing else ""
         title = f"Memory over {len(self.points)}{of_all} ranks, step {self.number}, measured"
-        columns = ("", "minimum", "mean", "maximum", f"rank {worst.rank}", *(["predicted for it"] if worst.predicted else []))
+        columns = (
+            "",
+            "minimum",
+            "mean",
+            "maximum",
+            f"rank {worst.rank}",
+            *(["predicted for it"] if worst.predicted else []),
+        )
         return Table(title=title, columns=columns, rows=tuple(row[: len(columns)] for row in rows))
 
     def _share_row(self) -> tuple[str, ...]:
-        shares = [point.capacity_share_pct for point in self.points if point.capacity_share_pct is not None]
-        known = (min(shares), sum(shares) / len(shares), max(shares), self.worst.capacity_share_pct) if shares else ()
+        shares = [
+            point.capacity_share_pct
+            for point in self.points
+            if point.capacity_share_pct is not None
+        ]
+        known = (
+            (min(shares), sum(shares) / len(shares), max(shares), self.worst.capacity_share_pct)
+            if shares
+            else ()
+        )
         cells = [f"{share:.1f} %" if share is not None else "" for share in known]
         return ("peak of its capacity", *cells, *[""] * (5 - len(cells)))
 
@@ -150,10 +194,16 @@ class RankFigures(Shown):
         """Which rank is the worst, and of which nothing is known."""
         worst = self.worst
         share = worst.capacity_share_pct
-        near = f"took most of its capacity, {share:.1f} % at its peak" if share is not None else "took most"
+        near = (
+            f"took most of its capacity, {share:.1f} % at its peak"
+            if share is not None
+            else "took most"
+        )
         lines = [f"Rank {worst.rank}{f' ({worst.place})' if worst.place else ''} {near}."]
         if self.missing:
-            lines.append(f"No figures came for this step from {_ranks(self.missing)}: not recorded there, late, or gone.")
+            lines.append(
+                f"No figures came for this step from {_ranks(self.missing)}: not recorded there, late, or gone."
+            )
         return tuple(lines)
 
     def to_text(self) -> str:
@@ -170,8 +220,16 @@ def _spread(figures: Iterable[int | None]) -> Spread | None:
     return Spread(min(known), sum(known) // len(known), max(known)) if known else None
 
 
-def _row(label: str, spread: Spread | None, worst: int | None, predicted: int | None) -> tuple[str, ...]:
-    return (label, *("" if size is None else format_bytes(size) for size in (*(spread or (None, None, None)), worst, predicted)))
+def _row(
+    label: str, spread: Spread | None, worst: int | None, predicted: int | None
+) -> tuple[str, ...]:
+    return (
+        label,
+        *(
+            "" if size is None else format_bytes(size)
+            for size in (*(spread or (None, None, None)), worst, predicted)
+        ),
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from memcallback.step.checks import devices_of
 from memcallback.step.training_step import TrainingStep
 
 
-def foretell(
+def predict_or_warn(
     make_step: Callable[[], TrainingStep],
     *,
     device: torch.device,
@@ -26,18 +26,8 @@ def foretell(
     say: Callable[[str], None],
     without: str,
 ) -> StepPrediction | None:
-    """Predict a step: trace it; if it cannot be traced, the textbook law stands in, with a warning that says why.
-
-    Args:
-        make_step: Makes the step; a loop's own parts can stand in its way.
-        device: The device that trains.
-        device_name: Its name.
-        capacity_bytes: The memory to plan for, if it is not the device's own.
-        say: Prints a line.
-        without: How a person leaves the prediction out, such as `MemoryCallback(predict=False)`.
-
-    Returns:
-        The prediction; None, with a warning, if there can be none.
+    """Predict a step: trace it; if it cannot be traced, the textbook law stands in, with a warning
+    that says why.
     """
     try:
         step = make_step()
@@ -59,16 +49,7 @@ def foretell(
 
 
 def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None]) -> Prediction:
-    """Predict a step by its trace, and say how long that took.
-
-    Args:
-        step: The step.
-        device: The device that trains.
-        say: Prints a line.
-
-    Raises:
-        PredictionError: If it cannot be traced.
-    """
+    """Predict a step by its trace, and say how long that took."""
     devices = devices_of(step.model)
     if len(devices) > 1:
         raise PredictionError(
@@ -76,7 +57,9 @@ def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None])
         )
     start = perf_counter()
     progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
-    prediction = tracing.predict(step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress)
+    prediction = tracing.predict(
+        step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress
+    )
     _ = prediction.step  # the replay, which is kept
     num_events = len(prediction.trace.traced.trace.events)
     say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
@@ -84,4 +67,6 @@ def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None])
 
 
 def _warn_of_none(reason: str, without: str) -> None:
-    warn_and_go_on(f"The step's memory is recorded and not predicted. {reason} {without} leaves the prediction out.")
+    warn_and_go_on(
+        f"The step's memory is recorded and not predicted. {reason} {without} leaves the prediction out."
+    )
