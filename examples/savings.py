@@ -3,9 +3,9 @@ precision, checkpointing.
 
     python examples/savings.py
 
-None is on unless it is asked for. A dry run says what they would save before anything has run (each
-alone, if it is asked for alone); then a network is trained on the digits of
-`examples/plain_loop.py` with all three, and the recorder shows what they took.
+None is on by default. The step is first predicted without and with all three; then a network is
+trained on the digits of `examples/plain_loop.py` with all three, and the recorder shows how much
+memory they took. `mc.what_if(step)` would predict each of them, and more, alone and together.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Say what would be saved, train, see what was saved."""
+    """Predict the step without and with the savings, train, and compare."""
     options = arguments()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,16 +103,26 @@ def main() -> None:
         model, whole_batch, loss=loss_of, optimizer=torch.optim.Adam, clip_grad_norm=1.0
     )
     here = "cpu" if device.type == "cpu" else None  # None: the CUDA device that is here
-    dry = mc.dry_run(step, accumulate=ACCUMULATE, amp=PRECISION, checkpoint=True, device=here)
-    print(dry.to_text())
+    before = mc.predict(step, device=here).peak_allocated_bytes
+    with mc.checkpoint(model):
+        changed = step.varied(accumulate=ACCUMULATE, has_accumulation=True, precision=PRECISION)
+        micro_batch_size = options.batch_size // ACCUMULATE
+        predicted = mc.predict(
+            changed, device=here, batch_size=micro_batch_size
+        ).peak_allocated_bytes
+    print(
+        f"Predicted peak: {mc.format_bytes(before)} without savings, "
+        f"{mc.format_bytes(predicted)} with all three."
+    )
 
-    batches = DataLoader(TensorDataset(*training), options.batch_size // ACCUMULATE, shuffle=True)
+    batches = DataLoader(TensorDataset(*training), micro_batch_size, shuffle=True)
     recorder = train(model, batches, device, options.epochs)
 
     assert recorder.largest is not None
-    measured, predicted = recorder.largest.peak_allocated_bytes or 0, dry.after.peak_allocated_bytes
+    measured = recorder.largest.peak_allocated_bytes or 0
     print(
-        f"Peak with all three: {mc.format_bytes(measured)} measured, {mc.format_bytes(predicted)} predicted."
+        f"Peak with all three: {mc.format_bytes(measured)} measured, "
+        f"{mc.format_bytes(predicted)} predicted."
     )
     print(
         f"Validation accuracy: {accuracy(model, *(tensor.to(device) for tensor in validation)):.3f}"

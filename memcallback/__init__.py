@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from memcallback.record.recorder import MemoryRecorder
     from memcallback.savings.accumulation import accumulate
     from memcallback.savings.checkpointing import checkpoint
-    from memcallback.savings.dry_run import DryRun, dry_run
     from memcallback.savings.mixed_precision import amp
     from memcallback.savings.what_if import what_if
     from memcallback.step.ranks import Ranks
@@ -54,7 +53,6 @@ __all__ = [
     "BatchSizeAdvice",
     "Category",
     "DeviceMemory",
-    "DryRun",
     "FittedBatchSize",
     "Kind",
     "Layer",
@@ -82,7 +80,6 @@ __all__ = [
     "accumulate",
     "amp",
     "checkpoint",
-    "dry_run",
     "fit_batch_size",
     "format_bytes",
     "layers",
@@ -93,7 +90,6 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "DryRun": "savings.dry_run",
     "MemoryCallback": "integrations.lightning.callback",
     "MemoryLog": "record.memory_log",
     "MemoryRecorder": "record.recorder",
@@ -105,7 +101,6 @@ _ON_FIRST_USE = {
     "accumulate": "savings.accumulation",
     "amp": "savings.mixed_precision",
     "checkpoint": "savings.checkpointing",
-    "dry_run": "savings.dry_run",
     "fit_batch_size": "integrations.lightning.fit.fit_batch_size",
     "layers": "prediction.textbook.shape_pass",
     "predict": "prediction.predict",

@@ -4,6 +4,7 @@ CPU and by test_savings_cuda.py on a GPU.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -58,6 +59,18 @@ def training_step(device):
     return mc.TrainingStep(
         Network().to(device), batch_of(BATCH_SIZE, device), loss=loss_of, optimizer=torch.optim.Adam
     )
+
+
+def predicted(step, device=None, *, accumulate=None, amp=None, checkpoint=None):
+    """A step with savings, as many samples between two updates as without."""
+    changes = {} if amp is None else {"precision": amp}
+    if accumulate is not None:
+        is_plain_loop = step.lightning is None
+        changes |= {"accumulate": accumulate, "has_accumulation": is_plain_loop}
+    names = None if checkpoint is True else checkpoint
+    with mc.checkpoint(step.model, names) if checkpoint else nullcontext():
+        batch_size = math.ceil(step.batch_size.batch_size / (accumulate or 1))
+        return mc.predict(step.varied(**changes), device=device, batch_size=batch_size)
 
 
 def measured(device, *, accumulate=1, amp=None, checkpoint=None):

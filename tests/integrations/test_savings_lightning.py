@@ -335,9 +335,8 @@ def test_a_scheduler_of_the_trainers_own_is_a_conflict(tmp_path, kind):
 
 
 def test_the_words_are_those_of_the_plain_helpers():
-    step = mc.TrainingStep.from_lightning(
-        Deep(), (torch.randn(64, 64), torch.randint(0, 10, (64,)))
-    )
-    for savings in ({"accumulate": 4}, {"amp": "bf16-mixed"}, {"checkpoint": {"network": 2}}):
-        MemoryCallback(**savings)
-        assert mc.dry_run(step, device="cpu", **savings).savings
+    module = Deep()
+    MemoryCallback(accumulate=4, amp="bf16-mixed", checkpoint={"network": 2})
+    assert mc.accumulate(4, module, torch.optim.SGD(module.parameters())).num_batches == 4
+    assert mc.amp("bf16-mixed", device="cpu").precision == "bf16-mixed"
+    assert mc.checkpoint(module, {"network": 2}).names == ("network",)
