@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcallback.core.tables import for_console
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
-from memcallback.devices.catalogue import Device, find_device, is_cuda_here
+from memcallback.devices.catalogue import Device, find_device, names_local_device
 from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, said
 
 if TYPE_CHECKING:
@@ -398,13 +398,13 @@ def _ask(
     # loaded PyTorch.
     device: str | Device = (
         arguments.device
-        if is_cuda_here(arguments.device)
+        if names_local_device(arguments.device)
         else _parse_device(arguments.device, find_device)
     )
     step = load_step(arguments.target)
-    if is_cuda_here(device):
-        _parse_device(
-            arguments.device, importlib.import_module("memcallback.devices.local").any_device
+    if isinstance(device, str):
+        device = _parse_device(
+            arguments.device, importlib.import_module("memcallback.devices.local").resolve
         )
     # PyTorch logs the traceback of an operator that fails on fakes; the error below says it in one
     # line.

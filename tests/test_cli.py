@@ -523,7 +523,7 @@ def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
     assert (
-        "error: --device 'cuda:0' is a CUDA device of this machine, and there is none. Name a card"
+        "error: --device 'cuda:0' is a CUDA device of this machine, which has none. Name a card"
         in capfd.readouterr().err
     )
 

@@ -20,7 +20,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Kind
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import any_device, outside_bytes
+from memcallback.devices.local import resolve, used_by_others_bytes
 from memcallback.prediction.batch_trace import BatchDependentPath
 from memcallback.prediction.predict import ONLY, Traces, predict
 from memcallback.prediction.prediction import Prediction
@@ -118,7 +118,7 @@ def suggest_batch_size(
     kinds = (
         RankBatchSize(
             ranks=tuple(place.ranks),
-            device_name=any_device(place.device).name,
+            device_name=place.device.name,
             batch_size=advice.batch_size,
         )
         for place, advice in zip(places, advices, strict=True)
@@ -135,7 +135,7 @@ class _Place:
     """Ranks that are alike: the step of one of them, its device, and which ranks they are."""
 
     step: TrainingStep
-    device: AnyDevice
+    device: Device
     ranks: list[int]
 
 
@@ -154,26 +154,23 @@ class _Job:
 def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
     """What is to be looked at, so that all ranks are."""
     ranks: Ranks | None = getattr(step, "ranks", None)  # what is no step is told by `predict`
-    one, listed = (
-        (device, None)
-        if isinstance(device, str) or not isinstance(device, Sequence)
-        else (None, list(device))
-    )
-    if listed is not None and (
-        not listed or (ranks is not None and len(listed) != ranks.world_size)
-    ):
+    if isinstance(device, Sequence) and not isinstance(device, str):
+        given, is_list = list(device), True
+    else:
+        given, is_list = [device], False
+    if is_list and (not given or (ranks is not None and len(given) != ranks.world_size)):
         expected = (
             "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
         )
         raise ValueError(
-            f"device is a list of {len(listed)} devices, and must have {expected}. Give one device if all are alike."
+            f"device is a list of {len(given)} devices, and must have {expected}. Give one device if all are alike."
         )
+    devices = dict(enumerate(resolve(one) for one in given))
     if ranks is None:
-        devices = dict(enumerate(listed or [one]))
         return _Job(
             places=_alike({0: step}, devices),
             num_with_own_batch=len(devices),
-            is_sure=listed is not None,
+            is_sure=is_list,
             num_microbatches=1,
         )
     num_microbatches, unlike, num_together = (
@@ -183,21 +180,22 @@ def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
     )
     if callable(ranks.strategy):
         # Whether a function makes a pipeline only a trace tells; then its ranks hold unlike things.
-        spec = any_device(listed[0] if listed else one)
-        traced = Traces(step, spec, 1, None).at(step.check_predictable(), step.sequence_length)
+        traced = Traces(step, devices[0], 1, None).at(
+            step.check_predictable(), step.sequence_length
+        )
         num_microbatches = traced.num_batches // step.accumulate
         if num_microbatches > 1:
             unlike, num_together = tuple(range(ranks.world_size)), ranks.world_size
     steps = {rank: step.of_rank(rank) for rank in unlike}
     return _Job(
-        places=_alike(steps, dict(enumerate(listed)) if listed else dict.fromkeys(steps, one)),
+        places=_alike(steps, devices if is_list else dict.fromkeys(steps, devices[0])),
         num_with_own_batch=ranks.world_size // num_together,
         is_sure=not callable(ranks.strategy),
         num_microbatches=num_microbatches,
     )
 
 
-def _alike(steps: Mapping[int, TrainingStep], devices: Mapping[int, AnyDevice]) -> list[_Place]:
+def _alike(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) -> list[_Place]:
     """Ranks with the same step and device together; a rank without a step of its own has the first
     one.
     """
@@ -229,7 +227,7 @@ def _for_one(
     prediction = predict(
         step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress
     )
-    outside = outside_bytes(device, prediction.device)
+    outside = used_by_others_bytes(prediction.device)
 
     beside_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
     if measured is not None:

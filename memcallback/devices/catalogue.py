@@ -31,6 +31,7 @@ class DeviceSpec:
         communication_bytes: What the communication library takes outside the allocator, 0 where
             there is no other rank.
         caveats: What was assumed of it, one sentence each.
+        local_index: Its CUDA index, if it is a device of this machine; None otherwise.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DeviceSpec:
     context_bytes: int
     communication_bytes: int = 0
     caveats: tuple[str, ...] = ()
+    local_index: int | None = None
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -226,7 +228,7 @@ _CPU = re.compile(r"cpu(:\d+)?")
 _LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*[kmgt][a-z]*")
 
 
-def is_cuda_here(device: object) -> bool:
+def names_local_device(device: object) -> bool:
     """Whether a text is what PyTorch calls a CUDA device of this machine: `cuda`, `cuda:1`."""
     return isinstance(device, str) and _CUDA_HERE.fullmatch(device.strip().lower()) is not None
 
@@ -245,7 +247,7 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     text = device.strip().lower()
     if _CPU.fullmatch(text):
         return HostSpec()
-    if is_cuda_here(text):
+    if names_local_device(text):
         raise ValueError(
             f"{device!r} is a device of this machine, which is not asked here. Give it to memcallback.predict, which does; or here the name "
             "of a card, or the size of its memory, such as '24GiB'."
@@ -313,6 +315,7 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
         name=f"a card of {format_bytes(capacity_bytes)}",
         capacity_bytes=capacity_bytes,
         caveats=(text,),
+        local_index=None,
     )
 
 

@@ -17,7 +17,7 @@ from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import target_device
+from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
@@ -155,7 +155,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._batch_size = (
             None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
         )
-        self._planned = None if device is None else target_device(device)
+        self._planned = None if device is None else resolve(device, needs_capacity=True)
         self._headroom = headroom
         self._predicts = predict
         self._loss = loss

@@ -14,7 +14,7 @@ import torch
 from memcallback.core.errors import PredictionError
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH, described, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
-from memcallback.devices.local import any_device
+from memcallback.devices.local import resolve
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
 from memcallback.prediction.length_trace import (
@@ -79,7 +79,7 @@ def predict(
         raise TypeError(
             f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...)."
         )
-    spec = _with_communication(any_device(device), step)
+    spec = _with_communication(resolve(device), step)
     given = step.check_predictable()
     wanted = (
         given

@@ -8,7 +8,6 @@ from time import perf_counter
 import torch
 
 from memcallback.core.errors import PredictionError, reason_of, warn_and_go_on
-from memcallback.devices.local import device_here
 from memcallback.prediction import predict as tracing
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.protocol import StepPrediction
@@ -57,9 +56,7 @@ def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None])
         )
     start = perf_counter()
     progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
-    prediction = tracing.predict(
-        step, device="cpu" if device.type == "cpu" else device_here(device), progress=progress
-    )
+    prediction = tracing.predict(step, device=device, progress=progress)
     _ = prediction.step  # the replay, which is kept
     num_events = len(prediction.trace.traced.trace.events)
     say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")

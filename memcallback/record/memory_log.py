@@ -17,7 +17,7 @@ from memcallback.core.tables import for_console
 from memcallback.core.types import Phase
 from memcallback.core.validation import described, whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import target_device
+from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.predict_or_warn import predict_or_warn
 from memcallback.prediction.protocol import StepPrediction
@@ -93,7 +93,7 @@ class MemoryLog:
         self._interval = whole_number(
             "log_every_n_steps", log_every_n_steps, "Leave it out for every 50th update."
         )
-        planned = None if device is None else target_device(device)
+        planned = None if device is None else resolve(device, needs_capacity=True)
         self._recorder = recorder
         self._last = recorder.num_updates
         self._is_broken = False

@@ -13,7 +13,7 @@ from memcallback.batch_size.estimate import check_headroom, suggest
 from memcallback.core.errors import PredictionError
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import any_device, outside_bytes
+from memcallback.devices.local import resolve, used_by_others_bytes
 from memcallback.prediction.predict import predict, predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.candidates import Saving, left_out, savings_for, together
@@ -65,9 +65,9 @@ def what_if(
     check_headroom(headroom)
     if isinstance(ranks, int):
         whole_number("ranks", ranks, "Leave it out for one device.", least=2)
-    base = predict(step, device=any_device(device), batch_size=batch_size)
+    base = predict(step, device=resolve(device), batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
-    trial = _Trial(step, base, headroom, outside_bytes(device, base.device))
+    trial = _Trial(step, base, headroom, used_by_others_bytes(base.device))
     tried: list[tuple[Saving, PlanRow]] = []
     savings = [
         *savings_for(step, base.batch_size, base.trace.at(base.batch_size).events),

@@ -1195,7 +1195,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
         ({"device": 0}, "0 is neither a card nor its size"),
         (
             {"device": "cpu"},
-            "'cpu' does not say how much memory to plan for. Give a card or a size, such as '24GiB', or leave it out",
+            "'cpu' has no known memory size. Give a card or a size, such as '24GiB', or leave it out",
         ),
     ],
 )

@@ -5,7 +5,6 @@ there.
 import gc
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ import memcallback as mc
 from memcallback import PredictionError, TrainingStep
 from memcallback.core.types import Kind
 from memcallback.core.units import GiB, MiB
-from memcallback.devices.catalogue import find_device
-from memcallback.devices.local import any_device, device_here
 from memcallback.prediction.batch_trace import UnknownBatchSize
 
 
@@ -88,102 +85,14 @@ def test_without_a_device_here_one_has_to_be_named():
         mc.predict(make_step())
 
 
-def properties(**changes):
-    figures = {
-        "name": "NVIDIA H100 PCIe",
-        "major": 9,
-        "minor": 0,
-        "total_memory": 79 * GiB,
-        "multi_processor_count": 114,
-        "shared_memory_per_block": 49_152,
-        "shared_memory_per_block_optin": 232_448,
-        "max_threads_per_multi_processor": 2048,
-        "L2_cache_size": 50 * MiB,
-    }
-    return SimpleNamespace(**(figures | changes))
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """A CUDA device of this machine, as PyTorch describes it."""
-
-    def put(**changes):
-        monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: properties(**changes)
-        )
-
-    return put
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("given", ["cuda", "CUDA:1", torch.device("cuda"), torch.device("cuda", 1)])
 def test_a_cuda_device_that_is_not_here_is_said_so(given):
     with pytest.raises(
         ValueError,
-        match=r"^'cuda(:1)?' is a CUDA device of this machine, and there is none. Name a card, .*'24GiB'",
+        match=r"^'cuda(:1)?' is a CUDA device of this machine, which has none. Name a card, .*'24GiB'",
     ):
         mc.predict(make_step(), device=given)
-
-
-@pytest.mark.parametrize(
-    ("given", "index"),
-    [("cuda", 0), ("cuda:1", 1), (torch.device("cuda"), 0), (torch.device("cuda", 1), 1)],
-)
-def test_a_cuda_device_is_that_of_this_machine(given, index, card):
-    card(name="NVIDIA H100 PCIe")
-    assert any_device(given) == device_here(torch.device("cuda", index))
-
-
-def test_a_cuda_device_beyond_those_of_this_machine_is_said_so(card):
-    card()
-    with pytest.raises(
-        ValueError,
-        match=r"'cuda:2' is not here: this machine's CUDA devices are 'cuda:0' to 'cuda:1'\.",
-    ):
-        any_device(torch.device("cuda", 2))
-
-
-def test_pytorchs_cpu_is_a_cpu():
-    assert any_device(torch.device("cpu")) == find_device("cpu")
-    with pytest.raises(PredictionError, match="a device of type mps"):
-        any_device(torch.device("mps"))
-
-
-def test_a_card_of_the_catalogue_has_its_figures_and_the_real_capacity(card):
-    card()
-    here, catalogue = device_here(), find_device("NVIDIA H100 PCIe")
-    assert here.capacity_bytes == 79 * GiB
-    assert here.clock_khz == catalogue.clock_khz
-    assert here.caveats == ()
-
-
-def test_a_card_that_the_catalogue_does_not_know_is_like_the_next_older_one_and_says_so(card):
-    card(name="NVIDIA X", major=9, minor=1, multi_processor_count=99)
-    here = device_here()
-    assert (here.name, here.compute_capability, here.num_multiprocessors) == (
-        "NVIDIA X",
-        (9, 1),
-        99,
-    )
-    assert here.clock_khz == find_device("H200").clock_khz
-    assert here.caveats[0].startswith("NVIDIA X is not in the catalogue")
-    card(name="Old", major=6, minor=1)
-    assert device_here().compute_capability == (6, 1)
-
-
-def test_a_device_that_is_neither_cuda_nor_cpu_is_refused():
-    with pytest.raises(PredictionError, match="a device of type mps"):
-        device_here(torch.device("mps"))
-
-
-def test_rocm_is_not_cuda(card, monkeypatch):
-    card()
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    with pytest.raises(PredictionError, match=r"a device of type cuda \(ROCm\)"):
-        device_here()
 
 
 def test_a_suggestion_before_training_stays_within_the_capacity():

@@ -202,7 +202,7 @@ def test_a_card_to_plan_for_bounds_the_suggestion(parts):
             "log_every_n_steps must be at least 1, got 0",
         ),
         ([None], {"headroom": 1}, ValueError, "headroom"),
-        ([None], {"device": "cpu"}, ValueError, "does not say how much memory to plan for"),
+        ([None], {"device": "cpu"}, ValueError, "has no known memory size"),
     ],
 )
 def test_bad_arguments_are_refused(parts, arguments, options, error, text):

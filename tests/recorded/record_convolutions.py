@@ -22,7 +22,7 @@ from convolution_cases import CARDS, CASES, key, once, truth
 from memcallback.cuda.convolution import workspace as convolution_workspace
 from memcallback.cuda.convolution import workspace as cudnn
 from memcallback.cuda.convolution.rule import convolution_kernel
-from memcallback.devices.local import device_here
+from memcallback.devices.local import resolve
 
 OUT = Path(__file__).parent / "convolutions"
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     name = torch.cuda.get_device_name()
-    card = CARDS.get(name) or device_here()
+    card = CARDS.get(name) or resolve(None)
     ask, workspaces = cudnn.workspace_bytes, {}
 
     def asked(convolution: cudnn.Convolution, input_shape: Any, device: Any) -> int | None:

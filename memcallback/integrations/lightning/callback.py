@@ -28,7 +28,7 @@ from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import target_device
+from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.errors import out_of_memory_in
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.integrations.lightning.fit.fit_batch_size import fit_in_place
@@ -192,7 +192,7 @@ class MemoryCallback(Callback):
         self._batch_size = (
             None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
         )
-        self._planned = None if device is None else target_device(device)
+        self._planned = None if device is None else resolve(device, needs_capacity=True)
         self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
         self._headroom = headroom
         self._predicts = predict

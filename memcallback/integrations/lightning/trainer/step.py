@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import reason_of, warn_and_go_on
-from memcallback.devices.catalogue import Device, HostSpec
-from memcallback.devices.local import device_here
+from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
+from memcallback.devices.local import resolve
 from memcallback.devices.memory import cpu_memory
 from memcallback.integrations.lightning.trainer.savings import TrainerSavings
 from memcallback.integrations.lightning.trainer.strategies import UnshardedModule, ranks_within
@@ -59,7 +59,10 @@ def plan_for(
                 else capacity_bytes
             )
         elif capacity_bytes is not None:
-            spec = replace(device_here(device), capacity_bytes=capacity_bytes)
+            here = resolve(device)
+            assert isinstance(here, DeviceSpec)
+            # What others use of the device does not count against a capacity that was given.
+            spec = replace(here, capacity_bytes=capacity_bytes, local_index=None)
         progress = tracing.how_far(
             lambda part: say(f"Trying savings before the first step: {part}."), of="savings"
         )
