@@ -1,19 +1,18 @@
-"""Follow which module is running, forward and backward, through hooks.
+"""Follows which module is running, forward and backward, through hooks.
 
-A forward pass is followed by hooks on the modules. For the backward pass, each node of autograd has
-the number at which it was made: it belongs to the module whose forward pass was running then. The
-first node of each such stretch gets a hook that comes before it runs. Module hooks for the backward
-pass are not used: PyTorch puts nodes of its own into the graph for them, and forbids in-place
-operations.
+Module hooks follow the forward pass. For the backward pass, autograd numbers its nodes in the order
+of their creation, so a node's number tells the module whose forward pass created it. The first node
+of each stretch of such nodes gets a hook that runs before it. Module hooks for the backward pass are
+not used: PyTorch adds nodes of its own to the graph for them, and forbids in-place operations.
 """
 
 from __future__ import annotations
 
-import bisect
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -22,30 +21,48 @@ from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
 from memcallback.step.hooks import Hook, take_back
 
-#: Modules that stand around the model: it is in their attribute of this name, and has its own
-#: names.
-_AROUND = {
+T = TypeVar("T")
+
+#: Wrappers and the attribute that holds the wrapped model, which has its own module names.
+_WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
 
 
-def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """All modules with their FQNs, each once, and what is called in their place: what stands around
-    a model has no name of its own.
+class SequenceLog(Generic[T]):
+    """A value that changes while one thread creates autograd nodes, by the nodes' numbers."""
 
-    Of several models the names begin with the model's number.
-    """
-    for number, outer in enumerate(models):
-        *_, model = _around(outer)
-        for name, module in model.named_modules(prefix=str(number) if len(models) > 1 else ""):
-            yield name, module, outer if module is model else module
+    def __init__(self, initial: T, *, limit: int | None = None) -> None:
+        """Keep at most `limit` changes: older nodes get the initial value again."""
+        self._starts, self._values = [0], [initial]
+        self._limit = limit
+
+    def add(self, value: T) -> None:
+        """Set the value for the nodes that are created from now on."""
+        number: int = torch._C._autograd._get_sequence_nr()
+        if number == self._starts[-1]:
+            self._values[-1] = value
+        else:
+            self._starts.append(number)
+            self._values.append(value)
+        if self._limit is not None and len(self._starts) > self._limit:
+            del self._starts[1 : self._limit // 2], self._values[1 : self._limit // 2]
+
+    def at(self, number: int) -> T:
+        """The value when the node of that number was created."""
+        return self._values[self.stretch(number)]
+
+    def stretch(self, number: int) -> int:
+        """Number the stretches of nodes between two changes, from 0."""
+        return bisect_right(self._starts, number) - 1
 
 
 def module_infos(models: Sequence[nn.Module]) -> tuple[ModuleInfo, ...]:
-    """What is known of the modules before they run, a root for several models included; a parameter
-    of several modules counts at the first.
+    """Name, kind and own parameter bytes of each module; several models get a common root.
+
+    A parameter shared by several modules counts at the first.
     """
     seen: set[int] = set()
     infos = [ModuleInfo("", "", 0)] if len(models) != 1 else []
@@ -54,21 +71,17 @@ def module_infos(models: Sequence[nn.Module]) -> tuple[ModuleInfo, ...]:
             parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen
         ]
         seen.update(map(id, own))
-        infos.append(
-            ModuleInfo(
-                name,
-                type(module).__name__,
-                sum(parameter.numel() * parameter.element_size() for parameter in own),
-            )
-        )
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
+        infos.append(ModuleInfo(name, type(module).__name__, num_bytes))
     return tuple(infos)
 
 
 class ModuleFollower:
-    """Says when other modules begin to run, from `begin` to `end`.
+    """Calls back when other modules begin to run, from `begin` to `end`.
 
-    Whatever it holds is gone at the end, its hooks too; in between it holds no tensor and no node.
-    An error of its own ends the following and is told of, and nothing else.
+    `at_change` gets the names of the running modules, the outermost first, and whether the backward
+    pass runs. After an error of its own the follower calls `at_error` and stops following. It holds
+    no tensor and no node, and at the end no hook.
     """
 
     def __init__(
@@ -83,83 +96,84 @@ class ModuleFollower:
         self._is_following = False
         self._forward_thread = 0
         self._handles: list[Any] = []
+        #: The modules in whose forward pass we are.
         self._stack: list[str] = []
-        #: What runs now; None at the beginning of a phase.
-        self._now: tuple[tuple[str, ...], bool] | None = None
-        #: The modules of the node of autograd that runs.
-        self._of_node: tuple[str, ...] = ()
-        self._stretches: dict[int, _Stretches] = {}
+        #: What `at_change` was called with last; None at the beginning of a phase.
+        self._current: tuple[tuple[str, ...], bool] | None = None
+        #: The modules of the running autograd node.
+        self._node_path: tuple[str, ...] = ()
+        #: By thread, each of which numbers its own nodes.
+        self._nodes: dict[int, _Nodes] = {}
         self.notes: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """Follow from here on."""
+        """Register the hooks."""
         take_back()
         self._is_following, self._forward_thread = True, threading.get_ident()
         compiled: list[str] = []
         for name, module in self._hookable(compiled):
-            self._handles.append(
-                module.register_forward_pre_hook(
-                    self._hook(partial(self._enters, name)), prepend=True
-                )
-            )
-            self._handles.append(
-                module.register_forward_hook(
-                    self._hook(partial(self._leaves, name)), always_call=True
-                )
-            )
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            self._handles += [
+                module.register_forward_pre_hook(self._hook(enter), prepend=True),
+                module.register_forward_hook(self._hook(leave), always_call=True),
+            ]
         if compiled:
             names = ", ".join(repr(name) if name else "the root module" for name in compiled[:3])
+            more = " and more" if len(compiled) > 3 else ""
             self.notes = (
-                f"What is inside a compiled module is not told apart: {names}{' and more' if len(compiled) > 3 else ''}.",
+                f"Submodules of compiled modules cannot be shown separately: {names}{more}.",
             )
 
     def begin_phase(self) -> None:
-        """A phase begins, and no module runs; inside a module's forward pass it goes on."""
-        self._now, self._of_node = None, ()
+        """Report the next module even if it is the one that ran last."""
+        self._current, self._node_path = None, ()
 
     def end(self) -> None:
-        """Take back all hooks."""
+        """Remove all hooks."""
         self._is_following = False
         take_back(self._handles)
-        self._handles, self._stack, self._stretches, self._now = [], [], {}, None
+        self._handles, self._stack, self._nodes, self._current = [], [], {}, None
 
-    def _enters(self, name: str, *_: object) -> None:
-        """A module's forward pass begins."""
-        if self._is_mine():
+    def module_at(self, number: int) -> str:
+        """The innermost module that runs forward, else that created this thread's node."""
+        path = self._stack or self._nodes_here().paths.at(number)
+        return path[-1] if path else ""
+
+    def _enter(self, name: str, *_: object) -> None:
+        if self._is_own_forward():
             self._stack.append(name)
             self._forward_changes()
 
-    def _leaves(self, name: str, module: nn.Module, args: object, output: object) -> None:
-        """A module's forward pass is over, with what it returned; None if it failed."""
-        if not self._is_mine() or name not in self._stack:
+    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        if not self._is_own_forward() or name not in self._stack:
             return
         while self._stack.pop() != name:
-            pass  # a module whose hook an exception kept from being called
+            pass  # a module that an exception left without its hook
         self._forward_changes()
         if not self._stack:
-            self._await(output)
+            nodes = self._nodes_here()
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    hook = self._hook(partial(self._reach_output, nodes))
+                    self._handles.append(tensor.grad_fn.register_prehook(hook))
 
-    def _arrives(self, path: tuple[str, ...], *_: object) -> None:
-        """The backward pass comes to nodes of these modules."""
-        if self._is_following:
-            self._of_node = path
-            self._change(path, is_backward=True)
-
-    def _reached(self, stretches: _Stretches, *_: object) -> None:
-        """The backward pass comes to what the outermost module returned: the nodes beyond it are
-        those still to run.
-        """
+    def _reach_output(self, nodes: _Nodes, *_: object) -> None:
+        """Hook the nodes that are still to run when autograd reaches an output of the model."""
         if self._is_following:
             root = torch._C._current_autograd_node()
-            for node, path in stretches.first_nodes(root):
-                self._handles.append(
-                    node.register_prehook(self._hook(partial(self._arrives, path)))
-                )
+            for node, path in nodes.first_of_stretches(root):
+                hook = self._hook(partial(self._reach_modules, path))
+                self._handles.append(node.register_prehook(hook))
                 if node is root:
-                    self._arrives(path)
+                    self._reach_modules(path)
+
+    def _reach_modules(self, path: tuple[str, ...], *_: object) -> None:
+        if self._is_following:
+            self._node_path = path
+            self._change(path, is_backward=True)
 
     def _hook(self, function: Callable[..., None]) -> Hook:
-        """A hook in which an error of ours ends the following, and not the training."""
+        """A hook whose errors end the following, and not the training."""
 
         def guarded(*args: Any) -> None:
             try:
@@ -170,9 +184,10 @@ class ModuleFollower:
 
         return Hook(guarded)
 
-    def _is_mine(self) -> bool:
-        """Whether this is the training's own forward pass, or one inside its backward pass; a
-        replica of a module runs in a thread of its own.
+    def _is_own_forward(self) -> bool:
+        """Whether this thread runs the training's forward pass, or one inside a backward pass.
+
+        Replicas of a module (`DataParallel`) run in threads of their own.
         """
         return self._is_following and (
             threading.get_ident() == self._forward_thread or _is_in_backward()
@@ -180,68 +195,48 @@ class ModuleFollower:
 
     def _forward_changes(self) -> None:
         path, is_backward = tuple(self._stack), _is_in_backward()
-        self._stretches_here().add(path)
-        # A forward pass inside a node of the backward pass (checkpointing) is over: the node goes
-        # on.
-        self._change(path or (self._of_node if is_backward else ()), is_backward=is_backward)
+        self._nodes_here().paths.add(path)
+        # After a forward pass inside a node of the backward pass (checkpointing) the node goes on.
+        self._change(path or (self._node_path if is_backward else ()), is_backward=is_backward)
 
     def _change(self, path: tuple[str, ...], *, is_backward: bool) -> None:
-        if self._now != (path, is_backward):
-            self._now = path, is_backward
+        if self._current != (path, is_backward):
+            self._current = path, is_backward
             self._at_change(path, is_backward)
 
-    def _stretches_here(self) -> _Stretches:
+    def _nodes_here(self) -> _Nodes:
         thread = threading.get_ident()
-        if thread not in self._stretches:
-            self._stretches[thread] = _Stretches()
-        return self._stretches[thread]
-
-    def _await(self, output: object) -> None:
-        stretches = self._stretches_here()
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                self._handles.append(
-                    tensor.grad_fn.register_prehook(self._hook(partial(self._reached, stretches)))
-                )
+        if thread not in self._nodes:
+            self._nodes[thread] = _Nodes()
+        return self._nodes[thread]
 
     def _hookable(self, compiled: list[str]) -> Iterator[tuple[str, nn.Module]]:
-        """The modules whose hooks run; of a compiled one what is called in its place, and nothing
-        inside.
-        """
+        """The modules whose hooks run: a compiled one as a whole, and nothing inside it."""
         inside: tuple[str, ...] = ()
         for name, module, called in _named_modules(self._models):
             if name.startswith(inside):
                 continue
             is_inside = _is_compiled_with_hooks(module)
-            if is_inside or any(type(one).__name__ == "OptimizedModule" for one in _around(called)):
+            if is_inside or any(
+                type(outer).__name__ == "OptimizedModule" for outer in _unwrapping(called)
+            ):
                 compiled.append(name)
                 inside = (*inside, f"{name}." if name else "")
             if not is_inside:
                 yield name, called
 
 
-class _Stretches:
-    """Which modules ran while which nodes of autograd were made in one thread: nodes are numbered
-    on in the order of their making.
-    """
+class _Nodes:
+    """The autograd nodes that one thread created, and the modules that ran meanwhile."""
 
     def __init__(self) -> None:
-        self._starts = [0]
-        self._paths: list[tuple[str, ...]] = [()]
+        self.paths: SequenceLog[tuple[str, ...]] = SequenceLog(())
         self._seen: set[int] = set()
 
-    def add(self, path: tuple[str, ...]) -> None:
-        """From here on these modules run."""
-        number = torch._C._autograd._get_sequence_nr()
-        if number == self._starts[-1]:
-            self._paths[-1] = path
-        else:
-            self._starts.append(number)
-            self._paths.append(path)
+    def first_of_stretches(self, root: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Of the unseen nodes that run after one, the first of each stretch, with its modules.
 
-    def first_nodes(self, root: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Of all nodes not seen before that run after one, those that run first in their stretch:
-        autograd runs the younger node first.
+        Autograd runs the younger node first.
         """
         first: dict[int, tuple[int, Any]] = {}
         pending = [root]
@@ -251,31 +246,43 @@ class _Stretches:
             if number in self._seen:
                 continue
             self._seen.add(number)
-            stretch = bisect.bisect_right(self._starts, number) - 1
+            stretch = self.paths.stretch(number)
             if stretch not in first or number > first[stretch][0]:
                 first[stretch] = number, node
-            # Nodes that add up a parameter's gradient run right after the node that gave it, and
-            # lead nowhere.
+            # Nodes that accumulate a parameter's gradient run right after the node that computed
+            # it, and lead nowhere.
             pending += [
                 following
                 for following, _ in node.next_functions
                 if following is not None and following.next_functions
             ]
-        for stretch, (_, node) in first.items():
-            yield node, self._paths[stretch]
+        for number, node in first.values():
+            yield node, self.paths.at(number)
 
 
-def _around(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those that it only stands around."""
+def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """FQN, module and the outermost wrapper that is called in its place, each module once.
+
+    The names in several models begin with the model's number.
+    """
+    for number, outer in enumerate(models):
+        *_, model = _unwrapping(outer)
+        for name, module in model.named_modules(prefix=str(number) if len(models) > 1 else ""):
+            yield name, module, outer if module is model else module
+
+
+def _unwrapping(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and, if it is a wrapper, what it wraps."""
     yield module
-    while type(module).__name__ in _AROUND:
-        module = getattr(module, _AROUND[type(module).__name__])
+    while type(module).__name__ in _WRAPPERS:
+        module = getattr(module, _WRAPPERS[type(module).__name__])
         yield module
 
 
 def _is_compiled_with_hooks(module: nn.Module) -> bool:
-    """Whether a module's call is compiled together with its hooks: `Module.compile()`, TorchScript,
-    a compiled LightningModule.
+    """Whether a module is compiled together with its hooks.
+
+    `Module.compile()`, TorchScript and a compiled LightningModule do that.
     """
     own = vars(module)
     return isinstance(module, torch.jit.ScriptModule) or any(

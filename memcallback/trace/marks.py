@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from memcallback.core.allocation_trace import Event, PhaseEnd, PhaseStart
+from memcallback.core.code_lines import frames_of
 from memcallback.core.errors import PredictionError
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.phase_spans import PhaseWindow, phase_of
@@ -51,21 +50,20 @@ class TraceMarks:
     def __init__(self, mode: TraceMode, model: nn.Module) -> None:
         self._mode = mode
         self._ledger = mode.ledger
+        self._last_phase: Phase | None = None
+        self._places: list[list[Event]] = []
+        # What ran before the step is not what fails in it.
+        mode.operator = ""
+        self._follow(model)
+
+    def _follow(self, model: nn.Module) -> None:
+        """Take a model as the one that is trained."""
         self._model = model
         self._owners = {
             id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()
         }
-        self._stack: list[str] = [""]
-        self._last_phase: Phase | None = None
-        self._failed_in: str | None = None
-        self._places: list[list[Event]] = []
-        # By its id: a tracer shall not keep an error alive, and with it what its frames hold.
-        self._error_before = id(sys.exc_info()[1])
-        # Where in the sequence of autograd nodes the running module changed, and to which.
-        self._changed_at: list[int] = [0]
-        self._changed_to: list[str] = [""]
-        mode.modules, mode.operator = self._module_of, ""
         self._follower = ModuleFollower([model], self._mark, self._fail)
+        self._mode.modules = self._follower.module_at
 
     def failure(self, error: Exception, hint: str) -> PredictionError:
         """What failed, where and at which operator, and the way out unless the error has one; what
@@ -74,8 +72,8 @@ class TraceMarks:
         where = [
             f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"
         ]
-        if self._failed_in:
-            where.append(f"in module {self._failed_in!r}")
+        if module := self._failed_module(error):
+            where.append(f"in module {module!r}")
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
@@ -86,6 +84,15 @@ class TraceMarks:
         )
         failure.__notes__ = [_ON_FAKES]
         return failure
+
+    def _failed_module(self, error: Exception) -> str | None:
+        """The innermost module whose call an error went through."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        code, failed = nn.Module._call_impl.__code__, None
+        for frame, _ in frames_of(error.__traceback__):
+            if frame.f_code is code:
+                failed = names.get(id(frame.f_locals["self"]), failed)
+        return failed
 
     def module_infos(self) -> tuple[ModuleInfo, ...]:
         """The model's modules."""
@@ -124,11 +131,8 @@ class TraceMarks:
                     "TrainingStep(model, batch, loss=...)."
                 )
             self._model = whole.named
-            self._follower = ModuleFollower([self._model], self._mark, self._fail)
+        self._follow(self._model)
         parameters = dict(self._model.named_parameters())
-        self._owners = {
-            id(parameter): name.rpartition(".")[0] for name, parameter in parameters.items()
-        }
         with torch._C.DisableTorchFunction():
             for tensors, category in (
                 (parameters, Category.PARAMETER),
@@ -238,7 +242,7 @@ class TraceMarks:
 
     def _enter_phase(self, phase: Phase) -> None:
         """What failed or ran before is not what fails in this phase."""
-        self._last_phase, self._failed_in, self._mode.operator = phase, None, ""
+        self._last_phase, self._mode.operator = phase, ""
 
     def boundary(self) -> None:
         """A boundary between phases that are told later is here."""
@@ -268,54 +272,19 @@ class TraceMarks:
     @contextmanager
     def modules_named(self) -> Iterator[None]:
         """Follow which module runs."""
-        handles = []
-        for name, module in self._model.named_modules():
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda *_, name=name: self._enter(name), prepend=True
-                )
-            )
-            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         self._follower.begin()
         try:
             yield
         finally:
             self._follower.end()
-            for handle in handles:
-                handle.remove()
 
     def _mark(self, path: tuple[str, ...], is_backward: bool) -> None:
+        self._ledger.module = path[-1] if path else ""
         if self._mode.is_recording:
             self._ledger.mark(path, is_backward=is_backward)
 
     def _fail(self, error: Exception) -> None:
         raise error
-
-    def _enter(self, name: str) -> None:
-        self._stack.append(name)
-        self._failed_in = None
-        self._change()
-
-    def _leave(self) -> None:
-        left = self._stack.pop()
-        if id(sys.exc_info()[1]) != self._error_before:  # the module failed
-            self._failed_in = self._failed_in or left
-        self._change()
-
-    def _change(self) -> None:
-        self._ledger.module = self._stack[-1]
-        number = torch._C._autograd._get_sequence_nr()
-        if number == self._changed_at[-1]:
-            self._changed_to[-1] = self._stack[-1]
-        else:
-            self._changed_at.append(number)
-            self._changed_to.append(self._stack[-1])
-
-    def _module_of(self, number: int) -> str:
-        """The module in whose forward pass an autograd node was made."""
-        if len(self._stack) > 1:  # a forward pass inside the backward pass: checkpointing
-            return self._stack[-1]
-        return self._changed_to[bisect.bisect_right(self._changed_at, number) - 1]
 
 
 def _shortened(text: str) -> str:

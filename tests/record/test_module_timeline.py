@@ -359,7 +359,9 @@ def test_a_compiled_model_is_recorded_as_a_whole():
     assert table[""].kind == "Sequential"
     assert table[""].forward.num_runs == table[""].backward.num_runs == 1
     assert [module.name for module in table.ran] == [""]
-    assert table.notes == ("What is inside a compiled module is not told apart: the root module.",)
+    assert table.notes == (
+        "Submodules of compiled modules cannot be shown separately: the root module.",
+    )
 
 
 def test_compiled_parts_of_a_model_are_recorded_as_wholes():
@@ -368,7 +370,7 @@ def test_compiled_parts_of_a_model_are_recorded_as_wholes():
     by_itself.compile(backend="eager")
     table = record(nn.Sequential(part, by_itself, nn.Linear(64, 10)), vectors()).modules
     assert [module.name for module in table.ran] == ["", "0", "2"]
-    assert table.notes == ("What is inside a compiled module is not told apart: '0', '1'.",)
+    assert table.notes == ("Submodules of compiled modules cannot be shown separately: '0', '1'.",)
 
 
 def test_a_distributed_model_has_the_names_of_the_model_in_it():

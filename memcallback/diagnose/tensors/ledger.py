@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import sys
 import threading
 import weakref
@@ -18,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memcallback.core.code_lines import CodeLine, line_of
 from memcallback.core.tensors import is_on, parts_of
 from memcallback.step.hooks import Hook
+from memcallback.step.module_follower import SequenceLog
 
-#: The modules of autograd nodes are known that far back: more than there are in a step.
-_MOST_CHANGES = 200_000
+#: How many changes of the running module are remembered: more than there are in a step.
+_MAX_CHANGES = 200_000
+#: In place of a module for autograd nodes that are older than that.
+_FORGOTTEN = "<forgotten>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +166,8 @@ class _Modules:
 
     def __init__(self) -> None:
         self._stacks: dict[int, list[str]] = {}
-        #: By thread: where in the sequence of autograd nodes the running module changed, and to
-        #: which.
-        self._changes: dict[int, tuple[list[int], list[str | None]]] = {}
+        #: By thread, each of which numbers its nodes by itself.
+        self._logs: dict[int, SequenceLog[str | None]] = {}
 
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
@@ -188,13 +189,7 @@ class _Modules:
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return None
-        number = node._sequence_nr()
-        # Each thread numbers its nodes by itself.
-        found = {
-            to[bisect.bisect_right(at, number) - 1]
-            for at, to in self._changes.values()
-            if at[0] <= number
-        }
+        found = {log.at(node._sequence_nr()) for log in self._logs.values()} - {_FORGOTTEN}
         return found.pop() if len(found) == 1 else None
 
     def _enter(self, name: str, *_: object) -> None:
@@ -209,14 +204,7 @@ class _Modules:
 
     def _change(self) -> None:
         thread = threading.get_ident()
-        number: int = torch._C._autograd._get_sequence_nr()
-        at, to = self._changes.setdefault(thread, ([], []))
+        if thread not in self._logs:
+            self._logs[thread] = SequenceLog(_FORGOTTEN, limit=_MAX_CHANGES)
         running = self._stacks.get(thread)
-        now = running[-1] if running else None
-        if at and at[-1] == number:
-            to[-1] = now
-        else:
-            at.append(number)
-            to.append(now)
-        if len(at) > _MOST_CHANGES:
-            del at[: _MOST_CHANGES // 2], to[: _MOST_CHANGES // 2]
+        self._logs[thread].add(running[-1] if running else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memcallback.step.module_follower import SequenceLog
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 
 #: What autograd says of nodes that are not in its sequence.
@@ -36,9 +36,7 @@ class Streams:
         self._mode = mode
         self._numbers = count()
         self.default = self._current = self.new()
-        # Where in the sequence of autograd nodes another stream became current, and which.
-        self._changed_at: list[int] = [0]
-        self._changed_to: list[Stream] = [self.default]
+        self._of_nodes = SequenceLog(self.default)
         # The number of the autograd node whose stream was made current.
         self._node: int | None = None
 
@@ -63,12 +61,7 @@ class Streams:
     def _set(self, stream: Stream) -> None:
         self._current = stream
         self._mode.ledger.stream = stream.stream_id
-        number = torch._C._autograd._get_sequence_nr()
-        if number == self._changed_at[-1]:
-            self._changed_to[-1] = stream
-        else:
-            self._changed_at.append(number)
-            self._changed_to.append(stream)
+        self._of_nodes.add(stream)
 
     def _follow(self) -> None:
         """See whether another autograd node runs."""
@@ -78,7 +71,7 @@ class Streams:
         if number is None or number >= _NO_NUMBER or number == self._node:
             return
         self._node = number
-        self._set(self._changed_to[bisect.bisect_right(self._changed_at, number) - 1])
+        self._set(self._of_nodes.at(number))
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
