@@ -8,8 +8,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from running_allocator import RunningAllocator
+
 from memcallback.core.units import MiB, round_up
-from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
+from memcallback.prediction.allocator.caching import OutOfMemoryError
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
 
@@ -59,7 +61,7 @@ class Replay:
             (meta["settings"] or {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
         )
         self.capacity_bytes = meta.get("capacity_bytes")
-        self.allocator = CachingAllocator(
+        self.allocator = RunningAllocator(
             settings, capacity_bytes=self.capacity_bytes, new_address=self.recorded_address
         )
         self.blocks = {}

@@ -52,10 +52,8 @@ class DeviceSpec:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What each cuBLAS handle keeps: `getChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp
-        of PyTorch 2.11 to 2.13.
-        """
-        return 32 * MiB if self.compute_capability[0] in (9, 10, 12) else 8_519_680
+        """The workspace of each cuBLAS handle."""
+        return cublas_workspace_bytes(self.compute_capability[0])
 
     @property
     def allocator_capacity_bytes(self) -> int:
@@ -70,6 +68,15 @@ class DeviceSpec:
         library.
         """
         return self.context_bytes + self.communication_bytes
+
+
+def cublas_workspace_bytes(major: int) -> int:
+    """The workspace that each cuBLAS handle keeps on a device of a major compute capability.
+
+    Source: `getChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11 to 2.13.
+    CUBLAS_WORKSPACE_CONFIG would change it; it is not followed.
+    """
+    return 32 * MiB if major in (9, 10, 12) else 8_519_680
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ class Traces:
 
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The step there."""
-        with _quietly():
+        with quietly():
             traced = trace(
                 self._step,
                 self._card,
@@ -232,9 +232,10 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Nothing of a trace is heard: warnings (`self.log` without a Trainer), operators that fail on
-    fakes, events in a user's profile.
+def quietly() -> Iterator[None]:
+    """Silence user code on fake tensors: warnings, log messages, events in a user's profile.
+
+    A LightningModule warns at each `self.log` without a Trainer; PyTorch logs a failed operator.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True

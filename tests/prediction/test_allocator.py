@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_allocator import PlainAllocator
+from running_allocator import RunningAllocator
 
 from memcallback.core.units import KiB, MiB
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
@@ -90,7 +91,7 @@ def figures(allocator):
 
 @given(requests, capacities, all_settings)
 def test_blocks_tile_their_segments_and_the_figures_are_ordered(events, capacity_bytes, settings):
-    driver = Driver(CachingAllocator(settings, capacity_bytes=capacity_bytes))
+    driver = Driver(RunningAllocator(settings, capacity_bytes=capacity_bytes))
     allocator = driver.allocator
     for event in events:
         driver.request(*event)
@@ -114,7 +115,7 @@ def test_blocks_tile_their_segments_and_the_figures_are_ordered(events, capacity
 
 @given(requests, capacities, settings_of_segments)
 def test_an_obviously_correct_allocator_agrees_event_by_event(events, capacity_bytes, settings):
-    driver = Driver(CachingAllocator(settings, capacity_bytes=capacity_bytes))
+    driver = Driver(RunningAllocator(settings, capacity_bytes=capacity_bytes))
     plain = Driver(PlainAllocator(settings, capacity_bytes))
     for event in events:
         driver.request(*event)
@@ -138,7 +139,7 @@ def test_an_obviously_correct_allocator_agrees_event_by_event(events, capacity_b
 )
 def test_they_agree_over_a_long_time_on_a_full_device(settings):
     random = Random(1234)
-    driver = Driver(CachingAllocator(settings, capacity_bytes=300 * MiB))
+    driver = Driver(RunningAllocator(settings, capacity_bytes=300 * MiB))
     plain = Driver(PlainAllocator(settings, 300 * MiB))
     for _ in range(1500):
         kind = random.choice(("allocate",) * 10 + ("free",) * 6 + ("request_free", "complete_free"))
@@ -161,7 +162,7 @@ def test_they_agree_over_a_long_time_on_a_full_device(settings):
 
 @given(requests, all_settings)
 def test_a_peak_is_the_largest_figure_so_far(events, settings):
-    driver = Driver(CachingAllocator(settings, capacity_bytes=100 * MiB))
+    driver = Driver(RunningAllocator(settings, capacity_bytes=100 * MiB))
     largest_allocated = largest_reserved = 0
     for event in events:
         driver.request(*event)
@@ -206,7 +207,7 @@ def test_a_stream_does_not_get_what_another_has_freed():
 
 
 def test_memory_in_use_by_another_stream_is_active_and_not_allocated():
-    allocator = CachingAllocator()
+    allocator = RunningAllocator()
     block = allocator.allocate(4096)
     allocator.request_free(block)
     stats = allocator.stats()
@@ -251,7 +252,7 @@ def test_a_request_too_large_is_refused_with_the_state_and_the_allocator_goes_on
 
 
 def test_a_segment_of_a_running_program_is_taken_over():
-    allocator = CachingAllocator()
+    allocator = RunningAllocator()
     first, second = allocator.adopt_segment(
         0x1000,
         20 * MiB,
@@ -267,7 +268,7 @@ def test_a_segment_of_a_running_program_is_taken_over():
 
 
 def test_a_free_part_of_a_large_segment_that_was_taken_over_is_not_given_back():
-    allocator = CachingAllocator(
+    allocator = RunningAllocator(
         AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=80 * MiB
     )
     allocator.adopt_segment(0, 60 * MiB, 0, is_small=False, blocks=[(0, 5, 512)])
@@ -283,7 +284,7 @@ def refused(action):
 
 
 def test_what_cannot_be_done_is_refused_with_a_way_out():
-    allocator = CachingAllocator(capacity_bytes=64 * MiB)
+    allocator = RunningAllocator(capacity_bytes=64 * MiB)
     block = allocator.allocate(KiB)
     allocator.free(block)
     assert refused(lambda: allocator.allocate(0)) == (
@@ -297,7 +298,7 @@ def test_what_cannot_be_done_is_refused_with_a_way_out():
         lambda: allocator.complete_free(block)
     )
     assert "capacity_bytes is -1; a capacity is 0 or more bytes" in refused(
-        lambda: CachingAllocator(capacity_bytes=-1)
+        lambda: RunningAllocator(capacity_bytes=-1)
     )
 
 
@@ -323,7 +324,7 @@ def test_what_cannot_be_done_is_refused_with_a_way_out():
     ],
 )
 def test_a_segment_that_cannot_be_is_not_taken_over(size_bytes, blocks, message):
-    allocator = CachingAllocator(capacity_bytes=64 * MiB)
+    allocator = RunningAllocator(capacity_bytes=64 * MiB)
     assert message in refused(
         lambda: allocator.adopt_segment(0x1000, size_bytes, 0, is_small=True, blocks=blocks)
     )
@@ -331,7 +332,7 @@ def test_a_segment_that_cannot_be_is_not_taken_over(size_bytes, blocks, message)
 
 
 def test_an_expandable_segment_is_not_taken_over():
-    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
+    allocator = RunningAllocator(AllocatorSettings(expandable_segments=True))
     assert "a simulation of them starts empty" in refused(
         lambda: allocator.adopt_segment(0x1000, 2 * MiB, 0, is_small=True)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from memcallback.core.units import MiB, round_up
@@ -253,27 +253,3 @@ class Pool:
             self.remove(block)
             del device.first_blocks[block.address]
             device.give_back(block.size_bytes)
-
-
-def tile(
-    address: int, size_bytes: int, blocks: Iterable[tuple[int, int, int]]
-) -> list[tuple[int, int, int]]:
-    """The allocated blocks of a segment with the gaps between them as blocks of 0 requested bytes."""
-    tiles, end = [], address
-    for block_address, requested_bytes, block_bytes in blocks:
-        if block_address < end or not 1 <= requested_bytes <= block_bytes:
-            raise ValueError(
-                f"the block at {block_address} asks for {requested_bytes} of {block_bytes} bytes after an end at {end}; "
-                "blocks do not overlap and hold what was asked for: give them by address"
-            )
-        if block_address > end:
-            tiles.append((end, 0, block_address - end))
-        tiles.append((block_address, requested_bytes, block_bytes))
-        end = block_address + block_bytes
-    if end > address + size_bytes:
-        raise ValueError(
-            f"the blocks of the segment at {address} end at {end}; it ends at {address + size_bytes}: leave out what is not inside"
-        )
-    if end < address + size_bytes:
-        tiles.append((end, 0, address + size_bytes - end))
-    return tiles

@@ -8,11 +8,11 @@ simulated: private pools (CUDA graphs, `torch.cuda.MemPool`), garbage collection
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
-from memcallback.prediction.allocator.blocks import Block, Device, Pool, tile
+from memcallback.prediction.allocator.blocks import Block, Device, Pool
 from memcallback.prediction.allocator.expandable import ExpandablePool
 from memcallback.prediction.allocator.settings import (
     SMALL_SEGMENT_BYTES,
@@ -72,7 +72,6 @@ class CachingAllocator:
         self._device = Device(capacity_bytes, new_address)
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
-        self._pending: dict[int, Block] = {}
 
     @property
     def reserved_bytes(self) -> int:
@@ -81,8 +80,8 @@ class CachingAllocator:
 
     @property
     def active_bytes(self) -> int:
-        """Allocated, and freed but still in use by another stream."""
-        return self.allocated_bytes + sum(block.size_bytes for block in self._pending.values())
+        """Same as `allocated_bytes`: no block is freed while another stream still uses it."""
+        return self.allocated_bytes
 
     @property
     def inactive_split_bytes(self) -> int:
@@ -127,24 +126,7 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Take a block back."""
-        self._no_longer_allocated(block)
-        self.requested_bytes -= block.requested_bytes
-        block.pool.put_back(block)
-
-    def request_free(self, block: Block) -> None:
-        """Take a block back that another stream still uses (`Tensor.record_stream`): active, but
-        not allocated (`free`).
-        """
-        self._no_longer_allocated(block)
-        self._pending[block.address] = block
-
-    def complete_free(self, block: Block) -> None:
-        """No stream uses a block any more: it is free for reuse."""
-        if self._pending.get(block.address) is not block:
-            raise ValueError(
-                f"the block at address {block.address} awaits no end of its use; call request_free before complete_free"
-            )
-        del self._pending[block.address]
+        self._deallocate(block)
         self.requested_bytes -= block.requested_bytes
         block.pool.put_back(block)
 
@@ -152,49 +134,9 @@ class CachingAllocator:
         """Give back to the device all that is wholly free (`release_cached_blocks`):
         `torch.cuda.empty_cache`.
         """
-        for block in list(self._pending.values()):
-            self.complete_free(block)
         for pool in self._pools():
             for block in list(pool.blocks()):
                 pool.give_back(block, self._device)
-
-    def adopt_segment(
-        self,
-        address: int,
-        size_bytes: int,
-        stream: int,
-        *,
-        is_small: bool,
-        blocks: Iterable[tuple[int, int, int]] = (),
-    ) -> list[Block]:
-        """Take over a segment as it stands in a running program, for instance in its
-        `torch.cuda.memory._snapshot`.
-        """
-        if self.settings.expandable_segments:
-            raise ValueError(
-                "expandable segments cannot be adopted; a simulation of them starts empty: set expandable_segments to False"
-            )
-        tiles = tile(address, size_bytes, blocks)
-        if not self._device.take(size_bytes):
-            raise ValueError(
-                f"the segment at {address} of {size_bytes} bytes is more than capacity_bytes has left; give a larger capacity"
-            )
-        pool = self._pool(stream, is_small=is_small)
-        adopted: list[Block] = []
-        previous: Block | None = None
-        for block_address, requested_bytes, block_bytes in tiles:
-            block = Block(block_address, block_bytes, pool, previous=previous)
-            if previous is None:
-                self._device.first_blocks[block_address] = block
-            else:
-                previous.next = block
-            previous = block
-            if requested_bytes:
-                self._activate(block, requested_bytes)
-                adopted.append(block)
-            else:
-                pool.add(block)
-        return adopted
 
     def stats(self) -> MemoryStats:
         """The figures now, with the peaks since the allocator was made or `reset_peaks` was called."""
@@ -255,7 +197,7 @@ class CachingAllocator:
         if allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated_bytes
 
-    def _no_longer_allocated(self, block: Block) -> None:
+    def _deallocate(self, block: Block) -> None:
         if not block.is_allocated:
             raise ValueError(
                 f"the block at address {block.address} is not allocated; a block is freed once, after it was allocated: leave this free out"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memcallback.core.errors import PredictionError, warn
 from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.core.types import Category
-from memcallback.core.units import MiB, parse_bytes
+from memcallback.core.units import parse_bytes
+from memcallback.devices.catalogue import cublas_workspace_bytes
+from memcallback.prediction.predict import quietly
 from memcallback.prediction.textbook.law import LinearBytes, TextbookPrediction
 from memcallback.prediction.textbook.layer_table import LayerTable
 from memcallback.prediction.textbook.optimizer_state import optimizer_state_bytes
@@ -112,7 +112,7 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
     assert given is not None
     failure = ""
     for attempt in ("training step", "forward"):
-        with _quietly(), untouched_globals(), untouched_variables(step.model, step.losses):
+        with quietly(), untouched_globals(), untouched_variables(step.model, step.losses):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 model, batch = fake_copy((step.model, step.batch), fake_mode)
@@ -148,21 +148,6 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
             f"The step could not be followed at batch size {batch_size} ({failure}): all outputs were taken to be proportional to the batch size."
         )
     return None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """A training_step without its Trainer says so at every self.log, and an operator that fails on
-    fakes is logged as an error.
-    """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = was_disabled
 
 
 def _forward(model: torch.nn.Module, batch: Any) -> object:
@@ -258,14 +243,8 @@ _MATRIX_PRODUCTS = frozenset(
 
 
 def _workspace_bytes(table: LayerTable, device: torch.device) -> int:
-    """The cuBLAS workspaces, which stay in the allocator from the first matrix product on.
-
-    One for the forward pass's thread and one for the autograd thread, each 32 MiB on compute
-    capability 9, 10 and 12, else 8,519,680 bytes (`getChosenWorkspaceSize` in
-    ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11 to 2.13). CUBLAS_WORKSPACE_CONFIG changes it;
-    that is not followed.
-    """
+    """The cuBLAS workspaces of the forward thread and of the autograd thread, both persistent."""
     if device.type != "cuda" or not any(layer.kind in _MATRIX_PRODUCTS for layer in table.layers):
         return 0
     major, _ = torch.cuda.get_device_capability(device)
-    return 2 * (32 * MiB if major in (9, 10, 12) else 8_519_680)
+    return 2 * cublas_workspace_bytes(major)
