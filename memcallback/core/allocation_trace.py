@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memcallback.core.types import Category, Phase
 
@@ -101,11 +100,6 @@ class ModuleMark(NamedTuple):
     is_backward: bool = False
 
 
-#: The version of the JSON text; raised when a reader of the old one could not read the new one.
-VERSION = 2
-_FORMAT = "memcallback.AllocationTrace"
-
-
 @dataclass(frozen=True)
 class AllocationTrace:
     """What training asks of an allocator: allocations, frees, steps and phases in the order in
@@ -134,109 +128,33 @@ class AllocationTrace:
     def __repr__(self) -> str:
         return f"<AllocationTrace: {len(self.events):,} events>"
 
-    def to_json(self) -> str:
-        """The trace as a compact JSON text, which `from_json` reads; strings that occur often are
-        written once.
-        """
-        names = _Names()
-        events = [_to_row(event, names) for event in self.events]
-        marks = [
-            [mark.position, [names.index(name) for name in mark.path], mark.is_backward]
-            for mark in self.marks
-        ]
-        document = {
-            "format": _FORMAT,
-            "version": VERSION,
-            "names": names.names,
-            "events": events,
-            "marks": marks,
-        }
-        return json.dumps(document, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> AllocationTrace:
-        """Read what `to_json` wrote."""
-        try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise ValueError(
-                f"the text is no JSON ({error}); give a text that AllocationTrace.to_json wrote"
-            ) from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError(
-                f"this JSON is no trace; its format must be {_FORMAT!r}: give a text that AllocationTrace.to_json wrote"
-            )
-        if document.get("version") != VERSION:
-            raise ValueError(
-                f"the trace has version {document.get('version')!r}; this memcallback reads version {VERSION}: "
-                "use the memcallback that wrote it, or make the trace again"
-            )
-        try:
-            names = document["names"]
-            events = tuple(_from_row(row, names) for row in document["events"])
-            marks = tuple(
-                ModuleMark(position, tuple(names[index] for index in path), is_backward)
-                for position, path, is_backward in document.get("marks", ())
-            )
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"the trace is damaged ({error!r}); each event is a list as to_json writes it: make the trace again"
-            ) from error
-        return cls(events, marks)
+def last_step_start(events: Sequence[Event]) -> int:
+    """The position of the last step's start; 0 where no step starts."""
+    starts = (number for number, event in enumerate(events) if isinstance(event, StepStart))
+    return max(starts, default=0)
 
 
-@dataclass
-class _Names:
-    """Strings by the number of their first use."""
-
-    names: list[str] = field(default_factory=list)
-    _index: dict[str, int] = field(default_factory=dict)
-
-    def index(self, name: str) -> int:
-        if name not in self._index:
-            self._index[name] = len(self.names)
-            self.names.append(name)
-        return self._index[name]
+def phase_events(events: Sequence[Event], phase: Phase) -> Iterator[Sequence[Event]]:
+    """The events of each run of a phase, in order, without its marks."""
+    start = None
+    for position, event in enumerate(events):
+        if isinstance(event, PhaseStart) and event.phase is phase:
+            start = position + 1
+        elif isinstance(event, PhaseEnd) and start is not None:
+            yield events[start:position]
+            start = None
 
 
-def _to_row(event: Event, names: _Names) -> list[object]:
-    if isinstance(event, Alloc):
-        category = None if event.category is None else event.category.value
-        return [
-            "a",
-            event.id,
-            event.size_bytes,
-            event.stream,
-            category,
-            names.index(event.operator),
-            names.index(event.module),
-        ]
-    if isinstance(event, Free):
-        return ["f", event.id]
-    if isinstance(event, (StepStart, StepEnd)):
-        return ["step" if isinstance(event, StepStart) else "step end"]
-    if isinstance(event, PhaseStart) and event.covers:
-        return ["start", event.phase.value, [phase.value for phase in event.covers]]
-    return ["start" if isinstance(event, PhaseStart) else "end", event.phase.value]
-
-
-def _from_row(row: Sequence[Any], names: Sequence[str]) -> Event:
-    code, *values = row
-    if code == "a":
-        id_, size_bytes, stream, category, operator, module = values
-        kind = None if category is None else Category(category)
-        return Alloc(id_, size_bytes, stream, kind, names[operator], names[module])
-    if code == "f":
-        return Free(*values)
-    if code in ("start", "end"):
-        phase = Phase(values[0])
-        covers = tuple(map(Phase, values[1])) if len(values) > 1 else ()
-        return PhaseStart(phase, covers) if code == "start" else PhaseEnd(phase)
-    if code in ("step", "step end"):
-        return StepStart() if code == "step" else StepEnd()
-    raise ValueError(
-        f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the trace again"
-    )
+def not_freed(events: Iterable[Event]) -> list[Alloc]:
+    """The allocations in some events that none of these events frees, in order."""
+    live: dict[int, Alloc] = {}
+    for event in events:
+        if isinstance(event, Alloc):
+            live[event.id] = event
+        elif isinstance(event, Free):
+            live.pop(event.id, None)
+    return list(live.values())
 
 
 def _check(events: Sequence[Event]) -> None:

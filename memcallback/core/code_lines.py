@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import FrameType, TracebackType
 
-_LIBRARIES = (
+_FRAMEWORKS = (
     "torch",
     "functorch",
     "lightning",
@@ -63,7 +63,7 @@ class CodeLine:
 def line_of(frame: FrameType | None) -> CodeLine | None:
     """The innermost line of a person's program from a frame outwards; None if there is none."""
     while frame is not None:
-        if is_of_user(frame.f_code.co_filename):
+        if not is_framework(frame.f_code.co_filename):
             return line_at(frame)
         frame = frame.f_back
     return None
@@ -79,7 +79,7 @@ def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
     own = [
         (frame, number)
         for frame, number in frames_of(traceback)
-        if is_of_user(frame.f_code.co_filename)
+        if not is_framework(frame.f_code.co_filename)
     ]
     return line_at(*own[-1]) if own else None
 
@@ -92,24 +92,30 @@ def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]
 
 
 @cache
-def is_of_user(path: str) -> bool:
-    """Whether a file is a person's program or a package that is none of PyTorch, Lightning, Python
-    and memcallback.
-    """
+def is_framework(path: str) -> bool:
+    """Whether a file is of Python, PyTorch, Lightning or memcallback, or generated code."""
     if path.startswith("<"):
-        # Generated code and what is frozen into Python is nobody's; what a person types, and cells
-        # of a notebook, are.
-        return path == "<stdin>" or path.startswith("<ipython-input")
+        # What a person types, and cells of a notebook, are a program. Other code without a file is
+        # generated or frozen into Python.
+        return path != "<stdin>" and not path.startswith("<ipython-input")
     full = _absolute(path)
-    if any(full.startswith(folder) for folder in _library_folders()):
-        return False
-    return not full.startswith(_python_folder()) or any(
-        f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES
-    )
+    if "/torchinductor_" in full or any(full.startswith(folder) for folder in _framework_folders()):
+        return True
+    return full.startswith(_python_folder()) and not _is_installed(full)
 
 
-def _library_folders() -> list[str]:
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
+@cache
+def is_library(path: str) -> bool:
+    """Whether a file is of a framework or of another installed package, not the user's program."""
+    return is_framework(path) or _is_installed(_absolute(path))
+
+
+def _is_installed(full: str) -> bool:
+    return any(f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES)
+
+
+def _framework_folders() -> list[str]:
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
     return [os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file]
 
 

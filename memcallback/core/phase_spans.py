@@ -10,7 +10,7 @@ from memcallback.core.types import Phase
 
 #: The phases that a window covers, in order, and the numbers of the boundaries at which it begins
 #: and ends.
-PhaseWindow = tuple[tuple[Phase, ...], int, int]
+PhaseSpan = tuple[tuple[Phase, ...], int, int]
 
 
 class Phases(Protocol):
@@ -30,7 +30,7 @@ class Phases(Protocol):
 
 
 @dataclass
-class PhaseWindows:
+class PhaseSpans:
     """The windows of one step.
 
     Attributes:
@@ -39,7 +39,7 @@ class PhaseWindows:
     """
 
     at_boundary: Callable[[], None]
-    windows: list[PhaseWindow] = field(default_factory=list)
+    windows: list[PhaseSpan] = field(default_factory=list)
     _phase: Phase | None = None
     _start: int = 0
     _num_boundaries: int = 0
@@ -120,36 +120,36 @@ def begin_backward(phases: Phases) -> None:
     phases.open_phase(Phase.BACKWARD)
 
 
-def end_backward(phases: Phases, *, by_hand: bool) -> None:
+def end_backward(phases: Phases, *, is_manual: bool) -> None:
     """The backward pass is over; by hand, another forward pass may follow."""
     phases.close_phase()
-    if by_hand:
+    if is_manual:
         phases.open_phase(Phase.FORWARD, is_provisional=True)
 
 
-def begin_update(phases: Phases, *, by_hand: bool) -> None:
+def begin_update(phases: Phases, *, is_manual: bool) -> None:
     """The optimizer step begins; what comes again inside it is nothing new."""
     if phases.current_phase is Phase.OPTIMIZER_STEP:
         return
     if phases.current_phase is Phase.FORWARD:
         # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no
         # backward pass.
-        phases.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if by_hand else ())
+        phases.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if is_manual else ())
     phases.open_phase(Phase.OPTIMIZER_STEP)
 
 
-def end_update(phases: Phases, *, by_hand: bool) -> None:
+def end_update(phases: Phases, *, is_manual: bool) -> None:
     """The optimizer step is over; by hand, another forward pass may follow."""
-    if by_hand and phases.current_phase is None:
+    if is_manual and phases.current_phase is None:
         # A closure has run both passes inside the optimizer's step; what came since is the update.
         phases.open_phase(Phase.OPTIMIZER_STEP)
     if phases.current_phase is Phase.OPTIMIZER_STEP:
         phases.close_phase()
-        if by_hand:
+        if is_manual:
             phases.open_phase(Phase.FORWARD, is_provisional=True)
 
 
-def end_by_hand(phases: Phases) -> None:
+def end_manual_step(phases: Phases) -> None:
     """A step by hand is over."""
     if phases.current_phase is Phase.FORWARD:
         # A loop that calls neither manual_backward nor an optimizer that is known marks nothing.

@@ -5,7 +5,9 @@ sparse/nested/DTensors. (The one module of core that imports torch.).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import count, pairwise
 from types import ModuleType
@@ -16,7 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, torch.nn.Module)
+_LEAVES = (
+    *(torch.Tensor, torch.nn.Module, type, type(None)),
+    *(str, bytes, bytearray, int, float, complex, bool),
+)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -52,26 +57,40 @@ def is_on(device: torch.device, wanted: torch.device) -> bool:
     )
 
 
-def tensors_in(obj: object) -> Iterator[torch.Tensor]:
-    """Every tensor in a nesting of mappings, sequences, sets, dataclasses and objects, in order,
-    each object visited once.
+def walk(
+    roots: Iterable[object],
+    children: Callable[[object], Iterable[object] | None],
+    seen: dict[int, object] | None = None,
+) -> Iterator[object]:
+    """All objects reached from `roots` depth first: a leaf (children: None) each time, others once.
+
+    `seen` holds the objects by their id, so that no later object gets the same one.
     """
-    seen: set[int] = set()
-    return _tensors_in(obj, seen)
+    seen = {} if seen is None else seen
+    pending = [iter(roots)]
+    while pending:
+        for obj in pending[-1]:
+            if id(obj) in seen:
+                continue
+            inner = children(obj)
+            if inner is not None:
+                seen[id(obj)] = obj
+            yield obj
+            if inner is not None:
+                pending.append(iter(inner))
+                break
+        else:
+            pending.pop()
 
 
-def _tensors_in(obj: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(obj, torch.Tensor):
-        yield obj
-        return
-    if isinstance(obj, _LEAVES) or id(obj) in seen:
-        return
-    seen.add(id(obj))
-    for child in _children(obj):
-        yield from _tensors_in(child, seen)
+def tensors_in(obj: object) -> Iterator[torch.Tensor]:
+    """Every tensor in a nesting of mappings, sequences, sets, dataclasses and objects, in order."""
+    return (found for found in walk([obj], _children) if isinstance(found, torch.Tensor))
 
 
-def _children(obj: object) -> list[object]:
+def _children(obj: object) -> list[object] | None:
+    if isinstance(obj, _LEAVES):
+        return None
     try:
         if isinstance(obj, Mapping):
             return list(obj.values())
@@ -81,18 +100,35 @@ def _children(obj: object) -> list[object]:
             return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
         # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes.
         # Functions and modules of Python have attributes too, and would lead everywhere.
-        if callable(obj) or isinstance(obj, ModuleType):
-            return []
-        slots = (name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ()))
         return (
-            list(vars(obj).values())
-            if hasattr(obj, "__dict__")
-            else [getattr(obj, name, None) for name in slots]
+            [] if callable(obj) or isinstance(obj, ModuleType) else list(attributes(obj).values())
         )
-    except (
-        Exception
-    ):  # an object without attributes, or one of a user's that fails when it is asked
+    except Exception:  # a user's object may fail when it is read
         return []
+
+
+def attributes(obj: object) -> dict[str, object]:
+    """An object's own attributes, in its `__dict__` and in slots, read without its `__getattr__`."""
+    found: dict[str, object] = {}
+    with suppress(Exception):
+        own = object.__getattribute__(obj, "__dict__")
+        if type(own) is dict:
+            found.update((name, value) for name, value in own.items() if type(name) is str)
+    kind: type = type(obj)
+    for name, member in _slots(kind):
+        with suppress(AttributeError):  # an empty slot
+            found[name] = member.__get__(obj)
+    return found
+
+
+@cache
+def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
+    members = {
+        name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()
+    }
+    return tuple(
+        (name, member) for name, member in members.items() if inspect.ismemberdescriptor(member)
+    )
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -238,3 +274,9 @@ def resized_lengths(lengths: Sequence[int], number: int) -> list[int]:
         return [*lengths, *[mean] * (number - len(lengths))]
     total = max(sum(lengths) - (len(lengths) - number) * mean, number)
     return [total // number + (sample < total % number) for sample in range(number)]
+
+
+def torch_version() -> tuple[int, int]:
+    """PyTorch's version, such as (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)

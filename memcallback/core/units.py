@@ -104,3 +104,8 @@ def round_up(num_bytes: int, multiple_bytes: int) -> int:
     if multiple_bytes < 1:
         raise ValueError(f"multiple_bytes must be at least 1, got {multiple_bytes}.")
     return -(-num_bytes // multiple_bytes) * multiple_bytes
+
+
+def round_down_to_power_of_2(number: int) -> int:
+    """The largest power of two that is at most a number; 1 for a number below 1."""
+    return 1 << (number.bit_length() - 1) if number > 0 else 1

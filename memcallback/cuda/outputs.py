@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from memcallback.core.units import round_up
 from memcallback.cuda.decompositions.attention import attention_outputs
-from memcallback.cuda.kernels.call import is_low, round_up
+from memcallback.cuda.kernels.call import is_low
 
 #: From arguments in the order of the schema and the result to a better result; None where it is
 #: right.

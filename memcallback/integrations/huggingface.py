@@ -31,9 +31,9 @@ from memcallback.record.watch import Watch
 from memcallback.report.report import Report
 from memcallback.report.writers import Writers
 from memcallback.step.batch import INFERRED
-from memcallback.step.checks import warn_of_batch, warn_of_devices
+from memcallback.step.checks import Loss, warn_of_batch, warn_of_devices
 from memcallback.step.copies.optimizers import unwrapped
-from memcallback.step.training_step import Loss, TrainingStep, is_sharded
+from memcallback.step.training_step import TrainingStep, is_sharded
 
 
 def step_of(

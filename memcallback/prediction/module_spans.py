@@ -13,7 +13,7 @@ from memcallback.core.allocation_trace import (
     ModuleMark,
     PhaseEnd,
     PhaseStart,
-    StepStart,
+    last_step_start,
 )
 from memcallback.core.module_table import Span, phase_of_span
 from memcallback.core.types import Category, Phase
@@ -44,9 +44,7 @@ class StepSpans:
 
 def last_step(trace: AllocationTrace, block_bytes: Mapping[int, int]) -> StepSpans:
     """Cut the last step of a trace."""
-    start = max(
-        position for position, event in enumerate(trace.events) if isinstance(event, StepStart)
-    )
+    start = last_step_start(trace.events)
     cutter = _Cutter(block_bytes)
     marks = iter(trace.marks)
     mark = next(marks, None)

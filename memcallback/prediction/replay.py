@@ -17,6 +17,7 @@ from memcallback.core.allocation_trace import (
     PhaseStart,
     StepEnd,
     StepStart,
+    not_freed,
 )
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, largest
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
@@ -129,16 +130,12 @@ def live_at(
     position: int, events: Sequence[Event], block_bytes: Mapping[int, int]
 ) -> tuple[LiveAllocation, ...]:
     """What is there after an event, the largest first."""
-    alive: dict[int, Alloc] = {}
-    for event in events[: position + 1]:
-        if isinstance(event, Alloc):
-            alive[event.id] = event
-        elif isinstance(event, Free):
-            del alive[event.id]
-    standing = [
-        LiveAllocation(alloc, block_bytes[alloc.id]) for alloc in alive.values() if alloc.size_bytes
+    live = [
+        LiveAllocation(alloc, block_bytes[alloc.id])
+        for alloc in not_freed(events[: position + 1])
+        if alloc.size_bytes
     ]
-    return tuple(sorted(standing, key=lambda one: one.block_bytes, reverse=True))
+    return tuple(sorted(live, key=lambda one: one.block_bytes, reverse=True))
 
 
 class _Replayer(Generic[_Block]):

@@ -9,7 +9,7 @@ from torch import nn
 from memcallback.core.allocation_trace import ModuleMark
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.module_table import ModuleInfo, ModuleTable, Span, modules_of, phase_of_span
-from memcallback.core.phase_spans import PhaseWindow
+from memcallback.core.phase_spans import PhaseSpan
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.types import Kind
 from memcallback.devices.meters import Meter
@@ -50,7 +50,7 @@ class ModuleTimeline:
         """The meter is about to end: take back all hooks."""
         self._follower.end()
 
-    def windows(self, windows: Sequence[PhaseWindow]) -> list[PhaseWindow]:
+    def windows(self, windows: Sequence[PhaseSpan]) -> list[PhaseSpan]:
         """The same windows by the numbers of the meter's readings instead of those of boundaries."""
         return [
             (covers, self._boundaries[start], self._boundaries[end])
@@ -59,7 +59,7 @@ class ModuleTimeline:
 
     def recording(
         self,
-        windows: Sequence[PhaseWindow],
+        windows: Sequence[PhaseSpan],
         stats: Sequence[MemoryStats],
         *,
         batch_size: int | None,
@@ -104,7 +104,7 @@ class ModuleTimeline:
 
 
 def _spans(
-    window: PhaseWindow, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]
+    window: PhaseSpan, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]
 ) -> Iterator[Span]:
     covers, start, end = window
     mark = ModuleMark(start, ())

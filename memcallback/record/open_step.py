@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memcallback.core.module_table import ModuleTable
-from memcallback.core.phase_spans import PhaseWindow, PhaseWindows, phase_of
+from memcallback.core.phase_spans import PhaseSpan, PhaseSpans, phase_of
 from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, measured_window
 from memcallback.core.types import Kind, Phase
 from memcallback.devices.meters import Meter
@@ -30,7 +30,7 @@ class OpenStep:
         *,
         counts_holdings: bool,
         num_updates_before: int,
-        phases: PhaseWindows,
+        phases: PhaseSpans,
         meter: Meter,
         watch: ModuleTimeline | None,
     ) -> None:
@@ -63,12 +63,12 @@ class OpenStep:
         return any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in self._phases.windows)
 
     def open_phase(self, phase: Phase, *, is_provisional: bool) -> None:
-        """As `PhaseWindows.open_phase`; nothing once the reading is over."""
+        """As `PhaseSpans.open_phase`; nothing once the reading is over."""
         if self._stats is None:
             self._phases.open_phase(phase, is_provisional=is_provisional)
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
-        """As `PhaseWindows.close_phase`; nothing once the reading is over."""
+        """As `PhaseSpans.close_phase`; nothing once the reading is over."""
         if self._stats is None:
             self._phases.close_phase(covers=covers)
 
@@ -96,7 +96,7 @@ class OpenStep:
     ) -> tuple[StepMemory, tuple[MemoryStats, ...], Callable[[], ModuleTable] | None]:
         """What the step took; its reading is over with that."""
         stats = self.end_reading()
-        windows: list[PhaseWindow] = (
+        windows: list[PhaseSpan] = (
             self._phases.windows
             if self._watch is None
             else self._watch.windows(self._phases.windows)

@@ -12,7 +12,7 @@ import torch
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.module_table import ModuleInfo
-from memcallback.core.phase_spans import PhaseWindows
+from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
@@ -393,7 +393,7 @@ class MemoryRecorder(Recording):
             size,
             counts_holdings=counts_holdings,
             num_updates_before=self._num_updates,
-            phases=PhaseWindows(self._read),
+            phases=PhaseSpans(self._read),
             meter=self.meter,
             watch=self._new_module_watch() if counts_holdings and self._per_module else None,
         )

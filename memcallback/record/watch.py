@@ -318,7 +318,7 @@ class Watch:
             self.end_step()
         self._is_in_closure = is_in_closure
         if recorder.is_in_step:
-            begin_update(recorder, by_hand=True)
+            begin_update(recorder, is_manual=True)
         elif not is_in_closure and not self._has_seen_step:
             self._has_seen_step = True
             warn_and_go_on(
@@ -333,7 +333,7 @@ class Watch:
         self._is_in_closure = False
         if recorder is None or self._backward_depth or not recorder.is_in_step:
             return
-        end_update(recorder, by_hand=False)
+        end_update(recorder, is_manual=False)
         self._is_used = True
         self._updated.add(id(optimizer))
         if self._updated >= self._optimizers:

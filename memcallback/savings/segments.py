@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart
+from memcallback.core.allocation_trace import Alloc, Event, not_freed, phase_events
 from memcallback.core.types import Phase
 
 #: How many numbers of segments are worth a trace of their own.
@@ -31,21 +31,9 @@ def layer_bytes(
     events: Sequence[Event], name: str, layers: Sequence[str]
 ) -> tuple[LayerBytes, ...]:
     """What each layer of an `nn.Sequential` makes in the last forward pass of a trace."""
-    made: dict[int, Alloc] = {}
-    held, all_made = dict(made), dict(made)
-    freed: set[int] = set()
-    for event in events:
-        if isinstance(event, PhaseStart) and event.phase is Phase.FORWARD:
-            made, freed = {}, set()
-        elif isinstance(event, Alloc):
-            made[event.id] = event
-        elif isinstance(event, Free):
-            freed.add(event.id)
-        elif isinstance(event, PhaseEnd) and event.phase is Phase.FORWARD:
-            all_made, held = (
-                made,
-                {number: alloc for number, alloc in made.items() if number not in freed},
-            )
+    *_, forward = ((), *phase_events(events, Phase.FORWARD))
+    held = not_freed(forward)
+    all_made = [event for event in forward if isinstance(event, Alloc)]
     prefix = f"{name}." if name else ""
 
     def of_layer(allocs: Iterable[Alloc], layer: str) -> list[int]:
@@ -57,9 +45,7 @@ def layer_bytes(
         ]
 
     return tuple(
-        LayerBytes(
-            sum(of_layer(held.values(), layer)), max(of_layer(all_made.values(), layer), default=0)
-        )
+        LayerBytes(sum(of_layer(held, layer)), max(of_layer(all_made, layer), default=0))
         for layer in layers
     )
 

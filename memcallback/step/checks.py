@@ -16,6 +16,9 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH, described, kind_of, whole_number
 from memcallback.step.batch import infer_batch_size
 
+#: A function of the model and the batch that returns the loss.
+Loss = Callable[[Any, Any], torch.Tensor]
+
 
 def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
     """Say what the batch size cannot be inferred from, or that it was guessed."""
@@ -168,7 +171,9 @@ def _parameters(number: int) -> str:
     return f"{number} parameter{'' if number == 1 else 's'}"
 
 
-def check_by_hand(*, accumulate: object, clip_grad_norm: object, clip_grad_value: object) -> None:
+def check_manual_optimization(
+    *, accumulate: object, clip_grad_norm: object, clip_grad_value: object
+) -> None:
     """See that a LightningModule with manual optimization is asked for nothing that only automatic
     optimization does.
     """

@@ -11,7 +11,7 @@ from torch import nn
 
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import described, whole_number
-from memcallback.step.checks import wrong_with_loss
+from memcallback.step.checks import Loss, wrong_with_loss
 from memcallback.step.copies.fakes import copy_with
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Gives a stage's module, of the model, the stage's number from 0 and how many there are.
 Split = Callable[[nn.Module, int, int], nn.Module]
-Loss = Callable[[Any, Any], torch.Tensor]
 #: Schedules in which the stages of a rank go down the ranks and up again.
 _THERE_AND_BACK = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memcallback.core.tensors import torch_version
 from memcallback.core.units import MiB
 from memcallback.core.validation import described, whole_number
 from memcallback.step.layers import found
@@ -217,8 +218,7 @@ def newer_torch_needed() -> str:
     """The oldest PyTorch with which a rank is predicted and a pipeline made, where this one is
     older; else nothing.
     """
-    is_older = tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH
-    return ".".join(map(str, _OLDEST_TORCH)) if is_older else ""
+    return ".".join(map(str, _OLDEST_TORCH)) if torch_version() < _OLDEST_TORCH else ""
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:

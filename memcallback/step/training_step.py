@@ -14,8 +14,9 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import above_0, described, whole_number
 from memcallback.step.batch import INFERRED, BatchSize, infer_batch_size
 from memcallback.step.checks import (
-    check_by_hand,
+    Loss,
     check_losses,
+    check_manual_optimization,
     check_optimizers,
     check_sequence_length,
     name_of,
@@ -64,7 +65,6 @@ def is_handed_over_by_name(model: torch.nn.Module, batch: Any) -> bool:
     )
 
 
-Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Prepare = Callable[[torch.nn.Module, Any], Any]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
@@ -331,7 +331,7 @@ class TrainingStep:
                 f"clip_grad_norm is {clip_grad_norm} and clip_grad_value is {clip_grad_value}; a Trainer clips in one of these ways: give one."
             )
         if not getattr(module, "automatic_optimization", True):
-            check_by_hand(
+            check_manual_optimization(
                 accumulate=accumulate,
                 clip_grad_norm=clip_grad_norm,
                 clip_grad_value=clip_grad_value,

@@ -14,7 +14,7 @@ from memcallback.core.allocation_trace import Event, PhaseEnd, PhaseStart
 from memcallback.core.code_lines import frames_of
 from memcallback.core.errors import PredictionError
 from memcallback.core.module_table import ModuleInfo
-from memcallback.core.phase_spans import PhaseWindow, phase_of
+from memcallback.core.phase_spans import PhaseSpan, phase_of
 from memcallback.core.tensors import dense_parts, tensors_in
 from memcallback.core.types import Category, Phase
 from memcallback.step.copies.optimizers import OptimizerParts, moved_to
@@ -251,7 +251,7 @@ class TraceMarks:
         self._follower.begin_phase()
         self._places.append(self._ledger.place())
 
-    def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
+    def add_windows(self, windows: Sequence[PhaseSpan]) -> None:
         """Which boundaries are those of which phases."""
         for covers, start, end in windows:
             phase = phase_of(covers)

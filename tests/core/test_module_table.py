@@ -6,6 +6,7 @@ import module_models
 import pytest
 import torch
 from module_models import CASES
+from trace_json import from_json, to_json
 
 from memcallback import Kind, Phase
 from memcallback.core.allocation_trace import (
@@ -160,8 +161,8 @@ def test_in_a_window_of_both_passes_the_forward_pass_ends_where_autograd_begins(
 
 def test_marks_go_to_json_and_back():
     trace = AllocationTrace(EVENTS, MARKS)
-    assert AllocationTrace.from_json(trace.to_json()).marks == MARKS
-    assert AllocationTrace.from_json(AllocationTrace(EVENTS).to_json()).marks == ()
+    assert from_json(to_json(trace)).marks == MARKS
+    assert from_json(to_json(AllocationTrace(EVENTS))).marks == ()
 
 
 @pytest.fixture(scope="module")

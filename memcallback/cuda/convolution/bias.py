@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memcallback.core.units import round_down_to_power_of_2
 from memcallback.cuda.convolution.layout import ITEM_BYTES, Layout
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -108,11 +109,9 @@ def _output_vector(dimensions: list[_Dimension], fastest: _Dimension) -> int:
 
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
     """`ReduceConfig::set_block_dimension`."""
-    width, height = _power_of_two(min(width, most)), _power_of_two(min(height, most))
+    width, height = (
+        round_down_to_power_of_2(min(width, most)),
+        round_down_to_power_of_2(min(height, most)),
+    )
     block_height = min(height, most // min(width, _WARP))
     return min(width, most // block_height), block_height
-
-
-def _power_of_two(number: int) -> int:
-    """The largest that is not above the number, at least 1."""
-    return 1 << max(number.bit_length() - 1, 0)

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils._mode_utils import no_dispatch
 
+from memcallback.core.tensors import torch_version
 from memcallback.devices.catalogue import DeviceSpec
 
 #: The order in which a CUDA build tries them: `sdp_priority_order` in ATen/Context.h.
@@ -143,11 +144,6 @@ def _cudnn_version() -> int:
     return version or _CUDNN_VERSION
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _flash(call: AttentionCall, device: DeviceSpec) -> bool:
     # can_use_flash_attention
     size = call.query.shape[-1]
@@ -194,7 +190,7 @@ def _efficient(call: AttentionCall, device: DeviceSpec) -> bool:
         and sizes[0] == call.key.shape[-1]
         and all(size > 0 and size % alignment == 0 for size in sizes)
         and (
-            _torch_version() < (2, 13)
+            torch_version() < (2, 13)
             or device.compute_capability < (8, 0)
             or _aligned(call, alignment)
         )
@@ -235,7 +231,7 @@ def _cudnn(call: AttentionCall, device: DeviceSpec) -> bool:
         and _mask_shape_fits(call)
         and (8, 0) <= device.compute_capability <= (12, 1)
         # check_cudnn_dropout: since 2.12, https://github.com/pytorch/pytorch/pull/174245
-        and (_torch_version() < (2, 12) or (call.dropout_p * 16).is_integer())
+        and (torch_version() < (2, 12) or (call.dropout_p * 16).is_integer())
         and _lengths_above_zero(call)
         and _dense_last_dimension(call, or_of_size_one=True)
         and _same_batch_and_heads(call, grouped=True, same_key_and_value=False)
@@ -251,7 +247,7 @@ def _cudnn_shapes(call: AttentionCall, device: DeviceSpec) -> bool:
         limit = 256
     elif device.compute_capability[0] == 10 and (size, value_size) == (192, 128):
         limit = 192
-    most = 65535 if _torch_version() >= (2, 13) else 2**31
+    most = 65535 if torch_version() >= (2, 13) else 2**31
     return (
         max(call.query.shape[:2]) <= most
         and max(size, value_size) <= limit

@@ -8,7 +8,8 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.types import Category
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes, round_up
+from memcallback.core.units import round_up
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes
 
 
 def _flash(call: Call) -> Kernel:

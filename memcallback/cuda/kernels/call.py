@@ -88,8 +88,3 @@ def accumulate_bytes(dtype: torch.dtype) -> int:
     if is_low(dtype):
         return 4
     return dtype.itemsize if dtype.is_floating_point or dtype.is_complex else 8
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below a value."""
-    return -(-value // multiple) * multiple

@@ -8,14 +8,8 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.tensors import dense_parts
-from memcallback.cuda.kernels.call import (
-    Call,
-    KernelBuilder,
-    Rule,
-    accumulate_bytes,
-    dense_bytes,
-    round_up,
-)
+from memcallback.core.units import round_up
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, accumulate_bytes, dense_bytes
 from memcallback.cuda.kernels.sort import scan_bytes, take_sort
 
 #: `thrust` makes a tensor of one number for a count, with this size.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memcallback.core.kernel import Kernel
+from memcallback.core.units import round_down_to_power_of_2
 from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, accumulate_bytes, is_low
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -97,10 +98,6 @@ def _order(a: _Dim, b: _Dim) -> int:
     return 0
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n.bit_length() - 1) if n > 0 else 1
-
-
 def _parts(dims: list[_Dim], itemsize: int) -> list[list[_Dim]]:
     """The pieces that can be indexed by 32 bits: `TensorIterator::with_32bit_indexing`."""
     extents = [(dim.size - 1) * max(dim.in_stride, dim.out_stride) * itemsize for dim in dims]
@@ -167,8 +164,8 @@ def _config(
                     output_vector //= 2
             across //= output_vector
     most = 512 // output_vector
-    across_2 = min(_power_of_two(across), most) if across < most else most
-    along_2 = min(_power_of_two(along), most) if along < most else most
+    across_2 = min(round_down_to_power_of_2(across), most) if across < most else most
+    along_2 = min(round_down_to_power_of_2(along), most) if along < most else most
     width = min(across_2, _WARP)
     height = min(along_2, most // width)
     width = min(across_2, most // height)

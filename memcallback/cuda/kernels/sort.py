@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes, round_up
+from memcallback.core.units import round_up
+from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes
 
 #: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by
 #: the bytes of a key with values of 8 bytes; `narrow`: both of 4.

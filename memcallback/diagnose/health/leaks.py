@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from memcallback.core.code_lines import is_library
 from memcallback.core.types import Category
 from memcallback.diagnose.tensors.live import alive_tensors, live_storages
 from memcallback.diagnose.tensors.saved import graph_nodes
 from memcallback.diagnose.tensors.variables import (
     Scope,
-    is_library,
     is_of_memcallback,
     module_attributes,
     scope_tensors,

@@ -15,7 +15,13 @@ from types import FrameType, TracebackType
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart, StepStart
+from memcallback.core.allocation_trace import (
+    Alloc,
+    Event,
+    last_step_start,
+    not_freed,
+    phase_events,
+)
 from memcallback.core.code_lines import CodeLine, frames_of, line_of_error
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Category, Phase
@@ -216,7 +222,8 @@ def _forward_line(
     operator = _letters(node.partition("Backward")[0])
     lines = {
         origin.line
-        for alloc in _made_forward(prediction.trace.traced.trace.events)
+        for alloc in _forward_events(prediction.trace.traced.trace.events)
+        if isinstance(alloc, Alloc)
         if _letters(alloc.operator.rpartition("::")[2]) == operator
         and (module is None or alloc.module == module)
         and (origin := prediction.origin_of(alloc)) is not None
@@ -368,35 +375,18 @@ def _saved_lines(
     that made it, in order.
     """
     events = prediction.trace.at(prediction.batch_size).events
-    freed = {event.id for event in _forward_events(events) if isinstance(event, Free)}
     found: dict[tuple[tuple[int, ...], str], list[CodeLine | None]] = defaultdict(list)
-    for alloc in _made_forward(events):
-        if alloc.id in freed:
-            continue
+    for alloc in not_freed(_forward_events(events)):
         origin = prediction.origin_of(alloc)
         if origin is not None:
             found[origin.shape, origin.dtype].append(origin.line)
     return found
 
 
-def _forward_events(events: Sequence[Event]) -> Iterator[Event]:
-    """What happens in the forward pass of the last step, up to its end."""
-    start = max(
-        (position for position, event in enumerate(events) if isinstance(event, StepStart)),
-        default=0,
-    )
-    is_forward = False
-    for event in events[start:]:
-        if isinstance(event, PhaseStart):
-            is_forward = event.phase is Phase.FORWARD
-        elif isinstance(event, PhaseEnd) and is_forward:
-            return
-        elif is_forward:
-            yield event
-
-
-def _made_forward(events: Sequence[Event]) -> Iterator[Alloc]:
-    return (event for event in _forward_events(events) if isinstance(event, Alloc))
+def _forward_events(events: Sequence[Event]) -> Sequence[Event]:
+    """The events of the last step's first forward pass."""
+    last_step = events[last_step_start(events) :]
+    return next(phase_events(last_step, Phase.FORWARD), ())
 
 
 def _described(batch: object) -> Iterator[tuple[str, tuple[int, ...], str]]:

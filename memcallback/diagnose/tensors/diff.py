@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memcallback.core.code_lines import CodeLine, line_at
+from memcallback.core.code_lines import CodeLine, is_library, line_at
 from memcallback.core.tables import Printable
 from memcallback.core.validation import described
 from memcallback.devices.local import default_device
@@ -22,7 +22,7 @@ from memcallback.diagnose.tensors.change import TensorChange, TensorGroup, Tenso
 from memcallback.diagnose.tensors.ledger import Made, TensorLedger
 from memcallback.diagnose.tensors.live import LiveTensor, live_storages
 from memcallback.diagnose.tensors.saved import READS_SAVED
-from memcallback.diagnose.tensors.variables import is_library, is_of_memcallback, stack
+from memcallback.diagnose.tensors.variables import is_of_memcallback, stack
 
 _T = TypeVar("_T")
 _Reference = weakref.ref[torch.UntypedStorage]

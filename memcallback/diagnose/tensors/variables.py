@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import inspect
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+
+from memcallback.core.code_lines import is_library
+from memcallback.core.tensors import attributes
 
 #: How deep containers and objects are searched for tensors, how many of them below one variable,
 #: and in one search.
@@ -42,29 +43,6 @@ _LEAVES = (
 )
 _SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
 _OWN = str(Path(__file__).parents[2])
-
-
-@cache
-def is_library(filename: str) -> bool:
-    """Whether a source file belongs to Python, to an installed package or to this one, or was
-    generated, and is not the user's program.
-    """
-    is_generated = (
-        filename.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in filename
-    )
-    return is_generated or any(filename.startswith(f"{root}/") for root in _library_folders())
-
-
-@cache
-def _library_folders() -> frozenset[str]:
-    paths = sysconfig.get_paths()
-    return frozenset(
-        [
-            *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-            str(Path(torch.__file__).parents[1]),
-            _OWN,
-        ]
-    )
 
 
 def is_of_memcallback(filename: str) -> bool:
@@ -151,16 +129,14 @@ def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.
     names of module and owner.
     """
     for name, module in model.named_modules():
-        attributes = {
+        own = {
             key: value
-            for key, value in _attributes(module).items()
+            for key, value in attributes(module).items()
             if key not in ("_parameters", "_buffers", "_modules")
         }
         of = f"module {name!r}" if name else "the root module"
         owner = f"attribute '{{}}' of {of}"
-        for path, tensor in _search(
-            (owner, attribute, value) for attribute, value in attributes.items()
-        ):
+        for path, tensor in _search((owner, attribute, value) for attribute, value in own.items()):
             yield name, path, tensor
 
 
@@ -222,28 +198,4 @@ def _children(obj: object) -> list[tuple[str, object]]:
             return [("", child) for child in islice(container.__iter__(held), _MOST_OBJECTS)]
     if issubclass(type(obj), dict):
         return [("", child) for child in islice(dict.values(held), _MOST_OBJECTS)]
-    return list(_attributes(obj).items())
-
-
-def _attributes(obj: object) -> dict[str, object]:
-    """The instance's own attributes, those in slots too."""
-    found: dict[str, object] = {}
-    with suppress(Exception):
-        held = object.__getattribute__(obj, "__dict__")
-        if type(held) is dict:
-            found.update((name, value) for name, value in held.items() if type(name) is str)
-    kind: type = type(obj)
-    for name, member in _slots(kind):
-        with suppress(AttributeError):  # an empty one
-            found[name] = member.__get__(obj)
-    return found
-
-
-@cache
-def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
-    members = {
-        name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()
-    }
-    return tuple(
-        (name, member) for name, member in members.items() if inspect.ismemberdescriptor(member)
-    )
+    return list(attributes(obj).items())

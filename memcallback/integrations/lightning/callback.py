@@ -20,8 +20,8 @@ from memcallback.core.phase_spans import (
     begin_backward,
     begin_update,
     end_backward,
-    end_by_hand,
     end_forward,
+    end_manual_step,
     end_update,
 )
 from memcallback.core.step_memory import StepMemory
@@ -344,7 +344,7 @@ class MemoryCallback(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """The backward pass is over; by hand, another forward pass may follow."""
         if self.recorder:
-            end_backward(self.recorder, by_hand=not pl_module.automatic_optimization)
+            end_backward(self.recorder, is_manual=not pl_module.automatic_optimization)
 
     @fail_safe
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -359,7 +359,7 @@ class MemoryCallback(Callback):
         if self.recorder is None:
             return
         if not pl_module.automatic_optimization:
-            end_by_hand(self.recorder)
+            end_manual_step(self.recorder)
         record = self.recorder.end_step()
         if record is not None:
             self._publish(trainer, pl_module, record, batch)
@@ -428,14 +428,14 @@ class MemoryCallback(Callback):
     @fail_safe
     def _on_update_start(self, is_manual: bool) -> None:
         if self.recorder is not None:
-            begin_update(self.recorder, by_hand=is_manual)
+            begin_update(self.recorder, is_manual=is_manual)
 
     @fail_safe
     def _on_update_end(self, is_manual: bool) -> None:
         if self.recorder is None:
             return
         is_in_update = self.recorder.current_phase is Phase.OPTIMIZER_STEP
-        end_update(self.recorder, by_hand=is_manual)
+        end_update(self.recorder, is_manual=is_manual)
         if is_in_update and not is_manual:
             # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
             self.recorder.end_reading()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memcallback.core.tensors import walk
+
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 #: Those that are given back as they were.
 _WRITTEN = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -83,7 +85,7 @@ class FunctionCopies:
         return made
 
     def _holds(self, value: object) -> bool:
-        return any(id(one) in self._parts for one in _reached([value]))
+        return any(id(one) in self._parts for one in walk([value], _children))
 
 
 @contextmanager
@@ -134,28 +136,14 @@ def functions_of(modules: Iterable[nn.Module], others: Iterable[object] = ()) ->
             *vars(module).values(),
             *(hook for tensor in _tensors(module) for _, hook in hooks_of(tensor)),
         ]
-    return [value for value in _reached(values) if isinstance(value, FunctionType)]
-
-
-def _reached(values: Iterable[object]) -> Iterator[object]:
-    """All that is reached from some values by way of functions, containers, optimizers and modules,
-    each once, and they themselves.
-    """
-    pending = deque(values)
-    seen: dict[int, object] = {}
-    while pending:
-        value = pending.popleft()
-        if id(value) not in seen:
-            seen[id(value)] = value
-            yield value
-            pending.extend(_children(value))
+    return [value for value in walk(values, _children) if isinstance(value, FunctionType)]
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _children(value: object) -> list[Any]:
+def _children(value: object) -> list[Any] | None:
     """What a function, a container, an optimizer or a module holds; nothing of other objects, which
     may lead anywhere.
     """
@@ -171,7 +159,7 @@ def _children(value: object) -> list[Any]:
         return list(value)
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
-    return [*value.modules()] if isinstance(value, nn.Module) else []
+    return [*value.modules()] if isinstance(value, nn.Module) else None
 
 
 def _variables(function: FunctionType) -> list[Any]:

@@ -19,6 +19,7 @@ from memcallback.core.tensors import (
     resized_lengths,
     resized_sparse,
     tensors_in,
+    walk,
 )
 from memcallback.step.copies.fakes import copy_with
 
@@ -64,11 +65,14 @@ class _Resizer:
         #: shape.
         self._offsets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def has_lists(self, value: Any, *, is_inside: bool = False) -> bool:
-        """Whether there is a list of samples in a container."""
-        if type(value) in (list, tuple) and self._is_of_samples(value, is_inside=is_inside):
-            return True
-        return any(self.has_lists(item, is_inside=True) for _, item in _items(value))
+    def has_lists(self, batch: object) -> bool:
+        """Whether a batch holds a list with an item for each sample."""
+        return any(
+            isinstance(value, (list, tuple))
+            and type(value) in (list, tuple)  # a namedtuple has fields, not samples
+            and self._is_of_samples(value, is_inside=value is not batch)
+            for value in walk([batch], lambda value: [item for _, item in _items(value)] or None)
+        )
 
     def with_samples(self, value: Any, *, is_inside: bool = False) -> Any:
         """A container in which every list of samples has another number of them; itself if there is

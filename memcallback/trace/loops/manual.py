@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from memcallback.core.phase_spans import (
-    PhaseWindows,
+    PhaseSpans,
     begin_backward,
     begin_update,
     end_backward,
-    end_by_hand,
+    end_manual_step,
     end_update,
 )
 from memcallback.core.types import Phase
@@ -27,7 +27,7 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
     marked by what `MemoryCallback` is told.
     """
     marks, module = copies.marks, copies.model
-    phases = PhaseWindows(marks.boundary)
+    phases = PhaseSpans(marks.boundary)
 
     def manual_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         scaled = copies.scaler.scale(loss) if copies.scaler else loss
@@ -35,14 +35,14 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
         before = marks.runs(Phase.BACKWARD)
         lightning.backward(module, scaled, *args, **kwargs)
         marks.runs(before)
-        end_backward(phases, by_hand=True)
+        end_backward(phases, is_manual=True)
 
     def update(optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Lightning's `Precision.optimizer_step`, and that of `MixedPrecision` with a scaler."""
 
         def then_begin() -> Any:
             result = closure()
-            begin_update(phases, by_hand=True)
+            begin_update(phases, is_manual=True)
             return result
 
         if copies.scaler is None:
@@ -50,7 +50,7 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
         closure()
         marks.runs(Phase.OPTIMIZER_STEP)
         copies.scaler.unscale_(optimizer)
-        begin_update(phases, by_hand=True)
+        begin_update(phases, is_manual=True)
         result = copies.scaler.step(optimizer, **kwargs)
         copies.scaler.update()
         marks.runs(Phase.FORWARD)
@@ -66,7 +66,7 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
             autocast(step, copies),
         ):
             lightning.training_step(module, batch)
-        end_by_hand(phases)
+        end_manual_step(phases)
         phases.end_step()
         marks.runs(None)
         marks.add_windows(phases.windows)
@@ -74,14 +74,14 @@ def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -
 
 
 @contextmanager
-def _updates_marked(copies: Copies, phases: PhaseWindows) -> Iterator[None]:
+def _updates_marked(copies: Copies, phases: PhaseSpans) -> Iterator[None]:
     """Mark where updates of the optimizers begin and end, whoever makes them."""
     marks = copies.marks
 
     def begins(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        begin_update(phases, by_hand=True)
+        begin_update(phases, is_manual=True)
         marks.runs(Phase.OPTIMIZER_STEP)
         return tuple(map(with_phase, args)), {
             name: with_phase(value) for name, value in kwargs.items()
@@ -102,7 +102,7 @@ def _updates_marked(copies: Copies, phases: PhaseWindows) -> Iterator[None]:
 
     def ends(optimizer: torch.optim.Optimizer, *_: object) -> None:
         marks.label_states((optimizer,))
-        end_update(phases, by_hand=True)
+        end_update(phases, is_manual=True)
         marks.runs(Phase.FORWARD)
 
     hooks: list[Any] = []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memcallback.core.errors import PredictionError
-from memcallback.core.phase_spans import PhaseWindow
+from memcallback.core.phase_spans import PhaseSpan
 from memcallback.core.types import Phase
 from memcallback.step.checks import wrong_with_loss
 from memcallback.step.training_step import TrainingStep
@@ -34,7 +34,7 @@ class Marks(Protocol):
     def boundary(self) -> None:
         """A boundary between phases that are told later is here."""
 
-    def add_windows(self, windows: Sequence[PhaseWindow]) -> None:
+    def add_windows(self, windows: Sequence[PhaseSpan]) -> None:
         """Which boundaries since the last windows are those of which phases, by their numbers from
         0.
         """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import PredictionError
-from memcallback.core.phase_spans import PhaseWindows, begin_backward, begin_update, end_backward
+from memcallback.core.phase_spans import PhaseSpans, begin_backward, begin_update, end_backward
 from memcallback.core.types import Phase
 from memcallback.step.hooks import listen
 from memcallback.step.pipeline import Pipeline
@@ -24,7 +24,7 @@ def pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> No
     """
     if wrong := _not_in_pipeline(step, copies):
         raise PredictionError(f"A step in a pipeline with {wrong}")
-    marks, phases = copies.marks, PhaseWindows(copies.marks.boundary)
+    marks, phases = copies.marks, PhaseSpans(copies.marks.boundary)
     with marks.step():
         batch = copies.new_batch()
         zero_grad(step, copies)
@@ -35,7 +35,7 @@ def pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> No
                 "The step's loss ran no stage of the pipeline. Give loss=lambda schedule, batch: schedule.step(...) as on this rank."
             )
         if copies.optimizers:
-            begin_update(phases, by_hand=True)
+            begin_update(phases, is_manual=True)
             marks.runs(Phase.OPTIMIZER_STEP)
             update_all(step, copies, copies.optimizers)
         phases.end_step()
@@ -73,7 +73,7 @@ class _Microbatches:
     a backward pass begins.
     """
 
-    def __init__(self, marks: Marks, phases: PhaseWindows) -> None:
+    def __init__(self, marks: Marks, phases: PhaseSpans) -> None:
         self._marks, self._phases, self._thread = marks, phases, threading.get_ident()
         # A mode of torch functions passes the call on to itself.
         self._depth = 0
@@ -115,5 +115,5 @@ class _Microbatches:
         """As `BackwardListener`."""
         self._depth -= 1
         if not self._depth:
-            end_backward(self._phases, by_hand=False)
+            end_backward(self._phases, is_manual=False)
             self._marks.runs(None)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from memcallback.core.tensors import storages_of
+from memcallback.core.tensors import storages_of, walk
 
 Restore = Callable[[], object]
 #: Entries of a larger container are data, not state.
@@ -86,29 +86,32 @@ class RunState:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._restores: list[Restore] = list(_globals(device))
         datasets: list[object] = []
-        self._visit(list(roots), datasets, are_data=False)
-        self._visit(datasets, datasets, are_data=True)
+        self._visit([*roots], datasets, are_data=False)
+        self._visit([*datasets], datasets, are_data=True)
 
     def restore(self) -> None:
         """Put everything back; it can be put back again after that."""
         for restore in self._restores:
             restore()
 
-    def _visit(self, pending: list[object], datasets: list[object], *, are_data: bool) -> None:
-        while pending:
-            obj = pending.pop()
-            if _is_left_alone(obj) or id(obj) in self._seen:
-                continue
+    def _visit(self, roots: list[object], datasets: list[object], *, are_data: bool) -> None:
+        def children(obj: object) -> list[object] | None:
+            if _is_left_alone(obj):
+                return None
             if isinstance(obj, Dataset) and not are_data:
                 datasets.append(obj)
-                continue
-            self._seen[id(obj)] = obj
+                return None
             if are_data and (isinstance(obj, torch.Tensor) or _is_array(obj)):
-                continue
-            for children, restore in self._parts(obj):
-                pending.extend(children)
+                return []
+            found: list[object] = []
+            for parts, restore in self._parts(obj):
+                found.extend(parts)
                 if restore is not None:
                     self._restores.append(restore)
+            return found
+
+        for _ in walk(roots, children, self._seen):
+            pass
 
     def _parts(self, obj: object) -> Iterator[tuple[Iterable[object], Restore | None]]:
         """What an object consists of, and how each part is put back."""

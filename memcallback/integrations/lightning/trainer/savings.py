@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
+from memcallback.integrations.lightning.trainer.state import lightning_of
 from memcallback.savings.accumulation import check_accumulate
 from memcallback.savings.checkpointing import (
     Checkpointing,
@@ -92,7 +93,9 @@ class TrainerSavings:
                 f"accumulate={accumulate} is for automatic optimization, and {type(pl_module).__name__} steps its optimizers itself. Leave it "
                 "out, and call them every so many batches in training_step."
             )
-        scheduler_class = _of_lightning(trainer, "callbacks").GradientAccumulationScheduler
+        scheduler_class = import_module(
+            f"{lightning_of(trainer)}.callbacks"
+        ).GradientAccumulationScheduler
         is_scheduled = any(isinstance(callback, scheduler_class) for callback in trainer.callbacks)
         if trainer.accumulate_grad_batches != 1 or is_scheduled:
             has = (
@@ -121,9 +124,9 @@ class TrainerSavings:
             )
         device_type = strategy.root_device.type
         self._scaler = CountingGradScaler(device_type, say=say) if precision == "16-mixed" else None
-        strategy.precision_plugin = _of_lightning(trainer, "plugins.precision").MixedPrecision(
-            precision, device_type, self._scaler
-        )
+        strategy.precision_plugin = import_module(
+            f"{lightning_of(trainer)}.plugins.precision"
+        ).MixedPrecision(precision, device_type, self._scaler)
         self._undo.append(lambda: setattr(strategy, "precision_plugin", before))
 
     # What is kept and said.
@@ -157,15 +160,3 @@ class TrainerSavings:
             names = ", ".join(name or "(root module)" for name in self._checkpointing.names)
             said.append(f"Computed again in the backward pass: {names} (checkpoint).")
         return tuple(said)
-
-
-def _of_lightning(trainer: Any, module: str) -> Any:
-    """A module of the package that the Trainer is from: the classes of the two packages are
-    unrelated.
-    """
-    package = next(
-        kind.__module__
-        for kind in type(trainer).__mro__
-        if kind.__module__.endswith(".trainer.trainer")
-    )
-    return import_module(f"{package.removesuffix('.trainer.trainer')}.{module}")
