@@ -174,12 +174,12 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
     trainable = [p for p in step.model.parameters() if p.requires_grad and is_on(p.device, device)]
     gradient = storage_bytes(trainable)
     state, transient = 0, 0
-    with untouched_globals():
+    with untouched_globals(), quietly():
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             optimizers = step.optimizers_of(fake_copy(step.model, fake_mode))
-    for optimizer in optimizers:
-        steady = optimizer_state_bytes(optimizer, device_type=device.type)
+        states = [optimizer_state_bytes(one, device_type=device.type) for one in optimizers]
+    for optimizer, steady in zip(optimizers, states, strict=True):
         if steady is None:
             text = (
                 f"The state of the optimizer {type(optimizer).__name__} is not known before its first step and counts as none in the "
