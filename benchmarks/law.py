@@ -30,8 +30,8 @@ from accuracy_configs import CONFIGS, Config
 from machine import command, latest_result, not_reported, results_folder, today
 
 from memcallback import PredictionError, __version__, format_bytes, predict
+from memcallback.core.document import Table
 from memcallback.core.step_memory import error_pct
-from memcallback.core.tables import Table
 from memcallback.prediction.textbook.predict import predict as predict_by_law
 
 DEVICE = "NVIDIA H200"

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from memcallback import TrainingStep, __version__, format_bytes, suggest_batch_size
-from memcallback.core.tables import Table
+from memcallback.core.document import Table
 from memcallback.cuda.convolution.workspace import version as cudnn_version
 from memcallback.devices.catalogue import find_device
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
-from memcallback.core.tables import for_console
+from memcallback.core.document import for_console
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.devices.catalogue import Device, find_device, names_local_device
 from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, said

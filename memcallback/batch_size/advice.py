@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from memcallback.batch_size.peaks import PeakLine, TracedPeak
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
 
@@ -18,8 +17,6 @@ DEFAULT_HEADROOM = 0.05
 #: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication
 #: Background User's Guide).
 DEFAULT_MULTIPLE = 8
-_WIDTH = 100
-_INDENT = "  "
 _NUM_RANKS_NAMED = 8
 
 
@@ -320,8 +317,8 @@ class BatchSizeAdvice(Printable):
             left_columns=frozenset({""}),
         )
 
-    def to_text(self) -> str:
-        """For a console: the suggestion, both limits, the curve, and what is left out."""
+    def document(self) -> Document:
+        """The suggestion, both limits, what is left out, and the curve."""
         lines = [self.sentence()]
         if self.limit_without_retry is not None:
             at_all = "" if self.limit is None else f", {self.limit:,} at all"
@@ -344,10 +341,7 @@ class BatchSizeAdvice(Printable):
             f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank
         ]
         lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
-        return (
-            "".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines)
-            + self.to_table().to_text()
-        )
+        return Document(*lines, self.to_table())
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes; every size is named `_bytes`, every number of samples

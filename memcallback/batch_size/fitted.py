@@ -7,7 +7,7 @@ from typing import Any
 
 from memcallback.batch_size.advice import BatchSizeBounds
 from memcallback.batch_size.peaks import TracedPeak
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
 from memcallback.prediction.protocol import StepPrediction
@@ -204,13 +204,13 @@ class FittedBatchSize(Printable):
             "allocator."
         )
 
-    def to_text(self) -> str:
-        """For a console: the trials, and what was learned from them."""
+    def document(self) -> Document:
+        """The trials, and what they showed."""
         rows = tuple(
             (
                 str(trial.batch_size),
-                _size(trial.predicted_bytes),
-                _size(trial.peak_bytes),
+                size_text(trial.predicted_bytes),
+                size_text(trial.peak_bytes),
                 trial.outcome[:1].upper() + trial.outcome[1:],
             )
             for trial in self.trials
@@ -221,7 +221,7 @@ class FittedBatchSize(Printable):
             rows=rows,
             left_columns=frozenset({"outcome"}),
         )
-        return table.to_text() + "".join(f"{line}\n" for line in (*self.corrections, *self.notes))
+        return Document(table, *self.corrections, *self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """As data that json writes; every size is named `_bytes`, every number of samples
@@ -295,7 +295,3 @@ def _ran(trial: Trial) -> str:
     if trial.fits:
         return f"Batch size {trial.batch_size}{peak} and left room:"
     return f"Batch size {trial.batch_size}{peak}, {trial.outcome}:"
-
-
-def _size(num_bytes: int | None) -> str:
-    return "n/a" if num_bytes is None else format_bytes(num_bytes)

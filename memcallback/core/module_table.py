@@ -9,14 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.step_memory import error_pct, largest, total
-from memcallback.core.tables import Printable, Table
 from memcallback.core.types import Kind, Phase
 from memcallback.core.units import format_bytes
 
 #: Of the groups of modules on a console, those that keep most.
 _NUM_GROUPS = 10
-_UNKNOWN = "n/a"
 
 
 class ModuleInfo(NamedTuple):
@@ -176,7 +175,9 @@ class ModuleTable(Printable):
         rows = []
         for module in self.ran:
             of_tables = [table.get(module.name) for table in tables]
-            cells = [_text(_figure(one, path)) for path in _FIGURES.values() for one in of_tables]
+            cells = [
+                size_text(_figure(one, path)) for path in _FIGURES.values() for one in of_tables
+            ]
             runs = module.forward.num_runs if module.forward else 0
             row = (
                 module.name or "(root)",
@@ -211,14 +212,14 @@ class ModuleTable(Printable):
         for (pattern, kind), modules in most[:_NUM_GROUPS]:
             theirs = [found for module in modules if other and (found := other.get(module.name))]
             name = modules[0].name if len(modules) == 1 else f"{pattern} ({len(modules)})"
-            kept = [_text(_kept(theirs) if theirs else None)] if other else []
+            kept = [size_text(_kept(theirs) if theirs else None)] if other else []
             peaks = [largest(_figure(module, path) for module in modules) for path in _PEAKS]
-            rows.append((name, kind, *kept, _text(_kept(modules)), *map(_text, peaks)))
+            rows.append((name, kind, *kept, size_text(_kept(modules)), *map(size_text, peaks)))
         if len(most) > _NUM_GROUPS:
             rest = [module for _, modules in most[_NUM_GROUPS:] for module in modules]
             theirs = [found for module in rest if other and (found := other.get(module.name))]
-            kept = [_text(_kept(theirs) if theirs else None)] if other else []
-            rows.append((f"{len(rest)} more", "", *kept, _text(_kept(rest)), "", ""))
+            kept = [size_text(_kept(theirs) if theirs else None)] if other else []
+            rows.append((f"{len(rest)} more", "", *kept, size_text(_kept(rest)), "", ""))
         names = (
             [f"kept, {other.step_kind.value}", f"kept, {self.step_kind.value}"]
             if other
@@ -233,11 +234,11 @@ class ModuleTable(Printable):
 
     def to_text(self, other: ModuleTable | None = None) -> str:
         """The summary and the notes, for a console."""
-        return self.summary(other).to_text() + "".join(f"{note}\n" for note in self.notes)
+        return Document(self.summary(other), *self.notes).text()
 
     def to_markdown(self, other: ModuleTable | None = None) -> str:
         """The whole table and the notes, for TensorBoard and files."""
-        return "\n\n".join((self.to_table(other).to_markdown(), *self.notes))
+        return Document(self.to_table(other), *self.notes).markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, with the unit in every key."""
@@ -285,12 +286,6 @@ def _error(module: ModuleMemory, predicted: ModuleMemory | None) -> str:
 
 def _kept(modules: Sequence[ModuleMemory]) -> int:
     return sum(module.kept_bytes or 0 for module in modules)
-
-
-def _text(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return _UNKNOWN
-    return format_bytes(num_bytes) if num_bytes >= 0 else f"-{format_bytes(-num_bytes)}"
 
 
 def phase_of_span(covers: Sequence[Phase], *, is_backward: bool) -> Phase | None:

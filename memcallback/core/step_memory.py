@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import Document, Printable, Table
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Kind, Phase
 from memcallback.core.units import format_bytes
 
@@ -161,9 +161,9 @@ class StepMemory(Printable):
             rows=tuple(window.row(window.label)[: len(columns)] for window in self.windows),
         )
 
-    def to_text(self) -> str:
-        """For a console."""
-        return self.to_table().to_text()
+    def document(self) -> Document:
+        """The table alone."""
+        return Document(self.to_table())
 
     @cached_property
     def phases(self) -> Mapping[Phase, PhaseMemory]:

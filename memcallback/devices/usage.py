@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import UNKNOWN, Document, Printable, Table
 from memcallback.core.units import MiB, format_bytes
 from memcallback.devices.nvml import (
     asked,
@@ -20,7 +20,6 @@ from memcallback.devices.nvml import (
 #: What a driver keeps of a device that nobody uses is below this; more without a process is that of
 #: processes that are not shown.
 _IDLE_BYTES = 1024 * MiB
-_UNKNOWN = "n/a"
 _LONGEST_COMMAND = 60
 _DEVICE_COLUMNS = (
     "device",
@@ -94,34 +93,31 @@ class DeviceStates(Printable):
     devices: tuple[DeviceState, ...]
     unavailable: str | None = None
 
-    def to_text(self) -> str:
-        """For a console: the devices, their processes, and what is particular."""
+    def document(self) -> Document:
+        """The devices, their processes, and notes on them."""
         if not self.devices:
-            return f"No device is seen. {self.unavailable or 'The driver has none.'}\n"
-        rows = tuple(_device_row(device) for device in self.devices)
-        text = Table(
+            return Document(f"No device is seen. {self.unavailable or 'The driver has none.'}")
+        devices = Table(
             title="Devices of this machine",
             columns=_DEVICE_COLUMNS,
-            rows=rows,
+            rows=tuple(map(_device_row, self.devices)),
             left_columns=frozenset({"name"}),
-        ).to_text()
-        processes = tuple(
-            _process_row(device, process)
-            for device in self.devices
-            for process in device.processes or ()
         )
-        if processes:
-            text += Table(
-                title="Processes",
-                columns=_PROCESS_COLUMNS,
-                rows=processes,
-                left_columns=frozenset({"user", "command"}),
-            ).to_text()
-        notes = [
-            f"Device {device.index}: {note}" for device in self.devices for note in device.notes
-        ]
-        return text + "".join(
-            f"{line}\n" for line in [*notes, *([self.unavailable] if self.unavailable else [])]
+        processes = Table(
+            title="Processes",
+            columns=_PROCESS_COLUMNS,
+            rows=tuple(
+                _process_row(device, process)
+                for device in self.devices
+                for process in device.processes or ()
+            ),
+            left_columns=frozenset({"user", "command"}),
+        )
+        return Document(
+            devices,
+            *([processes] if processes.rows else []),
+            *(f"Device {device.index}: {note}" for device in self.devices for note in device.notes),
+            *([self.unavailable] if self.unavailable else []),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,7 +146,7 @@ def _states_at(nvml: Any, index: int) -> list[DeviceState]:
         return [
             DeviceState(
                 index=str(index),
-                name=_UNKNOWN,
+                name=UNKNOWN,
                 uuid=None,
                 capacity_bytes=None,
                 used_bytes=None,
@@ -200,7 +196,7 @@ def _state(nvml: Any, handle: Any, index: str, notes: tuple[str, ...] = ()) -> D
         )
     return DeviceState(
         index=index,
-        name=asked(lambda: _text(nvml.nvmlDeviceGetName(handle))) or _UNKNOWN,
+        name=asked(lambda: _text(nvml.nvmlDeviceGetName(handle))) or UNKNOWN,
         uuid=asked(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
         capacity_bytes=asked(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         used_bytes=used,
@@ -266,9 +262,9 @@ def _device_row(device: DeviceState) -> tuple[str, ...]:
         _bytes(used),
         _bytes(capacity),
         f"{100 * used / capacity:.1f} %" if used is not None and capacity else "",
-        _UNKNOWN if device.utilisation_pct is None else f"{device.utilisation_pct} %",
-        _UNKNOWN if device.temperature_celsius is None else f"{device.temperature_celsius} °C",
-        _UNKNOWN if device.power_watts is None else f"{device.power_watts:.0f} W",
+        UNKNOWN if device.utilisation_pct is None else f"{device.utilisation_pct} %",
+        UNKNOWN if device.temperature_celsius is None else f"{device.temperature_celsius} °C",
+        UNKNOWN if device.power_watts is None else f"{device.power_watts:.0f} W",
     )
 
 
@@ -280,11 +276,11 @@ def _process_row(device: DeviceState, process: DeviceProcess) -> tuple[str, ...]
     return (
         device.index,
         str(process.pid),
-        process.user or _UNKNOWN,
+        process.user or UNKNOWN,
         _bytes(process.used_bytes),
         command,
     )
 
 
 def _bytes(num_bytes: int | None) -> str:
-    return _UNKNOWN if num_bytes is None else format_bytes(num_bytes)
+    return UNKNOWN if num_bytes is None else format_bytes(num_bytes)

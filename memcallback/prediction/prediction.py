@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from memcallback.core.allocation_trace import Alloc, Event, StepEnd
+from memcallback.core.document import Document, Printable
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory, largest
-from memcallback.core.tables import Printable
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
@@ -179,11 +179,11 @@ class Prediction(Printable):
     def __repr__(self) -> str:
         return f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of {len(self._events):,} events>"
 
-    def to_text(self) -> str:
-        """For a console: what each phase needs, what stands at the peak, whether it fits and up to
-        which batch size, and what was assumed.
+    def document(self) -> Document:
+        """What each phase needs, what is live at the peak, whether and up to which batch size it
+        fits, and what was assumed.
         """
-        return prediction_text.to_text(self)
+        return prediction_text.document(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes; every size is named `_bytes`, every number of samples

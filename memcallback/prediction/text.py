@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from memcallback.core.document import Document, Table
 from memcallback.core.step_memory import PHASE_COLUMNS, MemoryStats, StepMemory
-from memcallback.core.tables import Table
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 from memcallback.devices.catalogue import Device, HostSpec
@@ -16,8 +15,6 @@ from memcallback.prediction.protocol import StepPrediction
 
 #: Of the modules at the peak, those that hold most.
 _NUM_MODULES = 8
-_INDENT = "  "
-_WIDTH = 80
 _ONE_BATCH_SIZE = "The largest batch size is not known: only this batch size was traced."
 
 
@@ -50,16 +47,12 @@ class _Prediction(StepPrediction, Protocol):
     def limit_without_retry(self) -> int | None: ...
 
 
-def to_text(prediction: _Prediction) -> str:
+def document(prediction: _Prediction) -> Document:
     """What each phase needs, what stands at the peak, whether it fits and up to which batch size,
     and what was assumed.
     """
-    tables = (_phases(prediction), _at_peak(prediction))
     lines = (*verdict(prediction), *prediction.caveats)
-    text = "".join(table.to_text() for table in tables)
-    return text + "".join(
-        textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in lines
-    )
+    return Document(_phases(prediction), _at_peak(prediction), *lines)
 
 
 def verdict(prediction: _Prediction) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import check_headroom
+from memcallback.core.document import for_console
 from memcallback.core.errors import fail_safe
 from memcallback.core.step_memory import StepMemory
-from memcallback.core.tables import for_console
 from memcallback.core.types import Phase
 from memcallback.core.validation import described, whole_number
 from memcallback.devices.catalogue import Device

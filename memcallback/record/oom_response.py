@@ -84,7 +84,7 @@ def tell(
     if isinstance(prediction, Prediction) and make_step is not None:
         report = report.with_savings(_savings(report, prediction, make_step, say))
         if report.savings:
-            say("\n".join(report.savings_lines()))
+            say(report.savings_document().text().rstrip("\n"))
             _write(report, folder, name)
     if sinks is not None:
         sinks.log_text(OUT_OF_MEMORY_TAG, report.to_markdown(), report.place.step or 0)
@@ -128,7 +128,7 @@ def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | 
         return None
     try:
         write_whole(folder / f"{name}.json", json.dumps(report.to_dict(), indent=2) + "\n")
-        write_whole(folder / f"{name}.md", report.to_markdown())
+        write_whole(folder / f"{name}.md", report.to_markdown() + "\n")
     except OSError as error:
         warn_and_go_on(
             f"The out-of-memory report could not be written to {str(folder)!r}: {error}. It is printed. Give a folder that can be written."

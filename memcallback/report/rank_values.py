@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from memcallback.core.document import Document, Printable, Table
 from memcallback.core.step_memory import StepMemory
-from memcallback.core.tables import Printable, Table
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 
@@ -206,13 +206,9 @@ class RankValues(Printable):
             )
         return tuple(lines)
 
-    def to_text(self) -> str:
-        """For a console."""
-        return self.table().to_text() + "".join(f"{line}\n" for line in self.lines())
-
-    def to_markdown(self) -> str:
-        """For TensorBoard and files."""
-        return "\n\n".join([self.table().to_markdown(), *self.lines()])
+    def document(self) -> Document:
+        """The table, and which rank is the worst."""
+        return Document(self.table(), *self.lines())
 
 
 def _spread(figures: Iterable[int | None]) -> Spread | None:

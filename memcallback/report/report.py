@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memcallback.batch_size.advice import BatchSizeAdvice
+from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.step_memory import (
     DeviceMemory,
     MemoryStats,
@@ -14,7 +14,6 @@ from memcallback.core.step_memory import (
     StepMemory,
     error_pct,
 )
-from memcallback.core.tables import Printable, Table
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
 from memcallback.core.units import format_bytes
 from memcallback.prediction.comparison import differences
@@ -22,10 +21,7 @@ from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.protocol import StepPrediction
 from memcallback.report.rank_values import RankValues
 
-UNKNOWN = "n/a"
 _INDENT = "  "
-#: Of a line on the console.
-_WIDTH = 80
 #: Of the modules at the predicted peak, those that hold most.
 _NUM_MODULES = 3
 
@@ -114,17 +110,11 @@ class Report(Printable):
             lines.append(f"Of the device: {self.device.unavailable}.")
         return (*lines, *self.notes)
 
-    def to_text(self) -> str:
-        """For a console, 80 columns wide."""
-        lines = "".join(
-            textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT) + "\n" for line in self.lines()
+    def document(self) -> Document:
+        """The table, the lines below it, and the table over the ranks."""
+        return Document(
+            self.table(), *self.lines(), *([self.ranks.document()] if self.ranks else [])
         )
-        return self.table().to_text() + lines + (f"\n{self.ranks.to_text()}" if self.ranks else "")
-
-    def to_markdown(self) -> str:
-        """For TensorBoard and files."""
-        parts = [self.table().to_markdown(), *self.lines()]
-        return "\n\n".join([*parts, self.ranks.to_markdown()] if self.ranks else parts)
 
     def _title(self) -> str:
         step = self.measured or (self.prediction.step if self.prediction else None)
@@ -192,7 +182,7 @@ class Report(Printable):
             )
         rows.append(_row("lifetime peak allocated", None, None, self.lifetime_peak_allocated_bytes))
         share = f"{100 * used / capacity:.1f} % used" if capacity and used is not None else ""
-        rows.append((_INDENT + "capacity", "", "", _text(capacity), share))
+        rows.append((_INDENT + "capacity", "", "", size_text(capacity), share))
         return rows
 
 
@@ -310,9 +300,9 @@ def _row(
     error = error_pct(predicted, measured)
     return (
         _INDENT + label,
-        _text(predicted) if predicted is not None else "",
-        _text(low) if low is not None else "",
-        _text(measured) if is_measurable else "",
+        size_text(predicted, ""),
+        size_text(low, ""),
+        size_text(measured) if is_measurable else "",
         _percent(error) if error is not None else "",
     )
 
@@ -320,7 +310,3 @@ def _row(
 def _percent(error: float) -> str:
     rounded = round(error, 1)
     return f"{rounded:+.1f} %" if rounded else "0.0 %"
-
-
-def _text(num_bytes: int | None) -> str:
-    return UNKNOWN if num_bytes is None else format_bytes(num_bytes)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import (
+    Block,
+    Code,
+    Document,
+    Heading,
+    Paragraph,
+    Printable,
+    Table,
+    size_text,
+)
 from memcallback.core.units import format_bytes
 
-_WIDTH = 100
-_INDENT = "    "
 #: What is less than this share of the peak or of the largest batch, in percent, is no help.
 _NOTABLE_PCT = 1.0
 #: Of the savings with which a batch fits at all.
@@ -190,12 +196,12 @@ class Plan(Printable):
         )
         return (
             self.name_of(row),
-            _bytes(row.peak_allocated_bytes),
-            _bytes(row.peak_reserved_bytes),
+            size_text(row.peak_allocated_bytes, ""),
+            size_text(row.peak_reserved_bytes, ""),
             "" if row is self.current else verdict,
             "?" if row.largest_batch_size is None else f"{row.largest_batch_size:,}",
             "" if row is self.current or extra is None else f"{extra + 0:.1f} %",
-            *(_bytes(row.sent_bytes or None) for _ in self._sent_column()),
+            *(size_text(row.sent_bytes or None, "") for _ in self._sent_column()),
         )
 
     def _notes(self) -> tuple[tuple[str, Sequence[PlanRow]], ...]:
@@ -222,29 +228,17 @@ class Plan(Printable):
             f"As it is, not even one sample is sure to fit. A batch fits with {' or '.join(named)}{more}.",
         )
 
-    def to_text(self) -> str:
-        """For a console."""
-        lines = [self.to_table().to_text().rstrip("\n"), *map(_filled, self._if_nothing_fits())]
+    def document(self) -> Document:
+        """The table, how to have each saving, and what was assumed."""
+        blocks: list[Block | str] = [self.to_table(), *self._if_nothing_fits()]
         for title, rows in self._notes():
             if rows:
-                lines.append(f"\n{title}")
+                blocks.append(Heading(title))
             for row in rows:
-                lines.append(_filled(f"  {self.name_of(row)}: {row.problem or row.changes}"))
-                lines += [f"{_INDENT}{line}" for line in row.line.splitlines() if not row.problem]
-        lines += [_filled(caveat) for caveat in self.caveats]
-        return "\n".join(lines) + "\n"
-
-    def to_markdown(self) -> str:
-        """For TensorBoard and files."""
-        parts = [self.to_table().to_markdown(), *self._if_nothing_fits()]
-        for title, rows in self._notes():
-            if rows:
-                parts.append(f"**{title}**")
-            for row in rows:
-                parts.append(f"{self.name_of(row)}: {row.problem or row.changes}")
+                blocks.append(Paragraph(f"{self.name_of(row)}: {row.problem or row.changes}", 1))
                 if not row.problem:
-                    parts.append(f"```\n{row.line}\n```")
-        return "\n\n".join((*parts, *self.caveats)) + "\n"
+                    blocks.append(Code(row.line, 2))
+        return Document(*blocks, *self.caveats)
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, with the unit in every key."""
@@ -265,11 +259,3 @@ class Plan(Printable):
             ],
             "caveats": list(self.caveats),
         }
-
-
-def _bytes(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else format_bytes(size_bytes)
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=_INDENT)

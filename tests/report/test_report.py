@@ -6,8 +6,8 @@ from hand_made import law as prediction
 from hand_made import prediction as traced
 
 from memcallback.batch_size.estimate import suggest
+from memcallback.core.document import Table
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
-from memcallback.core.tables import Table
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB
 from memcallback.prediction.comparison import differences

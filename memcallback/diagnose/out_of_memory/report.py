@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from memcallback.core.code_lines import CodeLine
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import Code, Document, Heading, Paragraph, Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.savings.plan import PlanRow
 
-_WIDTH = 100
-_INDENT = "  "
 #: Of what stood, the largest.
 NUM_TENSORS = 10
+#: Columns of a table in which a line of code is shortened.
+_CODE_WIDTH = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,37 +261,61 @@ class OutOfMemoryReport(Printable):
             ]
         return [f"{said}."]
 
-    def to_text(self) -> str:
-        """For a console."""
-        parts = [self.headline(), *(f"{_INDENT}{line}" for line in self._filled(self.sentences()))]
-        parts += [f"{_INDENT}{line}" for line in self._filled(self.processes)]
-        rows = self._rows()
-        width = max(len(name) for name, _ in rows) if rows else 0
-        parts += [
-            "At that moment, measured",
-            *(f"{_INDENT}{name:<{width}}  {size:>11}" for name, size in rows),
-        ]
-        if self.tensors:
-            parts.append(
-                f"The {len(self.tensors)} largest of {self.num_tensors} tensors that stood, measured"
-            )
-        for tensor in self.tensors:
-            parts.append(
-                f"{_INDENT}{format_bytes(tensor.size_bytes):>11}  {tensor.dtype} {_shape(tensor.shape)}  {_owner(tensor)}"
-            )
-            if tensor.line is not None:
-                parts.append(f"{_INDENT}{'':11}  made at {tensor.line}: {tensor.line.text}")
-        return "\n".join([*parts, *self._filled(self.notes), *self.savings_lines()]) + "\n"
+    def document(self) -> Document:
+        """What happened and where, the error itself, memory at that moment, and what would help."""
+        return self._document(Code(self.error))
 
-    def savings_lines(self) -> list[str]:
-        """What would help, for a console; nothing if nothing is known to."""
+    def to_text(self) -> str:
+        """Text for a console, without the error itself, which the traceback shows."""
+        return self._document().text()
+
+    def _document(self, *error: Code) -> Document:
+        sentences = (*self.sentences(), *self.processes)
+        return Document(
+            Heading(self.headline(), 1),
+            *(Paragraph(sentence, 1) for sentence in sentences),
+            *error,
+            *(table for table in (self._memory_table(), self._tensor_table()) if table.rows),
+            *self.notes,
+            self.savings_document(),
+        )
+
+    def savings_document(self) -> Document:
+        """What would help; empty if nothing is known to."""
         if not self.savings:
-            return []
-        lines = self._savings_table().to_text().rstrip("\n").splitlines()
+            return Document()
+        document = Document(self._savings_table())
         for row in self.savings:
-            lines.append(f"{_INDENT}{row.saving}:")
-            lines += [f"{_INDENT}{_INDENT}{line}" for line in row.line.splitlines()]
-        return lines
+            changes = Paragraph(f"{row.saving}: {row.changes}" if row.changes else row.saving, 1)
+            document = Document(document, changes, Code(row.line, 2))
+        return document
+
+    def _memory_table(self) -> Table:
+        live = [(name, size_bytes) for name, size_bytes in self.by_category if size_bytes]
+        return Table(
+            title="At that moment, measured",
+            columns=("", "size"),
+            rows=tuple(
+                (name, format_bytes(size_bytes))
+                for name, size_bytes in (*self.shortage.rows(), *live)
+            ),
+        )
+
+    def _tensor_table(self) -> Table:
+        return Table(
+            title=f"The {len(self.tensors)} largest of {self.num_tensors} live tensors, measured",
+            columns=("held by", "size", "tensor", "made at"),
+            rows=tuple(
+                (
+                    _owner(tensor),
+                    format_bytes(tensor.size_bytes),
+                    f"{tensor.dtype} {_shape(tensor.shape)}",
+                    _made_at(tensor.line),
+                )
+                for tensor in self.tensors
+            ),
+            left_columns=frozenset({"tensor", "made at"}),
+        )
 
     def _savings_table(self) -> Table:
         cells = tuple(
@@ -315,62 +338,6 @@ class OutOfMemoryReport(Printable):
         if self.expected is None or row.peak_allocated_bytes is None:
             return 0
         return self.expected.peak_allocated_bytes - row.peak_allocated_bytes
-
-    def _rows(self) -> list[tuple[str, str]]:
-        standing = [(name, size_bytes) for name, size_bytes in self.by_category if size_bytes]
-        return [
-            (name, format_bytes(size_bytes))
-            for name, size_bytes in (*self.shortage.rows(), *standing)
-        ]
-
-    @staticmethod
-    def _filled(lines: Sequence[str]) -> list[str]:
-        return [
-            part
-            for line in lines
-            for part in textwrap.wrap(line, _WIDTH, subsequent_indent=_INDENT)
-        ]
-
-    def to_markdown(self) -> str:
-        """For TensorBoard and files."""
-        parts = [
-            f"# {self.headline()}",
-            *self.sentences(),
-            *self.processes,
-            f"```\n{self.error}\n```",
-        ]
-        parts.append(
-            Table(
-                title="At that moment, measured", columns=("what", "size"), rows=tuple(self._rows())
-            ).to_markdown()
-        )
-        if self.tensors:
-            rows = tuple(
-                (
-                    _owner(tensor),
-                    format_bytes(tensor.size_bytes),
-                    f"{tensor.dtype} {_shape(tensor.shape)}",
-                    "" if tensor.line is None else f"`{tensor.line}`",
-                )
-                for tensor in self.tensors
-            )
-            title = f"The {len(rows)} largest of {self.num_tensors} tensors that stood, measured"
-            left = frozenset({"tensor", "made at"})
-            parts.append(
-                Table(
-                    title=title,
-                    columns=("whose", "size", "tensor", "made at"),
-                    rows=rows,
-                    left_columns=left,
-                ).to_markdown()
-            )
-        parts += self.notes
-        if self.savings:
-            parts.append(self._savings_table().to_markdown())
-            parts += [
-                f"{row.saving}: {row.changes}\n\n```\n{row.line}\n```" for row in self.savings
-            ]
-        return "\n\n".join(parts) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, with the unit in every key."""
@@ -416,6 +383,14 @@ class OutOfMemoryReport(Printable):
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"({', '.join(map(str, shape))})"
+
+
+def _made_at(line: CodeLine | None) -> str:
+    """The line, and below it the beginning of its code."""
+    if line is None:
+        return ""
+    code = line.text if len(line.text) <= _CODE_WIDTH else f"{line.text[:_CODE_WIDTH]} ..."
+    return f"{line}\n{code}".rstrip()
 
 
 def _owner(tensor: StandingTensor) -> str:

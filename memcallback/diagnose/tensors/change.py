@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memcallback.core.code_lines import CodeLine
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import Document, Printable, Table
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
 
@@ -203,15 +203,10 @@ class TensorChange(Printable):
                 )
         return (*lines, *self.notes)
 
-    def to_text(self) -> str:
-        """For a console."""
+    def document(self) -> Document:
+        """What came and went, and what it does not show."""
         table = self.to_table()
-        text = table.to_text() if table.rows else f"{table.title}\n"
-        return text + "".join(f"{line}\n" for line in self.lines())
-
-    def to_markdown(self) -> str:
-        """For TensorBoard and files."""
-        return "\n\n".join([self.to_table().to_markdown(), *self.lines()]) + "\n"
+        return Document(*([table] if table.rows else table.title.splitlines()), *self.lines())
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, with the unit in every key."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from memcallback.core.code_lines import CodeLine, is_library, line_at
-from memcallback.core.tables import Printable
+from memcallback.core.document import Document, Printable
 from memcallback.core.validation import described
 from memcallback.devices.local import default_device
 from memcallback.devices.memory import resident_bytes
@@ -230,13 +230,9 @@ class TensorDiff(Printable):
             )
         return tuple(notes)
 
-    def to_text(self) -> str:
-        """All changes, for a console."""
-        return "\n".join(change.to_text() for change in self._told)
-
-    def to_markdown(self) -> str:
-        """All changes, for TensorBoard and files."""
-        return "\n".join(change.to_markdown() for change in self._told)
+    def document(self) -> Document:
+        """All changes."""
+        return Document(*(change.document() for change in self._told))
 
     def to_dict(self) -> dict[str, Any]:
         """All changes as data that json writes, with the unit in every key."""

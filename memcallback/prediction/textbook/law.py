@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from memcallback.core.document import Printable
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
-from memcallback.core.tables import Printable
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memcallback.core.tables import Printable, Table
+from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
 
 
@@ -134,9 +134,9 @@ class LayerTable(Printable):
             totals=True,
         )
 
-    def to_text(self) -> str:
-        """For a console."""
-        return self.to_table().to_text()
+    def document(self) -> Document:
+        """The table alone."""
+        return Document(self.to_table())
 
     def to_dict(self) -> dict[str, Any]:
         """The table for JSON: a list of layers and the sums, the unit in every key."""

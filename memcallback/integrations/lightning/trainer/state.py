@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from memcallback.core.tables import for_console
+from memcallback.core.document import for_console
 from memcallback.diagnose.health.growth import Progress
 
 #: What Lightning calls a stage, in words.
