@@ -1,13 +1,19 @@
-"""Argument checks."""
+"""Argument checks, and words for what a user passed."""
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable
 from numbers import Real
+from typing import Any
+
+#: The shortest sequence length that can be varied: four lengths are traced.
+MIN_SEQUENCE_LENGTH = 4
 
 
 def whole_number(name: str, value: object, hint: str, *, least: int = 1) -> int:
-    """A whole number, which may be NumPy's."""
+    """A whole number as an int; NumPy's are accepted."""
     # NumPy and PyTorch have a True of their own, which some of their versions let pass for 1.
     is_true_or_false = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
@@ -22,13 +28,13 @@ def whole_number(name: str, value: object, hint: str, *, least: int = 1) -> int:
 
 
 def above_0(name: str, value: object, hint: str) -> None:
-    """See that a number is above 0."""
+    """Check that a number is above 0."""
     if not _number(name, value, hint) > 0:
         raise ValueError(f"{name} must be above 0, got {value}. {hint}")
 
 
 def share(name: str, value: object, hint: str) -> None:
-    """See that a number is at least 0 and below 1."""
+    """Check that a number is at least 0 and below 1."""
     if not 0 <= _number(name, value, hint) < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}. {hint}")
 
@@ -39,18 +45,34 @@ def _number(name: str, value: object, hint: str) -> float:
     return float(value)
 
 
+def cannot_take(function: Callable[..., Any], num_arguments: int) -> str | None:
+    """Why a function cannot be called with so many arguments; None if it can, or is unknown."""
+    try:
+        # The wrapper's own signature: it may pass more arguments on to what it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*(None,) * num_arguments)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 def described(value: object) -> str:
-    """What was given, in a few words: a text or a number as it is, of anything else its kind."""
+    """A value in a few words: text and numbers as they are, anything else by its type."""
     if value is None or isinstance(value, (str, bytes, int, float)):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
 
 
 def kind_of(value: object) -> str:
-    """Of what type a value is."""
+    """A value's type with its article, such as `a Linear`."""
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
-#: The shortest sequence length of which others can be told: four are traced.
-MIN_SEQUENCE_LENGTH = 4
+def name_of(function: object) -> str:
+    """The name of a function or class; of another callable the name of its class."""
+    name = getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) else type(function).__name__

@@ -30,10 +30,11 @@ from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.watch import Watch
 from memcallback.report.report import Report
 from memcallback.report.writers import Writers
-from memcallback.step.batch import INFERRED
-from memcallback.step.checks import Loss, warn_of_batch, warn_of_devices
+from memcallback.step.batch import INFERRED, warn_of_batch
 from memcallback.step.copies.optimizers import unwrapped
-from memcallback.step.training_step import TrainingStep, is_sharded
+from memcallback.step.loss import Loss
+from memcallback.step.model import is_sharded, warn_of_devices
+from memcallback.step.training_step import TrainingStep
 
 
 def step_of(

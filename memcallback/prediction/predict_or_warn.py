@@ -12,7 +12,7 @@ from memcallback.prediction import predict as tracing
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.protocol import StepPrediction
 from memcallback.prediction.textbook import predict as textbook
-from memcallback.step.checks import devices_of
+from memcallback.step.model import devices_of
 from memcallback.step.training_step import TrainingStep
 
 

@@ -26,7 +26,7 @@ from memcallback.record.rank_exchange import RankExchange
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.report import Report
 from memcallback.report.writers import Writers
-from memcallback.step.checks import warn_of_devices
+from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
 

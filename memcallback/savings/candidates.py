@@ -22,7 +22,7 @@ from memcallback.savings.segments import (
     segments_together,
     sensible_segments,
 )
-from memcallback.step.layers import found, has_blocks, is_sequential
+from memcallback.step.model import has_blocks, is_sequential, layer_containers
 from memcallback.step.training_step import TrainingStep
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -200,7 +200,7 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
     if is_checkpointed(step.model):
         return
     try:
-        names = found(step.model)
+        names = layer_containers(step.model)
     except ValueError:
         return
     containers = {name: step.model.get_submodule(name) for name in names}

@@ -15,7 +15,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint as torch_checkpoint
 
 from memcallback.core.tensors import tensors_in
-from memcallback.step.layers import found, is_sequential, listed, named, starts
+from memcallback.step.model import (
+    is_sequential,
+    layer_containers,
+    listed,
+    module_named,
+    segment_starts,
+)
 
 #: What `checkpoint=` may be: True for whatever is found, or what is to be: a name, several, or
 #: numbers of segments by name.
@@ -121,7 +127,7 @@ def _wanted(
                 f"segments={segments} cannot hold beside those in name={dict(name)}. Leave segments out."
             )
         return name
-    names = found(root) if name is None else [name] if isinstance(name, str) else name
+    names = layer_containers(root) if name is None else [name] if isinstance(name, str) else name
     if segments is not None and len(names) > 1:
         raise ValueError(
             f"segments={segments} is for one nn.Sequential, and there are {len(names)} modules: {listed(names)}. Leave it out, or give a "
@@ -315,10 +321,14 @@ def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _stand_ins(root: nn.Module, name: str, segments: int | None) -> Iterator[_StandIn]:
     """What to put in place of the forward pass of a module, or of the blocks in it."""
-    module = named(root, name)
+    module = module_named(root, name)
     if is_sequential(module) and _original(module, name) is None:
         yield _Segments(
-            module, name, None, starts(module, name, segments), is_last_checkpointed=bool(name)
+            module,
+            name,
+            None,
+            segment_starts(module, name, segments),
+            is_last_checkpointed=bool(name),
         )
         return
     if segments is not None:

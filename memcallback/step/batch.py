@@ -1,4 +1,4 @@
-"""Infer the batch size of a batch."""
+"""The batch of a step: infer how many samples it has, and check the sizes that a user gives."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from memcallback.core.errors import warn_and_go_on
 from memcallback.core.tensors import tensors_in
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
 
-#: What to give for a batch size.
+#: The hint of every error about a batch size.
 INFERRED = "Leave it out to have it inferred from the batch."
 
 
@@ -21,7 +22,7 @@ class BatchSize:
     """How many samples a batch has.
 
     Attributes:
-        batch_size: The number, None if no tensor in the batch has a first dimension.
+        batch_size: The number; None if no tensor in the batch has a first dimension.
         is_ambiguous: Whether the tensors' first dimensions differ; then the number is the most
             frequent of them.
     """
@@ -31,17 +32,16 @@ class BatchSize:
 
 
 def infer_batch_size(batch: object) -> BatchSize:
-    """How many samples a batch has: its own `batch_size` or `num_graphs` if it has one, else the
-    tensors' first dimension.
+    """Infer it from the batch's own `batch_size` or `num_graphs`, or the tensors' first dimensions.
 
-    A batch of lists that have an item for each sample (images of different sizes) has as many
-    samples as these have items.
+    A batch of lists with an item for each sample (images of different sizes) has as many samples
+    as the lists have items.
     """
     for name in ("batch_size", "num_graphs"):
         own = _attribute(batch, name)
         if isinstance(own, torch.Size):
             own = own[0] if own else None
-        if not isinstance(own, torch.Tensor):  # on a device, reading it would wait for the device
+        if not isinstance(own, torch.Tensor):  # reading one on a device would wait for the device
             with suppress(TypeError, ValueError):
                 return BatchSize(batch_size=whole_number(name, own, ""))
     tensors = list(tensors_in(batch))
@@ -55,16 +55,11 @@ def infer_batch_size(batch: object) -> BatchSize:
 
 
 def _items_in_lists(batch: object) -> int | None:
-    """The length of the lists and tuples in a batch that has all its tensors in such, all of one
-    length; None for another batch.
-    """
-    values = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
+    """The common length of the lists that hold all tensors of a batch; None for another batch."""
+    if isinstance(batch, Mapping):
+        values = list(batch.values())
+    else:
+        values = list(batch) if isinstance(batch, (list, tuple)) else []
     filled = [value for value in values if next(tensors_in(value), None) is not None]
     lengths = {len(value) if isinstance(value, (list, tuple)) else None for value in filled}
     return next(iter(lengths)) if len(lengths) == 1 else None
@@ -75,3 +70,43 @@ def _attribute(batch: object, name: str) -> object:
         return getattr(batch, name, None)
     except Exception:  # a property of a user's batch can fail in any way
         return None
+
+
+def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
+    """Warn where the batch size is not given and cannot be inferred, or is a guess."""
+    if batch_size is not None:
+        return
+    inferred = infer_batch_size(batch)
+    if inferred.batch_size is None:
+        warn_and_go_on(
+            f"The batch size cannot be inferred from a batch of type {type(batch).__name__}: no "
+            "tensor in it has a first dimension. Memory is recorded, but not predicted, and no "
+            f"batch size is suggested. Give it: {name}(batch_size=32)."
+        )
+    elif inferred.is_ambiguous:
+        warn_and_go_on(
+            "The tensors of the batch differ in their first dimension; "
+            f"{inferred.batch_size}, the most frequent, is taken for the batch size. "
+            f"If that is wrong, give it: {name}(batch_size=32)."
+        )
+
+
+def check_sequence_length(sequence_length: object, batch: object) -> int:
+    """Check that a sequence length is long enough and is the size of a dimension in the batch."""
+    hint = "Give the length of the batch's sequences, or leave it out."
+    length = whole_number(
+        "sequence_length",
+        sequence_length,
+        f"Shorter ones are traced to predict others. {hint}",
+        least=MIN_SEQUENCE_LENGTH,
+    )
+    sizes = {size for tensor in tensors_in(batch) for size in tensor.shape[1:]}
+    if length not in sizes:
+        known = (
+            f"these have sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "there are none"
+        )
+        raise ValueError(
+            f"sequence_length {length} must be the size of a dimension after the first of a tensor "
+            f"in the batch, and {known}. {hint}"
+        )
+    return length

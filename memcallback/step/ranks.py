@@ -15,7 +15,7 @@ from torch import nn
 from memcallback.core.tensors import torch_version
 from memcallback.core.units import MiB
 from memcallback.core.validation import described, whole_number
-from memcallback.step.layers import found
+from memcallback.step.model import layer_containers
 from memcallback.step.pipeline import Pipeline, PipelineError, check_options, in_pipeline
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def _fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The layers of the outermost containers that have parameters: each is gathered on its own."""
     try:
-        names = found(model)
+        names = layer_containers(model)
     except ValueError:
         return []
     modules = dict(model.named_modules())

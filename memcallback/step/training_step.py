@@ -1,72 +1,28 @@
-"""TrainingStep: model, batch, loss, optimizer, precision. Default loss included."""
+"""TrainingStep: the model, batch, loss, optimizer, precision and ranks of one training step."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import nn
 
 from memcallback.core.errors import PredictionError
-from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import above_0, described, whole_number
-from memcallback.step.batch import INFERRED, BatchSize, infer_batch_size
-from memcallback.step.checks import (
-    Loss,
-    check_losses,
-    check_manual_optimization,
-    check_optimizers,
+from memcallback.step.batch import (
+    INFERRED,
+    BatchSize,
     check_sequence_length,
-    name_of,
-    wrong_with_optimizer,
+    infer_batch_size,
 )
-from memcallback.step.lightning_loop import LightningLoop, configured_optimizers, lightning_loss
+from memcallback.step.lightning_loop import LightningLoop, lightning_loss
+from memcallback.step.loss import Loss, check_losses, default_loss
+from memcallback.step.model import is_sharded
+from memcallback.step.optimizers import OptimizerOption, check_optimizers, optimizers_for
 from memcallback.step.ranks import Ranks, ranks_of
 
-
-def call_model(model: torch.nn.Module, batch: Any) -> Any:
-    """What the model returns for a batch."""
-    return model(**batch) if is_handed_over_by_name(model, batch) else model(batch)
-
-
-def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The `loss` that the model returns, as models of transformers do where the batch has labels,
-    or the sum of its floating-point outputs.
-    """
-    returned = call_model(model, batch)
-    loss = (
-        returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
-    )
-    if isinstance(loss, torch.Tensor):
-        return loss
-    outputs = [tensor for tensor in tensors_in(returned) if tensor.is_floating_point()]
-    if not outputs:
-        raise ValueError(
-            "The model returned no floating-point tensor, so there is nothing to train. Give loss=lambda model, batch: ..."
-        )
-    return torch.stack([output.sum() for output in outputs]).sum()
-
-
-def is_handed_over_by_name(model: torch.nn.Module, batch: Any) -> bool:
-    """Whether a batch is a mapping whose keys are arguments of the model's `forward`."""
-    if not isinstance(batch, Mapping):
-        return False
-    try:
-        signature = inspect.signature(model.forward)
-        signature.bind(**batch)
-    except (TypeError, ValueError):  # it takes other arguments, or does not tell which
-        return False
-    # A wrapper takes anything.
-    return all(
-        parameter.kind is not parameter.VAR_POSITIONAL
-        for parameter in signature.parameters.values()
-    )
-
-
-MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-Prepare = Callable[[torch.nn.Module, Any], Any]
+Prepare = Callable[[nn.Module, Any], Any]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
 #: Lightning's names for precisions -> the type that autocast computes in; None where autocast is
 #: off.
@@ -140,14 +96,11 @@ class TrainingStep:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         batch: object,
         *,
         loss: Loss | Sequence[Loss] | None = None,
-        optimizer: torch.optim.Optimizer
-        | Sequence[torch.optim.Optimizer]
-        | MakeOptimizer
-        | None = None,
+        optimizer: OptimizerOption = None,
         precision: str | int = "32-true",
         batch_size: int | None = None,
         sequence_length: int | None = None,
@@ -156,81 +109,40 @@ class TrainingStep:
         clip_grad_value: float | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"model must be a torch.nn.Module, got {described(model)}. Give the model itself, not a function that makes it."
-            )
-        name = _SHORT.get(str(precision), str(precision))
-        if name not in AUTOCAST:
+        self.model, self.ranks = _model_and_ranks(model, ranks)
+        self.batch = batch
+        self.batch_size = infer_batch_size(batch)
+        if batch_size is not None:
+            self.batch_size = BatchSize(batch_size=whole_number("batch_size", batch_size, INFERRED))
+        self.sequence_length = (
+            None if sequence_length is None else check_sequence_length(sequence_length, batch)
+        )
+        loss = default_loss if loss is None else loss
+        check_losses(loss)
+        self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss,)
+        check_optimizers(self.model, optimizer)
+        self._optimizer = optimizer
+        self.precision = _SHORT.get(str(precision), str(precision))
+        if self.precision not in AUTOCAST:
             raise ValueError(
                 f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}."
             )
-        if batch_size is not None:
-            batch_size = whole_number("batch_size", batch_size, INFERRED)
-        if ranks is not None and not isinstance(ranks, Ranks):
-            raise TypeError(
-                f"ranks must be memcallback.Ranks, got {described(ranks)}. Give Ranks(world_size, 'ddp'), or None for one device."
-            )
-        if clip_grad_norm is not None:
-            above_0(
-                "clip_grad_norm",
-                clip_grad_norm,
-                "Give the largest norm, such as 1.0, or None for no clipping.",
-            )
-        if clip_grad_value is not None:
-            above_0(
-                "clip_grad_value",
-                clip_grad_value,
-                "Give the largest value, such as 0.5, or None for no clipping.",
-            )
-        check_losses(default_loss if loss is None else loss)
-        check_optimizers(model, optimizer)
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            ranks, model = ranks or ranks_of(model), model.module
-        self.model = model
-        self.batch = batch
-        self.losses: tuple[Loss, ...] = (
-            tuple(loss)
-            if isinstance(loss, Sequence)
-            else (loss if loss is not None else default_loss,)
-        )
-        if len(self.losses) > 1 and (
-            not isinstance(optimizer, Sequence) or len(optimizer) != len(self.losses)
-        ):
-            given = (
-                f"a list of {len(optimizer)}"
-                if isinstance(optimizer, Sequence)
-                else described(optimizer)
-            )
-            raise ValueError(
-                f"{len(self.losses)} losses need as many optimizers, got {given}. Give optimizer=[one for each loss]."
-            )
-        self.precision = name
         self.accumulate = whole_number(
             "accumulate",
             accumulate,
             "It is how many batches there are for one update, 1 by default.",
         )
-        if len(self.losses) > 1 and self.accumulate > 1:
-            raise ValueError(
-                f"accumulate={accumulate} with {len(self.losses)} losses is not known: a step of several updates has one batch. Leave "
-                "accumulate out."
-            )
+        if len(self.losses) > 1:
+            _check_several_losses(len(self.losses), optimizer, self.accumulate)
+        _check_clipping("clip_grad_norm", clip_grad_norm, "norm, such as 1.0")
+        _check_clipping("clip_grad_value", clip_grad_value, "value, such as 0.5")
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
-        self.ranks = ranks
         self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
         self.has_accumulation = False
         self.prepare: Prepare | None = None
         self.change_optimizers: ChangeOptimizers | None = None
-        self._optimizer = optimizer
-        self.batch_size = (
-            infer_batch_size(batch) if batch_size is None else BatchSize(batch_size=batch_size)
-        )
-        self.sequence_length = (
-            None if sequence_length is None else check_sequence_length(sequence_length, batch)
-        )
 
     @property
     def loss(self) -> Loss:
@@ -290,10 +202,7 @@ class TrainingStep:
         module: Any,
         batch: object,
         *,
-        optimizer: torch.optim.Optimizer
-        | Sequence[torch.optim.Optimizer]
-        | MakeOptimizer
-        | None = None,
+        optimizer: OptimizerOption = None,
         precision: str | int = "32-true",
         batch_size: int | None = None,
         sequence_length: int | None = None,
@@ -331,10 +240,10 @@ class TrainingStep:
                 f"clip_grad_norm is {clip_grad_norm} and clip_grad_value is {clip_grad_value}; a Trainer clips in one of these ways: give one."
             )
         if not getattr(module, "automatic_optimization", True):
-            check_manual_optimization(
-                accumulate=accumulate,
+            _check_manual_optimization(
                 clip_grad_norm=clip_grad_norm,
                 clip_grad_value=clip_grad_value,
+                accumulate=None if accumulate == 1 else accumulate,
             )
         step = cls(
             module,
@@ -353,7 +262,7 @@ class TrainingStep:
         # collected.
         step.losses = (
             lambda copy, fakes: lightning_loss(
-                loop, copy, fakes, len(_optimizers_of(copy, optimizer, is_lightning=True))
+                loop, copy, fakes, len(optimizers_for(copy, optimizer, is_lightning=True))
             ),
         )
         step.zero_grad_before_forward = False
@@ -403,52 +312,68 @@ class TrainingStep:
             self.has_accumulation if has_accumulation is None else has_accumulation
         )
         step.change_optimizers = change_optimizers or self.change_optimizers
-        step.prepare = _one_after_the_other(self.prepare, prepare)
+        step.prepare = _in_sequence(self.prepare, prepare)
         return step
 
-    def optimizers_of(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    def optimizers_of(self, model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
         """The step's optimizers: the given ones, or new ones for a model, which may be a copy of
         the step's.
         """
-        return _optimizers_of(model, self._optimizer, is_lightning=self.lightning is not None)
+        return optimizers_for(model, self._optimizer, is_lightning=self.lightning is not None)
 
 
-def _one_after_the_other(first: Prepare | None, second: Prepare | None) -> Prepare | None:
+def _in_sequence(first: Prepare | None, second: Prepare | None) -> Prepare | None:
     if first is None or second is None:
         return first or second
     return lambda model, batch: second(model, first(model, batch))
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether a model's parameters are spread over several devices by FSDP or as DTensors."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return True
-    return any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
+def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | None]:
+    """Check both; the module in a `DistributedDataParallel`, which says what its ranks are."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {described(model)}. "
+            "Give the model itself, not a function that makes it."
+        )
+    if ranks is not None and not isinstance(ranks, Ranks):
+        raise TypeError(
+            f"ranks must be memcallback.Ranks, got {described(ranks)}. "
+            "Give Ranks(world_size, 'ddp'), or None for one device."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module, ranks or ranks_of(model)
+    return model, ranks
 
 
-def _optimizers_of(
-    model: Any,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakeOptimizer | None,
-    *,
-    is_lightning: bool,
-) -> tuple[torch.optim.Optimizer, ...]:
-    if optimizer is None:
-        return configured_optimizers(model) if is_lightning else ()
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return (optimizer,)
-    if not isinstance(optimizer, Sequence):
-        return (_made(optimizer, model),)
-    return tuple(optimizer)
+def _check_several_losses(number: int, optimizer: object, accumulate: int) -> None:
+    """Check that there is an optimizer for each of several losses, and no accumulation."""
+    if not isinstance(optimizer, Sequence) or len(optimizer) != number:
+        value = (
+            f"a list of {len(optimizer)}"
+            if isinstance(optimizer, Sequence)
+            else described(optimizer)
+        )
+        raise ValueError(
+            f"{number} losses need as many optimizers, got {value}. "
+            "Give optimizer=[one for each loss]."
+        )
+    if accumulate > 1:
+        raise ValueError(
+            f"accumulate={accumulate} with {number} losses is not known: a step of several "
+            "updates has one batch. Leave accumulate out."
+        )
 
 
-def _made(make: MakeOptimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that a user's function makes of a model's parameters."""
-    try:
-        optimizer = make(model.parameters())
-    except Exception as error:  # a user's function can fail in any way
-        raise PredictionError(
-            f"optimizer {name_of(make)} failed when it was called with the model's parameters: {type(error).__name__}: {error}"
-        ) from error
-    if wrong := wrong_with_optimizer(optimizer, model):
-        raise PredictionError(f"optimizer {name_of(make)} {wrong}")
-    return optimizer
+def _check_clipping(name: str, value: float | None, example: str) -> None:
+    if value is not None:
+        above_0(name, value, f"Give the largest {example}, or None for no clipping.")
+
+
+def _check_manual_optimization(**options: object) -> None:
+    """Check that options of automatic optimization have their defaults."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} with manual optimization is not known: the training_step says "
+                "itself when it clips and updates, and Lightning refuses it too. Leave it out."
+            )

@@ -26,9 +26,10 @@ from memcallback.step.copies.optimizers import (
     run_to_the_end,
 )
 from memcallback.step.copies.resizing import resize_batch
+from memcallback.step.loss import default_loss, is_passed_by_name
 from memcallback.step.pipeline import Pipeline
 from memcallback.step.ranks import Ranks, newer_torch_needed
-from memcallback.step.training_step import TrainingStep, default_loss, is_handed_over_by_name
+from memcallback.step.training_step import TrainingStep
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import Bounds
@@ -134,9 +135,7 @@ def _way_out(step: TrainingStep) -> str:
     if step.loss is not default_loss or isinstance(step.batch, torch.Tensor):
         return _WITHOUT_IT
     return _NO_LOSS.format(
-        "as model(**batch)"
-        if is_handed_over_by_name(step.model, step.batch)
-        else "with the whole batch"
+        "as model(**batch)" if is_passed_by_name(step.model, step.batch) else "with the whole batch"
     )
 
 

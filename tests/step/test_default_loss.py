@@ -70,7 +70,7 @@ def sum_of(name, call):
 
 
 @pytest.mark.parametrize("returns", [dict, UserDict, SimpleNamespace])
-def test_a_batch_is_handed_over_by_name_and_the_loss_that_the_model_returns_is_taken(returns):
+def test_a_batch_is_passed_by_name_and_the_loss_that_the_model_returns_is_taken(returns):
     model = Tagger(returns)
 
     def loss(model, batch):

@@ -61,8 +61,8 @@ from memcallback.report.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
 from memcallback.report.writers import Writers
 from memcallback.savings.checkpointing import CheckpointOption
 from memcallback.savings.plan import Plan
-from memcallback.step.batch import INFERRED, infer_batch_size
-from memcallback.step.checks import warn_of_batch, warn_of_devices
+from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
+from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 from memcallback.core.errors import PredictionError
 from memcallback.core.phase_spans import PhaseSpan
 from memcallback.core.types import Phase
-from memcallback.step.checks import wrong_with_loss
+from memcallback.step.loss import wrong_with_loss
 from memcallback.step.training_step import TrainingStep
 
 

@@ -19,7 +19,8 @@ from memcallback.prediction.predict_or_warn import traced
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.plan import Plan
 from memcallback.savings.what_if import what_if
-from memcallback.step.training_step import TrainingStep, is_sharded
+from memcallback.step.model import is_sharded
+from memcallback.step.training_step import TrainingStep
 
 #: How a person leaves the prediction of a Trainer's step out.
 LEAVES_OUT_PREDICTION = "MemoryCallback(predict=False)"
