@@ -402,14 +402,14 @@ class CarriesGraph(CarriesDetached):
 SICK = {
     "losses on the module": Program(
         KeepsLosses,
-        names=("attribute 'losses' of the root module", "self.losses.append(loss)", "loss.item()"),
+        names=("attribute 'losses' of the root module", "loss.item()"),
     ),
     "losses in a dict": Program(
         KeepsLossesInDict,
-        names=("attribute 'history' of the root module", 'self.history["loss"].append(loss)'),
+        names=("attribute 'history' of the root module",),
     ),
     "losses in a global list": Program(
-        KeepsLossesGlobally, names=("'GLOBAL_LOSSES'", "GLOBAL_LOSSES.append(loss)")
+        KeepsLossesGlobally, names=("variable 'GLOBAL_LOSSES' in health_programs.py",)
     ),
     "outputs": Program(
         KeepsOutputs, names=("attribute 'outputs' of the root module", "(8, 10) float32")
@@ -419,7 +419,7 @@ SICK = {
     ),
     "a metric": Program(
         KeepsInMetric,
-        names=("attribute 'metric.values' of the root module", "self.values.append(value)"),
+        names=("attribute 'metric.values' of the root module",),
     ),
     "a hook": Program(
         StoresActivations, names=("attribute 'activations' of the root module", "(8, 256) float32")
@@ -491,7 +491,6 @@ SICK_ON_A_SMALL_DEVICE = {
         ends_out_of_memory=True,
         names=(
             "attribute 'cache' of the root module: larger",
-            "self.cache = ",
             "the device is full in about",
         ),
     ),
@@ -504,6 +503,6 @@ SICK_ON_A_SMALL_DEVICE = {
     "blocks that grow": Program(LongerAndLonger, names=("tried again", "expandable_segments:True")),
     "fragments": Program(Fragmented, names=("between tensors", "expandable_segments:True")),
     "a device that is nearly full": Program(
-        NearlyFull, names=("are left on", "5 % are to stay free")
+        NearlyFull, names=("are left on", "5 % should stay free")
     ),
 }

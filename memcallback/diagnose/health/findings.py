@@ -1,13 +1,13 @@
-"""Rules: retries, headroom, fragmentation, other processes.
+"""Health: rules for retries, headroom, fragmentation and other processes.
 
-| finding | it is right when |
+| finding | reported when |
 |---|---|
-| retries | the allocator ran out and tried again in 3 of the last 50 steady steps: a step that meets the longest batch so far may, one in twenty does not |
-| headroom | the peak reserved memory of a steady step leaves less than the headroom free, and at least nine tenths of it are in use |
-| reserved far above allocated | the same, and a tenth of what the allocator may have is reserved and not allocated at the peak; either most of that is split, so that nobody can have it, or others use the device too. A cache on a device with room for it harms nobody |
-| another process | others have taken more of the device than the headroom since training began, at two readings in a row, so that it is not the moment of a short command |
+| retries | the allocator ran out of memory and retried in 3 of the last 50 steady steps. The longest batch so far may cause a retry; one in twenty steps does not |
+| headroom | the peak reserved memory of a steady step leaves less than the headroom free, and at least nine tenths of the reserved memory is in use |
+| reserved far above allocated | the same, but a tenth of the allocator's memory is reserved and unallocated at the peak. Either most of it is inactive split memory, which nobody can use, or other processes need the device too. A cache on a device with room for it does no harm |
+| another process | other processes have taken more of the device than the headroom since training began, at two readings in a row, so not a short-lived command |
 
-The first steps do not count: before the first update nothing is as it will be.
+Warm-up steps do not count, because memory is unusual before the first update.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from memcallback.core.units import GiB, format_bytes
 
 _NUM_STEPS = 50
 _NUM_STEPS_WITH_RETRIES = 3
-#: Of what the allocator may have: reserved and not allocated at the peak.
-_SLACK = 0.1
-#: Who else has less than this share of a device does not need the cache of this process.
+#: Report unallocated memory above this share of what the allocator may have.
+_MAX_UNALLOCATED = 0.1
+#: Other processes need the device if they use at least this share of it.
 _NEEDED_BY_OTHERS = 0.05
-#: Where processes are not told apart, what grows outside of the allocator may be this process's own
-#: libraries, whose buffers come with the first use of each (communication between devices, kernels
-#: loaded late, other libraries): up to about 1 GiB.
+#: Where processes cannot be told apart, memory outside the allocator may be this process's own
+#: libraries. They allocate buffers on first use (communication, kernels loaded late), up to about
+#: 1 GiB.
 _OWN_LIBRARIES_BYTES = 2 * GiB
 _OWN_LIBRARIES = 0.1
 _SETTING = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class Sign(Enum):
-    """What is wrong."""
+    """A kind of problem."""
 
     LEAK = "leak"
     RETRIES = "retries"
@@ -46,14 +46,13 @@ class Sign(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong with the memory of a training. All figures in it are measured, unless
-    they say otherwise.
+    """A problem with the memory of a training. All its numbers are measured unless it says so.
 
     Attributes:
-        sign: What it is.
-        value: What was seen, a sentence.
-        rule: Why that is told, a sentence.
-        way_out: What to do, one sentence or several.
+        sign: The kind of problem.
+        value: A sentence on what was measured.
+        rule: A sentence on why this is a problem.
+        hint: Sentences on what to do.
     """
 
     sign: Sign
@@ -66,7 +65,7 @@ class Finding:
 
 
 class Health:
-    """Judges the steps and readings of one training on one device."""
+    """Judges the steps and device readings of one training on one device."""
 
     def __init__(
         self,
@@ -82,15 +81,16 @@ class Health:
         #: The steady step since the last reading that reserved the most.
         self._largest: StepMemory | None = None
         self._first: DeviceMemory | None = None
-        self._is_taken = False
-        self._found: set[Sign] = set()
+        self._were_others_above_limit = False
+        self._reported: set[Sign] = set()
 
     def on_step(self, record: StepMemory) -> list[Finding]:
-        """Take a step."""
+        """Judge a step; return new findings."""
         if record.is_warm_up or record.is_interrupted:
             return []
-        if _reserved(record) is not None and (
-            self._largest is None or (_reserved(record) or 0) >= (_reserved(self._largest) or 0)
+        reserved = _reserved(record)
+        if reserved is not None and (
+            self._largest is None or reserved >= (_reserved(self._largest) or 0)
         ):
             self._largest = record
         retries = record.num_alloc_retries
@@ -102,151 +102,181 @@ class Health:
         return self._once(self._retrying(record))
 
     def on_reading(self, device: DeviceMemory, *, limit_bytes: int | None = None) -> list[Finding]:
-        """Take a reading of the whole device, made after a step."""
+        """Judge a reading of the whole device, made after a step; return new findings."""
         step, self._largest = self._largest, None
         if step is None:
             return []
-        found = self._once(self._nearly_full(step, device, limit_bytes))
+        findings = self._once(self._nearly_full(step, device, limit_bytes))
         if self._first is None:
             self._first = device
-            return found
-        taken = _taken(self._first, device)
-        was_taken, self._is_taken = (
-            self._is_taken,
-            taken is not None and taken.is_much(self._headroom, device.capacity_bytes),
+            return findings
+        growth = _growth_of_others(self._first, device)
+        were_above = self._were_others_above_limit
+        self._were_others_above_limit = growth is not None and growth.is_above_limit(
+            self._headroom, device.capacity_bytes
         )
-        if taken is not None and was_taken and self._is_taken:
-            found += self._once(self._other_process(taken, device))
-        return found
+        if growth is not None and were_above and self._were_others_above_limit:
+            findings += self._once(self._other_process(growth, device))
+        return findings
 
     def _once(self, finding: Finding | None) -> list[Finding]:
-        if finding is None or finding.sign in self._found:
+        if finding is None or finding.sign in self._reported:
             return []
-        self._found.add(finding.sign)
+        self._reported.add(finding.sign)
         return [finding]
+
+    def _smaller_batch_size(self, step: StepMemory) -> int | None:
+        """The suggested batch size if it is smaller than the step's."""
+        size = self._suggestion()
+        return size if size is not None and 1 <= size < (step.batch_size or 0) else None
 
     def _retrying(self, record: StepMemory) -> Finding:
         num_steps, num_retries = sum(map(bool, self._retries)), sum(self._retries)
-        smaller = self._suggestion()
-        fits = (
-            ""
-            if smaller is None or smaller < 1 or smaller >= (record.batch_size or 0)
-            else f": {smaller:,} samples need no retry"
+        size = self._smaller_batch_size(record)
+        fits = "" if size is None else f": {size:,} samples need no retry"
+        setting = (
+            "Segments are expandable already."
+            if self._is_expandable
+            else f"Or start the program with {_SETTING}=expandable_segments:True, which needs less "
+            "memory for the same tensors."
         )
         return Finding(
             sign=Sign.RETRIES,
             value=(
-                f"The allocator of {record.device_name} ran out of memory and tried again {num_retries} times in {num_steps} of the last "
-                f"{len(self._retries)} steps."
+                f"The allocator of {record.device_name} ran out of memory and tried again "
+                f"{num_retries} times in {num_steps} of the last {len(self._retries)} steps."
             ),
-            rule="Each time it waits for the device and gives its cache back, which makes these steps slow; it is told from "
-            f"{_NUM_STEPS_WITH_RETRIES} steps of {_NUM_STEPS} on.",
-            hint=f"Make the batch smaller{fits}. {self._expandable()}",
+            rule=(
+                "A retry waits for the device and frees the cache, which makes these steps slow; "
+                f"reported from {_NUM_STEPS_WITH_RETRIES} of {_NUM_STEPS} steps."
+            ),
+            hint=f"Make the batch smaller{fits}. {setting}",
         )
-
-    def _expandable(self) -> str:
-        if self._is_expandable:
-            return "Segments are expandable already."
-        return f"Or start the program with {_SETTING}=expandable_segments:True, which needs less memory for the same tensors."
 
     def _nearly_full(
         self, step: StepMemory, device: DeviceMemory, limit_bytes: int | None
     ) -> Finding | None:
+        """Judge a step that leaves less than the headroom free."""
         reserved = _reserved(step)
+        if reserved is None or device.capacity_bytes is None or device.non_pytorch_bytes is None:
+            return None
+        available = device.capacity_bytes - device.non_pytorch_bytes
+        capacity = device.capacity_bytes
+        if limit_bytes is not None and limit_bytes < available:
+            available = capacity = limit_bytes
+        free = available - reserved
+        if free >= self._headroom * capacity:
+            return None
         allocated = step.peak_allocated_bytes
-        outside = device.non_pytorch_bytes
-        if reserved is None or device.capacity_bytes is None or outside is None:
-            return None
-        may_have = device.capacity_bytes - outside
-        whole = device.capacity_bytes
-        if limit_bytes is not None and limit_bytes < may_have:
-            may_have = whole = limit_bytes
-        free = may_have - reserved
-        if free >= self._headroom * whole:
-            return None
-        slack = 0 if allocated is None else reserved - allocated
-        if slack < _SLACK * whole:
-            return self._short(step, free, whole)
+        unallocated = 0 if allocated is None else reserved - allocated
+        if unallocated < _MAX_UNALLOCATED * capacity:
+            return self._little_headroom(step, free, capacity)
         split = _split_share(step)
         if split is not None and split >= 0.5:
-            return self._fragmented(slack, whole, split)
+            return self._fragmented(unallocated, capacity, split)
         if (device.other_processes_bytes or 0) >= _NEEDED_BY_OTHERS * device.capacity_bytes:
-            return self._cached(slack, whole, device)
+            return self._cached(unallocated, capacity, device)
         return None
 
-    def _short(self, step: StepMemory, free: int, whole: int) -> Finding:
-        smaller = self._suggestion()
-        fits = (
-            ""
-            if smaller is None or smaller < 1 or smaller >= (step.batch_size or 0)
-            else f", to at most {smaller:,} samples"
-        )
-        left = f"{format_bytes(max(0, free))} of {format_bytes(whole)} ({100 * max(0, free) / whole:.1f} %)"
+    def _little_headroom(self, step: StepMemory, free: int, capacity: int) -> Finding:
+        size = self._smaller_batch_size(step)
+        fits = "" if size is None else f", to at most {size:,} samples"
+        number = "?" if step.index is None else str(step.index + 1)
+        left = max(0, free)
         return Finding(
             sign=Sign.HEADROOM,
-            value=f"At the peak of step {_number(step)} {left} are left on {step.device_name}.",
-            rule=f"A larger batch, a longer sequence or validation can need more; {100 * self._headroom:g} % are to stay free.",
-            hint=f"Make the batch smaller{fits}, or save memory: MemoryCallback(checkpoint=True), amp='bf16-mixed', accumulate=2.",
-        )
-
-    def _fragmented(self, slack: int, whole: int, split: float) -> Finding:
-        setting = (
-            "Segments are expandable already: make the batch smaller, or batches of one length."
-            if self._is_expandable
-            else f"Start the program with {_SETTING}=expandable_segments:True."
-        )
-        return Finding(
-            sign=Sign.RESERVED,
             value=(
-                f"At the peak {format_bytes(slack)} of {format_bytes(whole)} are reserved and not allocated, {100 * split:.0f} % of it between "
-                "tensors, and the device is nearly full."
+                f"At the peak of step {number} {format_bytes(left)} of {format_bytes(capacity)} "
+                f"({100 * left / capacity:.1f} %) are left on {step.device_name}."
             ),
-            rule=f"What lies between tensors cannot be given back, so memory can run out although it is free; it is told from {100 * _SLACK:g} % on.",
-            hint=setting,
-        )
-
-    def _cached(self, slack: int, whole: int, device: DeviceMemory) -> Finding:
-        return Finding(
-            sign=Sign.RESERVED,
-            value=(
-                f"At the peak {format_bytes(slack)} of {format_bytes(whole)} are reserved and not allocated, while other processes use "
-                f"{format_bytes(device.other_processes_bytes or 0)} of the device, which is nearly full."
+            rule=(
+                "A larger batch, a longer sequence or validation may need more; "
+                f"{100 * self._headroom:g} % should stay free."
             ),
-            rule=f"They cannot have what this process keeps for later; it is told from {100 * _SLACK:g} % on.",
             hint=(
-                "If something before needed more (validation with larger batches), call torch.cuda.empty_cache() after it; or start the program "
-                f"with {_SETTING}=garbage_collection_threshold:0.8."
+                f"Make the batch smaller{fits}, or save memory: MemoryCallback(checkpoint=True), "
+                "amp='bf16-mixed', accumulate=2."
             ),
         )
 
-    def _other_process(self, taken: _Taken, device: DeviceMemory) -> Finding:
-        who = (
-            "Other processes have"
-            if taken.is_by_process
-            else "Something that is not PyTorch's allocator, another process or a library, has"
+    def _fragmented(self, unallocated: int, capacity: int, split: float) -> Finding:
+        return Finding(
+            sign=Sign.RESERVED,
+            value=(
+                f"At the peak {format_bytes(unallocated)} of {format_bytes(capacity)} are reserved "
+                f"but unallocated, {100 * split:.0f} % of it between tensors, and the device is "
+                "nearly full."
+            ),
+            rule=(
+                "Memory between tensors cannot be given back to the device, so training can run "
+                f"out of memory while some is free; reported above {100 * _MAX_UNALLOCATED:g} %."
+            ),
+            hint=(
+                "Segments are expandable already: make the batch smaller, or batches of one length."
+                if self._is_expandable
+                else f"Start the program with {_SETTING}=expandable_segments:True."
+            ),
         )
-        rule = (
-            f"More than {100 * self._headroom:g} % of the device is as much as a suggested batch size leaves free."
-            if taken.is_by_process
-            else f"This process's own libraries take less; told from {format_bytes(_OWN_LIBRARIES_BYTES)} and {100 * _OWN_LIBRARIES:g} % on."
+
+    def _cached(self, unallocated: int, capacity: int, device: DeviceMemory) -> Finding:
+        return Finding(
+            sign=Sign.RESERVED,
+            value=(
+                f"At the peak {format_bytes(unallocated)} of {format_bytes(capacity)} are reserved "
+                "but unallocated, while other processes use "
+                f"{format_bytes(device.other_processes_bytes or 0)} of the device, which is nearly "
+                "full."
+            ),
+            rule=(
+                "Other processes cannot use this cache; reported above "
+                f"{100 * _MAX_UNALLOCATED:g} %."
+            ),
+            hint=(
+                "If an earlier phase needed more (validation with larger batches), call "
+                "torch.cuda.empty_cache() after it; or start the program with "
+                f"{_SETTING}=garbage_collection_threshold:0.8."
+            ),
         )
-        of = "" if device.capacity_bytes is None else f" of {format_bytes(device.capacity_bytes)}"
+
+    def _other_process(self, growth: _GrowthOfOthers, device: DeviceMemory) -> Finding:
+        capacity = (
+            "" if device.capacity_bytes is None else f" of {format_bytes(device.capacity_bytes)}"
+        )
+        if growth.is_by_process:
+            who = "Other processes have"
+            rule = (
+                f"A suggested batch size leaves {100 * self._headroom:g} % of the device free; "
+                "this is more."
+            )
+        else:
+            who = "Another process or a library outside PyTorch's allocator has"
+            rule = (
+                "This process's own libraries take less; reported above "
+                f"{format_bytes(_OWN_LIBRARIES_BYTES)} and {100 * _OWN_LIBRARIES:g} %."
+            )
         return Finding(
             sign=Sign.OTHER_PROCESS,
-            value=f"{who} taken {format_bytes(taken.num_bytes)}{of} of this device since training began.",
+            value=(
+                f"{who} taken {format_bytes(growth.num_bytes)}{capacity} of this device since "
+                "training began."
+            ),
             rule=rule,
-            hint="See who it is with `memcallback devices`; train on a device of your own, or choose the batch size for what is left.",
+            hint=(
+                "Run `memcallback devices` to see which process; train on a device of your own, or "
+                "choose a batch size for the memory that is left."
+            ),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """What others have taken since the first reading, and whether processes are told apart."""
+class _GrowthOfOthers:
+    """Memory taken outside the allocator since the first reading."""
 
     num_bytes: int
+    #: Whether these are known to be other processes, rather than our own libraries.
     is_by_process: bool
 
-    def is_much(self, headroom: float, capacity_bytes: int | None) -> bool:
+    def is_above_limit(self, headroom: float, capacity_bytes: int | None) -> bool:
         if capacity_bytes is None:
             return False
         if self.is_by_process:
@@ -254,30 +284,30 @@ class _Taken:
         return self.num_bytes > max(_OWN_LIBRARIES_BYTES, _OWN_LIBRARIES * capacity_bytes)
 
 
-def _taken(first: DeviceMemory, now: DeviceMemory) -> _Taken | None:
+def _growth_of_others(first: DeviceMemory, now: DeviceMemory) -> _GrowthOfOthers | None:
+    """Compare two readings; None if they do not show memory outside the allocator."""
     if first.reserved_bytes is None or now.reserved_bytes is None:
-        # Of a CPU, whose memory everything shares, this says nothing.
-        return None
+        return None  # a CPU, whose memory all processes share anyway
     if first.other_processes_bytes is not None and now.other_processes_bytes is not None:
-        return _Taken(
+        return _GrowthOfOthers(
             num_bytes=now.other_processes_bytes - first.other_processes_bytes, is_by_process=True
         )
     if first.non_pytorch_bytes is None or now.non_pytorch_bytes is None:
         return None
-    return _Taken(num_bytes=now.non_pytorch_bytes - first.non_pytorch_bytes, is_by_process=False)
+    return _GrowthOfOthers(
+        num_bytes=now.non_pytorch_bytes - first.non_pytorch_bytes, is_by_process=False
+    )
 
 
 def _reserved(step: StepMemory) -> int | None:
-    """The largest reserved figure: without resets of peaks, that at the end."""
+    """The peak reserved memory; if peaks were not reset, the reserved memory at the end."""
     if step.peak_reserved_bytes is not None or not step.windows:
         return step.peak_reserved_bytes
     return step.windows[-1].end.reserved_bytes
 
 
 def _split_share(step: StepMemory) -> float | None:
-    """Of what is reserved and not allocated at the boundary at which the most is allocated: how
-    much is split.
-    """
+    """The inactive split share of unallocated memory, at the boundary with most allocated."""
     fullest: MemoryStats | None = max(
         (window.end for window in step.windows if window.end.allocated_bytes is not None),
         key=lambda end: end.allocated_bytes or 0,
@@ -292,7 +322,3 @@ def _split_share(step: StepMemory) -> float | None:
         return None
     unallocated = fullest.reserved_bytes - fullest.allocated_bytes
     return fullest.inactive_split_bytes / unallocated if unallocated > 0 else None
-
-
-def _number(step: StepMemory) -> str:
-    return "?" if step.index is None else str(step.index + 1)

@@ -1,30 +1,28 @@
-"""Detect memory that keeps growing.
+"""Detects memory that keeps growing, from the bytes and allocations in use after each step.
 
-Memory in use at the end of a step goes up and down with the size of the batches, up in the first
-steps and at the first of everything (optimizer state, workspaces), up until a buffer or a cache is
-full, and down at the end of an epoch. None of that is a leak. So what counts is the smallest figure
-of each window of steps, and that it rose from each window to the next. Two figures are looked at:
+Memory after a step rises and falls with the batch size. It rises in the first steps (optimizer
+state, workspaces), until a buffer or cache is full, and it falls at the end of an epoch. None of
+that is a leak. So we take the minimum over a window of steps, and require that it rises from each
+window to the next. We look at two series:
 
-- the number of allocations, which does not depend on the size of batches: three rises in a row;
-- their bytes, for what grows without becoming more: five rises in a row, since five rises of
-  figures without any order come by chance once
-  in 720 windows, and at least the smallest segment that an allocator takes, 2 MiB.
+- the number of allocations, which does not depend on the batch size: three rises in a row;
+- the bytes, for something that grows in place: five rises in a row and at least 2 MiB, the smallest
+  segment an allocator requests. In a random series five rises in a row come once in 720 windows.
 
-There are at most 16 windows. When there are more, two neighbours become one and windows twice as
-long from then on, so that a leak of one tensor in a thousand steps is seen as well as one of each
-step, and a run of any length costs the same.
+At most 16 windows are kept. Then pairs of windows are merged and new windows are twice as long. So
+a leak of one tensor per thousand steps is found like one per step, and long runs cost no more.
 
-`is_leak` says when a rise is told. Nothing tells a buffer that fills up from a leak but time, so
-time decides:
+`is_leak` decides when to warn. A buffer being filled looks like a leak until it is full, so we
+wait:
 
-| what grows | it is told when |
+| what grows | we warn when |
 |---|---|
-| tensors that keep the graph that computed them, which no buffer does | it has lasted: through the end of an epoch; where epochs are not known, or the last one runs, 200 steps |
-| other tensors | they fill the device before the training ends, and the growth has lasted; where the end is not known, they have taken half as much as is left |
-| either | they fill the device before this epoch ends |
+| tensors that keep their graph, which no buffer does | the growth has lasted: past the end of an epoch, or 200 steps if epochs are unknown or this is the last one |
+| other tensors | the growth has lasted, and they will fill the device before training ends; if the end is unknown, when they have grown by half of the free memory |
+| both | they will fill the device before this epoch ends |
 
-A list that is emptied at the end of each epoch, a dataset that is cached in the first one, and
-detached losses of 512 bytes each are not told of.
+So there is no warning for a list that is emptied after each epoch, a dataset cached during the
+first epoch, or detached losses of 512 bytes each.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from itertools import pairwise
 
 from memcallback.core.units import MiB
 
-_MOST_WINDOWS = 16
-_RISES_OF_COUNT = 3
-_RISES_OF_BYTES = 5
-_LEAST_BYTES = 2 * MiB
-#: Steps after which a rise has lasted where no epoch ends.
+_MAX_WINDOWS = 16
+_MIN_RISES_OF_COUNT = 3
+_MIN_RISES_OF_BYTES = 5
+_MIN_GROWTH_BYTES = 2 * MiB
+#: Growth over this many steps has lasted if no epoch ends before.
 LASTING_STEPS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training is; None for what is not known.
+    """How far a training is; None for unknown values.
 
     Attributes:
-        epoch: The epoch that runs, from 0.
+        epoch: The current epoch, from 0.
         steps_left_in_epoch: Steps until it ends.
         steps_left: Steps until the training ends.
     """
@@ -66,14 +64,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """Windows at the end of which each is above the one before.
+    """The latest windows, each above the one before.
 
     Attributes:
-        first_step: The step with which the first of them begins.
-        last_step: The step with which the last of them ends.
-        grown_bytes: From the smallest of the first to the smallest of the last.
-        num_epochs: In how many epochs they lie; None if epochs are not known.
-        is_rising_in_epoch: Whether the rise inside the last of these epochs is a rise of its own.
+        first_step: The first step of the first window.
+        last_step: The last step of the last window.
+        grown_bytes: The rise of the bytes from the first to the last window.
+        num_epochs: The number of epochs they span; None if unknown.
+        is_rising_in_epoch: Whether the windows in the last of these epochs are a trend by
+            themselves.
     """
 
     first_step: int
@@ -89,7 +88,9 @@ class Trend:
 
 
 @dataclass
-class _Window:
+class TrendWindow:
+    """A window of steps with the minimum of both series."""
+
     first_step: int
     last_step: int
     num_bytes: int
@@ -98,7 +99,8 @@ class _Window:
     last_epoch: int | None
     num_readings: int = 1
 
-    def join(self, later: _Window) -> None:
+    def merge(self, later: TrendWindow) -> None:
+        """Extend this window by the next one."""
         self.last_step, self.last_epoch = later.last_step, later.last_epoch
         self.num_bytes = min(self.num_bytes, later.num_bytes)
         self.count = min(self.count, later.count)
@@ -106,41 +108,40 @@ class _Window:
 
 
 class Growth:
-    """The figures of one device, and whether they rise.
+    """Collects readings of one device into windows and finds their trend.
 
-    Attributes:
-        num_doublings: How often windows have become twice as long.
+    With `is_sparse` the caller spaces its readings itself as `num_doublings` grows; otherwise
+    windows become longer.
     """
 
     def __init__(self, readings_per_window: int, *, is_sparse: bool = False) -> None:
         self._size = readings_per_window
         self._is_sparse = is_sparse
+        #: How often the length of a window has doubled.
         self.num_doublings = 0
-        self._closed: list[_Window] = []
-        self._open: _Window | None = None
+        self._closed: list[TrendWindow] = []
+        self._open: TrendWindow | None = None
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the next reading is the first or the last of a window: only then its epoch
-        counts.
-        """
+        """Whether the next reading starts or ends a window; its epoch is needed only then."""
         return self._open is None or self._open.num_readings + 1 >= self._size
 
     def add(self, step: int, num_bytes: int, count: int, *, epoch: int | None = None) -> bool:
-        """Take a reading."""
-        reading = _Window(step, step, num_bytes, count, epoch, epoch)
+        """Add a reading; return whether it closed a window."""
+        reading = TrendWindow(step, step, num_bytes, count, epoch, epoch)
         if self._open is None:
             self._open = reading
         else:
-            self._open.join(reading)
+            self._open.merge(reading)
         if self._open.num_readings < self._size:
             return False
         self._closed.append(self._open)
         self._open = None
-        if len(self._closed) > _MOST_WINDOWS:
-            # The oldest stays alone: in it is whatever the first steps do.
+        if len(self._closed) > _MAX_WINDOWS:
+            # The oldest stays as it is, because it holds the unusual first steps.
             for first, second in zip(self._closed[1::2], self._closed[2::2], strict=True):
-                first.join(second)
+                first.merge(second)
             self._closed = [self._closed[0], *self._closed[1::2]]
             self.num_doublings += 1
             self._size *= 1 if self._is_sparse else 2
@@ -148,43 +149,42 @@ class Growth:
 
     @property
     def rise(self) -> Trend | None:
-        """The rise that reaches to the last window; None if there is none that counts."""
-        windows = _risen(self._closed)
+        """The rise that is still going on in the last window; None without one."""
+        windows = _rising(self._closed)
         if not windows:
             return None
         first, last = windows[0], windows[-1]
-        epochs = (
-            None
-            if first.first_epoch is None or last.last_epoch is None
-            else last.last_epoch - first.first_epoch + 1
-        )
-        inside = [window for window in windows if window.first_epoch == last.last_epoch]
+        num_epochs = None
+        if first.first_epoch is not None and last.last_epoch is not None:
+            num_epochs = last.last_epoch - first.first_epoch + 1
+        in_last_epoch = [window for window in windows if window.first_epoch == last.last_epoch]
         return Trend(
             first_step=first.first_step,
             last_step=last.last_step,
             grown_bytes=last.num_bytes - first.num_bytes,
-            num_epochs=epochs,
-            is_rising_in_epoch=bool(_risen(inside)),
+            num_epochs=num_epochs,
+            is_rising_in_epoch=bool(_rising(in_last_epoch)),
         )
 
 
-def _risen(windows: list[_Window]) -> list[_Window]:
-    """The last windows, if they have risen by enough of them."""
+def _rising(windows: list[TrendWindow]) -> list[TrendWindow]:
+    """The last windows if either series rises often enough; empty otherwise."""
     by_count = _last_rising(windows, [window.count for window in windows])
+    if len(by_count) <= _MIN_RISES_OF_COUNT:
+        by_count = []
     by_bytes = _last_rising(windows, [window.num_bytes for window in windows])
     if (
-        len(by_bytes) <= _RISES_OF_BYTES
-        or by_bytes[-1].num_bytes - by_bytes[0].num_bytes < _LEAST_BYTES
+        len(by_bytes) <= _MIN_RISES_OF_BYTES
+        or by_bytes[-1].num_bytes - by_bytes[0].num_bytes < _MIN_GROWTH_BYTES
     ):
         by_bytes = []
-    if len(by_count) <= _RISES_OF_COUNT:
-        by_count = []
     return max(by_count, by_bytes, key=len)
 
 
-def _last_rising(windows: list[_Window], figures: list[int]) -> list[_Window]:
+def _last_rising(windows: list[TrendWindow], values: list[int]) -> list[TrendWindow]:
+    """The last windows between which the values rise without interruption."""
     num_rises = 0
-    for earlier, later in reversed(list(pairwise(figures))):
+    for earlier, later in reversed(list(pairwise(values))):
         if later <= earlier:
             break
         num_rises += 1
@@ -199,7 +199,7 @@ def is_leak(
     bytes_per_step: float,
     free_bytes: int | None,
 ) -> bool:
-    """Whether a rise is one to tell of, as the table above says."""
+    """Decide whether to warn of a rise, by the table above."""
     steps_until_full = None if free_bytes is None else free_bytes / bytes_per_step
     if (
         steps_until_full is not None
@@ -219,6 +219,7 @@ def is_leak(
 
 
 def _has_lasted(rise: Trend, progress: Progress) -> bool:
+    """Whether a rise went past the end of an epoch, or long enough if no epoch ends."""
     if rise.num_epochs is not None and (
         rise.num_epochs > 2 or (rise.num_epochs == 2 and rise.is_rising_in_epoch)
     ):

@@ -1,9 +1,8 @@
-"""Warn about each finding once.
+"""HealthMonitor: watches a training's memory and warns of each problem once.
 
-On a normal step it compares a few numbers that were read anyway. Only while these rise from one
-window of steps to the next does it look at what is alive, when a window ends. A CPU has no such
-counters: there it looks on recorded steps, every tenth at most, and half as often each time that it
-has looked sixteen times.
+On a normal step it compares a few numbers that were read anyway. It looks at live tensors only when
+a window of steps ends and memory has been rising. A CPU has no allocator counters, so there it looks
+on recorded steps: every tenth at most, and half as often after every 16 looks.
 """
 
 from __future__ import annotations
@@ -23,29 +22,26 @@ from memcallback.devices.memory import device_memory, limit_bytes
 from memcallback.diagnose.health.findings import Finding, Health, Sign
 from memcallback.diagnose.health.growth import Growth, Progress, Trend, is_leak
 from memcallback.diagnose.health.leaks import (
-    Grown,
-    Holding,
-    filled_at,
-    frames_around,
+    LiveByOwner,
+    OwnerGrowth,
     growing_graph,
-    grown,
-    holding,
-    is_named,
+    growing_owners,
+    is_variable,
+    live_by_owner,
+    program_frames,
 )
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-#: Steps in the first windows of a device whose allocator has counters; on a CPU, steps between two
-#: looks.
+#: Steps per window at first; on a CPU, steps between two looks.
 _WINDOW = 10
-#: Moments that are compared before anything is told.
-_NUM_HOLDINGS = 3
+#: Looks that are compared before we warn.
+_NUM_LOOKS = 3
 
 
 class HealthMonitor:
-    """Warns of what is wrong with the memory of one training.
+    """Warns when something is wrong with the memory of a training.
 
-    Attributes:
-        findings: What was told, in order.
+    `findings` lists the warnings so far.
     """
 
     def __init__(
@@ -64,198 +60,211 @@ class HealthMonitor:
         self._progress = progress
         self._health = Health(headroom, suggestion=suggestion, is_expandable=_is_expandable())
         self._growth = Growth(1, is_sparse=True) if device.type == "cpu" else Growth(_WINDOW)
-        self._holdings: list[Holding] = []
-        self._num_looks_left_out = 0
-        self._next_left_out = 1
+        self._looks: list[LiveByOwner] = []
+        self._num_looks_to_skip = 0
+        self._next_num_to_skip = 1
         self._last_look: int | None = None
         self._largest_peak_bytes = 0
-        self._has_told_of_leak = False
+        self._has_reported_leak = False
         self.findings: list[Finding] = []
 
     def on_step(self, record: StepMemory, batch: object = None) -> None:
-        """A step was recorded."""
+        """Judge a recorded step."""
         for finding in self._health.on_step(record):
-            self._tell(finding)
-        is_whole = (
+            self._warn(finding)
+        is_complete = (
             not record.is_warm_up
             and not record.is_interrupted
             and Phase.OPTIMIZER_STEP in record.phases
         )
-        if self._has_told_of_leak or not is_whole or record.index is None:
+        if self._has_reported_leak or not is_complete or record.index is None:
             return
         self._largest_peak_bytes = max(self._largest_peak_bytes, record.peak_allocated_bytes or 0)
         end = record.windows[-1].end
         if self._device.type == "cpu":
-            self._look_at_cpu(record.index, batch)
+            self._look_on_cpu(record.index, batch)
         elif end.allocated_bytes is not None and end.num_allocations is not None:
             epoch = self._progress().epoch if self._growth.is_at_edge else None
-            is_due = self._growth.add(
+            has_window_ended = self._growth.add(
                 record.index, end.allocated_bytes, end.num_allocations, epoch=epoch
             )
-            if is_due and (rise := self._growth.rise) is not None:
+            if has_window_ended and (rise := self._growth.rise) is not None:
                 self._follow(rise, record.index, batch)
-            elif is_due:
-                self._holdings = []
+            elif has_window_ended:
+                self._looks = []
 
     def on_reading(self, device: DeviceMemory) -> None:
-        """The whole device was read, after a step."""
+        """Judge a reading of the whole device, made after a step."""
         for finding in self._health.on_reading(device, limit_bytes=limit_bytes(self._device)):
-            self._tell(finding)
+            self._warn(finding)
 
     def close(self) -> None:
-        """Let go of the models."""
-        self._modules, self._optimizers, self._holdings = [], [], []
-        self._has_told_of_leak = True
+        """Release the models, and stop looking for leaks."""
+        self._modules, self._optimizers, self._looks = [], [], []
+        self._has_reported_leak = True
 
-    def _look_at_cpu(self, step: int, batch: object) -> None:
-        if (
-            self._last_look is not None
-            and step - self._last_look < _WINDOW << self._growth.num_doublings
-        ):
+    def _look_on_cpu(self, step: int, batch: object) -> None:
+        """Use the live tensors in place of allocator counters, at growing intervals."""
+        interval = _WINDOW << self._growth.num_doublings
+        if self._last_look is not None and step - self._last_look < interval:
             return
         self._last_look = step
-        frames = frames_around()
-        seen = self._holding(step, batch, frames)
-        self._growth.add(step, seen.owned_bytes, seen.num_owned, epoch=self._progress().epoch)
-        self._holdings = [*self._holdings[1 - _NUM_HOLDINGS :], seen]
-        if len(self._holdings) == _NUM_HOLDINGS and (rise := self._growth.rise) is not None:
-            self._judge(rise, frames)
+        frames = program_frames()
+        live = self._look(step, batch, frames)
+        self._growth.add(step, live.owned_bytes, live.num_owned, epoch=self._progress().epoch)
+        if len(self._looks) == _NUM_LOOKS and (rise := self._growth.rise) is not None:
+            self._judge(rise)
 
     def _follow(self, rise: Trend, step: int, batch: object) -> None:
-        """The counters rise: look at what is alive, unless that has led to nothing again and again."""
-        if self._num_looks_left_out:
-            self._num_looks_left_out -= 1
+        """Look at live tensors while counters rise, less often each time this leads to nothing."""
+        if self._num_looks_to_skip:
+            self._num_looks_to_skip -= 1
             return
-        frames = frames_around()
-        self._holdings = [*self._holdings[1 - _NUM_HOLDINGS :], self._holding(step, batch, frames)]
-        if len(self._holdings) == _NUM_HOLDINGS and not self._judge(rise, frames):
-            self._holdings = []
-            self._num_looks_left_out = self._next_left_out
-            self._next_left_out *= 2
+        self._look(step, batch, program_frames())
+        if len(self._looks) == _NUM_LOOKS and not self._judge(rise):
+            self._looks = []
+            self._num_looks_to_skip = self._next_num_to_skip
+            self._next_num_to_skip *= 2
 
-    def _holding(self, step: int, batch: object, frames: list[FrameType]) -> Holding:
-        return holding(step, self._modules, self._optimizers, batch, self._device, frames)
+    def _look(self, step: int, batch: object, frames: list[FrameType]) -> LiveByOwner:
+        live = live_by_owner(step, self._modules, self._optimizers, batch, self._device, frames)
+        self._looks = [*self._looks[1 - _NUM_LOOKS :], live]
+        return live
 
-    def _judge(self, rise: Trend, frames: list[FrameType]) -> bool:
-        """Tell of what grows, if it is a leak."""
-        found = grown(self._holdings)
-        if not found:
+    def _judge(self, rise: Trend) -> bool:
+        """Warn of a leak; return whether any owner grows."""
+        growing = growing_owners(self._looks)
+        if not growing:
             return False
-        growth = _Growing.of(found, self._holdings)
-        free = self._free_bytes()
+        suspect = _Suspect.among(growing, self._looks)
+        free_bytes = self._free_bytes()
         if is_leak(
             rise,
             self._progress(),
-            keeps_graph=growth.keeps_graph,
-            bytes_per_step=growth.bytes_per_step,
-            free_bytes=free,
+            keeps_graph=suspect.keeps_graph,
+            bytes_per_step=suspect.bytes_per_step,
+            free_bytes=free_bytes,
         ):
-            self._has_told_of_leak = True
-            self._tell(growth.finding(rise, free, filled_at(growth.owner, self._modules, frames)))
+            self._has_reported_leak = True
+            self._warn(suspect.finding(rise, free_bytes))
         return True
 
     def _free_bytes(self) -> int | None:
-        """What is left for more of what grows."""
+        """Memory that can still be filled: above this process, on a CUDA device above its peak."""
         device = device_memory(self._device)
         if device.capacity_bytes is None:
             return None
         if self._device.type == "cpu":
-            return (
-                None
-                if device.this_process_bytes is None
-                else max(0, device.capacity_bytes - device.this_process_bytes)
-            )
-        limit = device.capacity_bytes - (device.non_pytorch_bytes or 0)
-        own = limit_bytes(self._device)
-        return max(0, (limit if own is None else min(limit, own)) - self._largest_peak_bytes)
+            if device.this_process_bytes is None:
+                return None
+            return max(0, device.capacity_bytes - device.this_process_bytes)
+        available = device.capacity_bytes - (device.non_pytorch_bytes or 0)
+        limit = limit_bytes(self._device)
+        if limit is not None:
+            available = min(available, limit)
+        return max(0, available - self._largest_peak_bytes)
 
-    def _tell(self, finding: Finding) -> None:
+    def _warn(self, finding: Finding) -> None:
         self.findings.append(finding)
         warn_and_go_on(str(finding))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Growing:
-    """What grows between the first and the last of several moments, and who is told of.
+class _Suspect:
+    """The owner to blame for growth between the first and the last of several looks.
 
-    A graph counts where a variable or an attribute holds it: what else keeps one may be garbage
-    that Python has not collected yet.
+    A graph counts only if a variable or attribute holds it: others may be garbage that Python has
+    not collected yet.
     """
 
-    all_of_it: list[Grown]
-    main: Grown
+    growing: list[OwnerGrowth]
+    main: OwnerGrowth
     owner: str
     keeps_graph: bool
     first_step: int
     last_step: int
 
     @classmethod
-    def of(cls, found: list[Grown], holdings: list[Holding]) -> _Growing:
-        named = [one for one in found if is_named(one.held.owner)]
-        with_graph = next((one for one in named if one.held.keeps_graph and one.count), None)
-        saved = next(
-            (one for one in found if one.held.keeps_graph and not is_named(one.held.owner)), None
+    def among(cls, growing: list[OwnerGrowth], looks: list[LiveByOwner]) -> _Suspect:
+        """Choose a variable that keeps graphs, else a graph that grows, else what grows most."""
+        variables = [growth for growth in growing if is_variable(growth.now.owner)]
+        with_graph = next(
+            (growth for growth in variables if growth.now.keeps_graph and growth.count), None
         )
-        graph = growing_graph(holdings) if with_graph is None and saved is not None else ""
-        main = with_graph or (saved if graph else None) or (named or found)[0]
+        saved = next(
+            (
+                growth
+                for growth in growing
+                if growth.now.keeps_graph and not is_variable(growth.now.owner)
+            ),
+            None,
+        )
+        graph_owner = growing_graph(looks) if with_graph is None and saved is not None else ""
+        main = with_graph or (saved if graph_owner else None) or (variables or growing)[0]
         return cls(
-            all_of_it=found,
+            growing=growing,
             main=main,
-            owner=graph or main.held.owner,
-            keeps_graph=with_graph is not None or bool(graph),
-            first_step=holdings[0].step,
-            last_step=holdings[-1].step,
+            owner=graph_owner or main.now.owner,
+            keeps_graph=with_graph is not None or bool(graph_owner),
+            first_step=looks[0].step,
+            last_step=looks[-1].step,
         )
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.num_bytes for one in self.all_of_it)
+        return sum(growth.num_bytes for growth in self.growing)
 
     @property
     def bytes_per_step(self) -> float:
         return self.num_bytes / (self.last_step - self.first_step)
 
-    def finding(self, rise: Trend, free_bytes: int | None, lines: tuple[str, ...]) -> Finding:
-        is_carried = self.owner != self.main.held.owner
+    def finding(self, rise: Trend, free_bytes: int | None) -> Finding:
+        """Name what grows, who owns it and how to stop it."""
+        main = self.main
+        # The tensors of a growing graph can have another owner than the graph.
+        is_graph_of_other = self.owner != main.now.owner
         owner = self.owner or "tensors that no variable holds"
-        who = (
-            f"what the graph behind {owner} keeps ({self.main.held.owner})" if is_carried else owner
-        )
-        filled = f", filled at {'; '.join(lines)}" if lines else ""
-        more = f"{self.main.count} tensors more, such as" if self.main.count else "larger, now"
-        rest = [one for one in self.all_of_it if one is not self.main]
-        number, size = (
-            sum(one.count for one in rest),
-            format_bytes(sum(one.num_bytes for one in rest)),
-        )
-        others = f", and with it {number} others, {size}" if rest else ""
-        full = (
-            ""
-            if free_bytes is None
-            else f" At this rate the device is full in about {int(free_bytes / self.bytes_per_step):,} steps."
-        )
+        if is_graph_of_other:
+            owner = f"the graph behind {owner}, in tensors {main.now.owner}"
+        change = f"{main.count} more tensors such as" if main.count else "larger, now"
+        others = ""
+        if rest := [growth for growth in self.growing if growth is not main]:
+            count = sum(growth.count for growth in rest)
+            size = format_bytes(sum(growth.num_bytes for growth in rest))
+            others = f" {count} other tensors grow with it, {size}."
+        full = ""
+        if free_bytes is not None:
+            num_steps = int(free_bytes / self.bytes_per_step)
+            full = f" At this rate the device is full in about {num_steps:,} steps."
+        if self.keeps_graph:
+            rule = "Tensors that keep their autograd graph are needed for one step only."
+            hint = _CUT_GRAPH if is_graph_of_other else _KEEP_NUMBERS
+        else:
+            rule = _WILL_FILL_DEVICE
+            hint = "Move the tensors to the host (.cpu()), or empty the container after use."
         return Finding(
             sign=Sign.LEAK,
             value=(
-                f"Memory grows from step to step, since step {rise.first_step + 1} at the latest; from step {self.first_step + 1} to "
-                f"{self.last_step + 1} by {format_bytes(self.num_bytes)}. What grows is {who}: {more} {self.main.held.shape} "
-                f"{self.main.held.dtype}, {format_bytes(self.main.num_bytes)}{filled}{others}.{full}"
+                f"Memory grows from step to step, since step {rise.first_step + 1} or earlier: "
+                f"{format_bytes(self.num_bytes)} from step {self.first_step + 1} to "
+                f"{self.last_step + 1}. It grows in {owner}: {change} "
+                f"{main.now.most_frequent_kind}, {format_bytes(main.num_bytes)}.{others}{full}"
             ),
-            rule=_KEEPS_GRAPH if self.keeps_graph else _FILLS,
-            hint=(_CUT if is_carried else _KEEP_NUMBERS) if self.keeps_graph else _MOVE,
+            rule=rule,
+            hint=hint,
         )
 
 
-_KEEPS_GRAPH = (
-    "Tensors that keep the graph that computed them are needed for one step, and no longer."
+_WILL_FILL_DEVICE = (
+    "Unlike a buffer of fixed size, or a list that is emptied after each epoch, this fills the "
+    "device first."
 )
-_FILLS = "A buffer that fills up to a fixed size, or is emptied at the end of an epoch, is not told of; this fills the device first."
 _KEEP_NUMBERS = "Keep numbers: loss.item(), or loss.detach() if it has to stay on the device."
-_CUT = "Cut the graph between steps: hidden = hidden.detach(), total += loss.item()."
-_MOVE = "Move what is kept to the host (.cpu()), or empty it when it has been used."
+_CUT_GRAPH = "Cut the graph between steps: hidden = hidden.detach(), total += loss.item()."
 
 
 def _is_expandable() -> bool:
+    """Whether PYTORCH_CUDA_ALLOC_CONF turns on expandable segments."""
     try:
         return AllocatorSettings.from_environ(os.environ).expandable_segments
     except ValueError:  # a setting of another version of PyTorch

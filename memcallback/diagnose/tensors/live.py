@@ -367,14 +367,14 @@ def _other_gradients(
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf of the graph, asked of views only where that makes no node, as it
-    can in `_grad_fn`.
+    can in `grad_fn_of`.
     """
     if tensor._is_view() and tensor._base.requires_grad:  # type: ignore[union-attr]
         return False
     return tensor.is_leaf
 
 
-def _grad_fn(tensor: torch.Tensor) -> Any:
+def grad_fn_of(tensor: torch.Tensor) -> Any:
     """The autograd node that made a tensor; of a view, the one that made what it is a view of.
 
     A view may have none yet, after something was written into its base: asking for it makes one,
@@ -390,7 +390,7 @@ def _grad_fn(tensor: torch.Tensor) -> Any:
 def _saved(tensors: Iterable[torch.Tensor], named: Mapping[int, _Parameter]) -> Iterator[_Owned]:
     """What is saved for backward in the graph behind tensors, in the order in which it was saved."""
     modules = {key: one.module for key, one in named.items() if not one.is_tied}
-    for saved in saved_tensors(graph_nodes(filter(None, map(_grad_fn, tensors))), modules):
+    for saved in saved_tensors(graph_nodes(filter(None, map(grad_fn_of, tensors))), modules):
         owner = (
             f"attribute '{saved.attribute}' of {saved.node}"
             if saved.attribute
@@ -402,7 +402,7 @@ def _saved(tensors: Iterable[torch.Tensor], named: Mapping[int, _Parameter]) -> 
 
 def _unowned(tensor: torch.Tensor) -> _Owned:
     """A tensor that Python knows, of which only its kind and its making tell something."""
-    node = _grad_fn(tensor)
+    node = grad_fn_of(tensor)
     category = Category.PARAMETER if issubclass(type(tensor), torch.nn.Parameter) else None
     return (
         tensor,
