@@ -123,7 +123,7 @@ def test_without_permission_only_the_split_by_process_is_missing(read):
     assert memory.used_bytes == 10 * GiB
     assert memory.this_process_bytes is None
     assert memory.other_processes_bytes is None
-    assert "no figures by process" in memory.unavailable
+    assert "memory by process is unknown" in memory.unavailable
     assert "Insufficient Permissions" in memory.unavailable
 
 

@@ -18,7 +18,7 @@ from memcallback import MemoryCallback, MemoryRecorder, Phase
 from memcallback.core.types import Category
 from memcallback.core.units import MiB
 from memcallback.devices.memory import device_memory
-from memcallback.devices.meters import AllocatorMeter, _flat_figure
+from memcallback.devices.meters import AllocatorMeter, _flat_value
 
 pytestmark = pytest.mark.cuda
 
@@ -325,7 +325,7 @@ def test_other_accelerators_are_read_the_same_through_torch_accelerator():
     generic = AllocatorMeter(device, reset_peaks=False)
     generic._read, generic._figure = (
         torch.accelerator.memory_stats,
-        _flat_figure,
+        _flat_value,
     )
     kept = torch.empty(3 * MiB, dtype=torch.uint8, device=device)
     for meter in (ours, generic):
