@@ -374,7 +374,7 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
     [
         (
             ["some_steps:make_step", "--device", "rtx9090"],
-            "--device 'rtx9090' is no card that is known. Near it are NVIDIA GeForce RTX",
+            "--device 'rtx9090' is not a known card. Similar names: NVIDIA GeForce RTX",
         ),
         (
             ["some_steps:make_step", "--device=-1GiB"],

@@ -1,6 +1,5 @@
-"""What a device is, and what is on it now: the catalogue of cards, this machine's GPU, meters of
-its memory, NVML.
+"""Devices: the catalogue of cards, the devices of this machine, and what is on them now.
 
-May import `core`. A new card goes into `catalogue`; a new kind of device needs a meter in `meters`.
-Start with `catalogue`, then `meters`.
+May import `core`. Start with `resolve` in `local`, which turns whatever a user names into a device.
+A new card goes into `catalogue`; a new kind of device needs a meter in `meters`.
 """

@@ -1,4 +1,4 @@
-"""DeviceSpec, HostSpec, the card catalogue, lookup by name or size."""
+"""DeviceSpec, HostSpec, the catalogue of cards, and find_device(): lookup by name or size."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ class DeviceSpec:
     """A CUDA device.
 
     Attributes:
-        name: As the driver gives it, such as `NVIDIA A100-SXM4-80GB`.
+        name: The driver's name for it, such as `NVIDIA A100-SXM4-80GB`.
         capacity_bytes: All its memory.
         compute_capability: Such as (8, 0).
         num_multiprocessors: Streaming multiprocessors.
         shared_memory_per_block_bytes: Without opting in for more.
         shared_memory_per_block_optin_bytes: With opting in.
-        max_threads_per_multiprocessor: Threads that can reside on one.
-        max_blocks_per_multiprocessor: Blocks that can reside on one.
-        l2_cache_bytes: Of the whole device.
-        clock_khz: Of the multiprocessors.
-        memory_clock_khz: Of the memory.
-        context_bytes: What the CUDA context takes outside the allocator.
-        communication_bytes: What the communication library takes outside the allocator, 0 where
-            there is no other rank.
-        caveats: What was assumed of it, one sentence each.
+        max_threads_per_multiprocessor: Threads that can reside on one multiprocessor.
+        max_blocks_per_multiprocessor: Blocks that can reside on one multiprocessor.
+        l2_cache_bytes: L2 cache of the whole device.
+        clock_khz: Clock of the multiprocessors.
+        memory_clock_khz: Clock of the memory.
+        context_bytes: The CUDA context, outside the allocator.
+        communication_bytes: The communication library, outside the allocator; 0 with one rank.
+        caveats: What was assumed, one sentence each.
         local_index: Its CUDA index, if it is a device of this machine; None otherwise.
     """
 
@@ -57,16 +56,12 @@ class DeviceSpec:
 
     @property
     def allocator_capacity_bytes(self) -> int:
-        """What is left for the caching allocator: the capacity less what is outside of it, at least
-        0.
-        """
+        """What the caching allocator can have: the capacity minus `outside_bytes`, at least 0."""
         return max(0, self.capacity_bytes - self.outside_bytes)
 
     @property
     def outside_bytes(self) -> int:
-        """What this process takes outside the caching allocator: the context, and the communication
-        library.
-        """
+        """What this process uses outside the allocator: context and communication library."""
         return self.context_bytes + self.communication_bytes
 
 
@@ -81,51 +76,51 @@ def cublas_workspace_bytes(major: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """A CPU: each storage has what it asked for, and nothing is kept for reuse.
+    """A CPU: nothing is rounded, and nothing is cached for reuse.
 
     Attributes:
-        name: What it is called.
-        capacity_bytes: The memory that training can have; None if unknown.
-        caveats: What was assumed of it, one sentence each.
+        name: Its name.
+        capacity_bytes: The memory that training can use; None if unknown.
+        caveats: What was assumed, one sentence each.
     """
 
     name: str = "CPU"
     capacity_bytes: int | None = None
     caveats: tuple[str, ...] = (
-        "On a CPU bytes alive in storages are counted: nothing is rounded and nothing reserved. What operators take for themselves while they "
-        "run is left out of the peaks.",
+        "On a CPU, bytes live in storages are counted: nothing is rounded and nothing reserved. "
+        "Scratch memory inside operators is left out of the peaks.",
     )
 
     @property
     def context_bytes(self) -> int:
-        """There is no context."""
+        """0: there is no context."""
         return 0
 
     @property
     def outside_bytes(self) -> int:
-        """Nothing is outside of what is counted."""
+        """0: everything is counted."""
         return 0
 
     @property
     def allocator_capacity_bytes(self) -> int | None:
-        """All the memory there is; None if unknown."""
+        """The same as `capacity_bytes`."""
         return self.capacity_bytes
 
 
-#: What NCCL takes of each card for one communicator: seen were 544 and 688 MiB among two and four
-#: A100 (github.com/NVIDIA/nccl/issues/964) and 1.6 GB (issues/864). It depends on the number of
-#: channels, and so on the links between the cards.
+#: What NCCL uses on each card for one communicator, the least and the most reported: 544 and 688
+#: MiB with two and four A100 (github.com/NVIDIA/nccl/issues/964), 1.6 GB (issues/864). It depends
+#: on the number of channels, and so on the links between the cards.
 NCCL_BYTES = (544 * MiB, 1_600_000_000)
-#: What a step can be predicted for.
+#: A device that a step can be predicted for.
 Device = DeviceSpec | HostSpec
-#: What a CUDA context with PyTorch's kernels takes: assumed. It differs between cards and drivers
-#: and grows with the kernels that are loaded (CUDA C++ Programming Guide, "Lazy Loading"). Seen
+#: An assumption: a CUDA context with PyTorch's kernels. It differs between cards and drivers and
+#: grows with the kernels that are loaded (CUDA C++ Programming Guide, "Lazy Loading"). Reported
 #: were 254 MiB after one tensor and 616 MiB with all kernels (287,047,680 and 666,632,192 bytes
-#: less the tensor's segment of 20 MiB, PyTorch 1.13: github.com/pytorch/pytorch/pull/86509) and 426
-#: MiB before any (PyTorch 2.10, RTX 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053).
+#: minus the tensor's segment of 20 MiB, PyTorch 1.13: github.com/pytorch/pytorch/pull/86509) and
+#: 426 MiB before any (PyTorch 2.10, RTX 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053).
 #: benchmarks/device_facts.py measures it.
 CONTEXT_BYTES = 512 * MiB
-#: Compute capability -> bytes of shared memory per block with opting in, threads and blocks per
+#: Compute capability -> shared memory per block with opting in, in bytes; threads and blocks per
 #: multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute
 #: Capability" ("Maximum amount of shared memory per thread block", "Maximum number of resident
 #: threads per SM", "Maximum number of resident blocks per SM").
@@ -139,22 +134,25 @@ _ARCHITECTURES = {
     (10, 0): (227 << 10, 2048, 32),
     (12, 0): (99 << 10, 1536, 24),
 }
-#: Of a block that does not opt in for more, on every card since Fermi. Source: the same guide,
-#: "Shared Memory".
+#: Shared memory of a block that does not opt in for more, on every card since Fermi. Source: the
+#: same guide, "Shared Memory".
 _SHARED_MEMORY_PER_BLOCK_BYTES = 48 << 10
-#: What may be asked for -> the cards of that kind, the one that it alone stands for first.
+#: Kind -> its cards, first the one that the kind's name alone stands for.
 #:
-#: Each card has its name as the driver gives it, compute capability, multiprocessors, memory in MiB, KiB of L2 cache, MHz of the
-#: multiprocessors' largest boost and of the memory. Sources:
+#: Each card: the driver's name, compute capability, multiprocessors, memory in MiB, KiB of L2
+#: cache, MHz of the multiprocessors' largest boost and of the memory. Sources:
 #:  - compute capability: NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda-gpus;
-#:  - memory: NVML's total, which nvidia-smi shows as memory.total. The driver keeps some of it for itself: CUDA's totalGlobalMem,
-#:    which PyTorch's out-of-memory message shows, was 250 MiB less on a Tesla T4 and 621 MiB less on an A100-SXM4-40GB (deviceQuery);
-#:  - multiprocessors, L2 cache and clocks: NVIDIA's architecture whitepapers (Volta V100, Turing, Ampere A100, Ampere GA102, Ada, Hopper
-#:    H100, RTX Blackwell) and the product briefs of the cards, as cudaGetDeviceProperties writes them: the memory's clock is half or a
-#:    quarter of the data rate per pin. B200: the driver's answers in github.com/pytorch/ao/pull/4002. L40S: memory in
-#:    github.com/akash-network/provider-configs/pull/99. A100-SXM4-40GB: deviceQuery in github.com/bottlerocket-os/bottlerocket/pull/3873.
-#: Compared with a driver's answers: the eight cards of tests/devices/test_catalogue.py, and what is named in the line above. The figures of the
-#: other cards have not been compared with a card yet.
+#:  - memory: NVML's total, which nvidia-smi shows as memory.total. The driver keeps some of it:
+#:    CUDA's totalGlobalMem, which PyTorch's out-of-memory message shows, was 250 MiB less on a
+#:    Tesla T4 and 621 MiB less on an A100-SXM4-40GB (deviceQuery);
+#:  - multiprocessors, L2 cache and clocks: NVIDIA's architecture whitepapers (Volta V100, Turing,
+#:    Ampere A100, Ampere GA102, Ada, Hopper H100, RTX Blackwell) and the cards' product briefs, as
+#:    cudaGetDeviceProperties writes them: the memory's clock is half or a quarter of the data rate
+#:    per pin;
+#:  - a driver's output: B200 in github.com/pytorch/ao/pull/4002, the memory of L40S in
+#:    github.com/akash-network/provider-configs/pull/99, A100-SXM4-40GB (deviceQuery) in
+#:    github.com/bottlerocket-os/bottlerocket/pull/3873, and the eight cards of
+#:    tests/devices/test_catalogue.py. The values of other cards have not been checked on a card.
 _CARDS: dict[str, tuple[tuple[str, tuple[int, int], int, int, int, int, int], ...]] = {
     "B200": (("NVIDIA B200", (10, 0), 148, 183_359, 129_536, 1965, 3996),),
     "H200": (("NVIDIA H200", (9, 0), 132, 143_771, 61_440, 1980, 3201),),
@@ -224,24 +222,24 @@ def _spec(
 
 
 _KINDS = {kind: tuple(_spec(*card) for card in cards) for kind, cards in _CARDS.items()}
-#: Every card that is known by name.
+#: All cards that are known by name.
 CATALOGUE: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for spec in specs)
-#: The architecture of a card of which only the size is known.
+#: The architecture that is assumed if only a size is known.
 _ANY = _KINDS["A100"][0]
-#: What PyTorch calls a device of this machine.
-_CUDA_HERE = re.compile(r"cuda(:\d+)?")
+#: PyTorch's names for devices of this machine.
+_LOCAL_CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = re.compile(r"cpu(:\d+)?")
-#: A size, if perhaps with a unit that is none.
+#: A size, possibly with a wrong unit.
 _LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*[kmgt][a-z]*")
 
 
 def names_local_device(device: object) -> bool:
-    """Whether a text is what PyTorch calls a CUDA device of this machine: `cuda`, `cuda:1`."""
-    return isinstance(device, str) and _CUDA_HERE.fullmatch(device.strip().lower()) is not None
+    """Whether this is PyTorch's name for a CUDA device of this machine: `cuda`, `cuda:1`."""
+    return isinstance(device, str) and _LOCAL_CUDA.fullmatch(device.strip().lower()) is not None
 
 
 def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -> Device:
-    """The device that a person means.
+    """A card by name or memory size, or a CPU; `resolve` also knows devices of this machine.
 
     Examples:
         >>> find_device("a100-40gb").name
@@ -256,26 +254,28 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
         return HostSpec()
     if names_local_device(text):
         raise ValueError(
-            f"{device!r} is a device of this machine, which is not asked here. Give it to memcallback.predict, which does; or here the name "
-            "of a card, or the size of its memory, such as '24GiB'."
+            f"{device!r} is a device of this machine, which cannot be looked up here. Give it to "
+            "memcallback.predict; or here the name of a card, or the size of its memory, such as "
+            "'24GiB'."
         )
     size_bytes = _size(device)
     if size_bytes is not None and size_bytes >= MiB:
         return _of_size(size_bytes, like or _ANY)
-    asked = set(_words(device))
-    found = [spec for spec in CATALOGUE if asked == set(_words(spec.name))] or [
-        spec for spec in CATALOGUE if _matches(asked, spec)
+    words = set(_words(device))
+    matches = [spec for spec in CATALOGUE if words == set(_words(spec.name))] or [
+        spec for spec in CATALOGUE if _matches(words, spec)
     ]
-    if not found and size_bytes is not None:
+    if not matches and size_bytes is not None:
         _large_enough(device, size_bytes)
-    if len([kind for kind, specs in _KINDS.items() if any(spec in found for spec in specs)]) != 1:
-        raise ValueError(_unknown(device, [spec.name for spec in found]))
-    if len(found) == 1:
-        return found[0]
-    others = " or ".join(spec.name for spec in found[1:])
-    return replace(
-        found[0], caveats=(f"{device!r} was taken for {found[0].name}; it may also mean {others}.",)
-    )
+    num_kinds = sum(any(spec in matches for spec in specs) for specs in _KINDS.values())
+    if num_kinds != 1:
+        raise ValueError(_unknown(device, [spec.name for spec in matches]))
+    first, *others = matches
+    if not others:
+        return first
+    names = " or ".join(spec.name for spec in others)
+    caveat = f"{device!r} was taken for {first.name}; it may also mean {names}."
+    return replace(first, caveats=(caveat,))
 
 
 def _num_bytes(device: object) -> int:
@@ -285,15 +285,14 @@ def _num_bytes(device: object) -> int:
     except TypeError:
         pass
     raise TypeError(
-        f"device must be the name of a card, a size of memory or 'cpu', got {described(device)}. Give one such as 'NVIDIA A100-SXM4-80GB' or "
-        "'24GiB'; a device of this machine goes to memcallback.predict."
+        "device must be the name of a card, a size of memory or 'cpu', got "
+        f"{described(device)}. Give one such as 'NVIDIA A100-SXM4-80GB' or '24GiB'; a device of "
+        "this machine goes to memcallback.predict."
     )
 
 
 def _size(text: str) -> int | None:
-    """The bytes in a text that is a size, or the number of a model, such as 4090; None if it is
-    neither.
-    """
+    """Parse a size, or the number in a card's name, such as 4090; None if the text is neither."""
     try:
         return parse_bytes(text)
     except ValueError:
@@ -305,8 +304,9 @@ def _size(text: str) -> int | None:
 def _large_enough(device: object, size_bytes: int) -> int:
     if size_bytes < MiB:
         raise ValueError(
-            f"{device!r} is neither a card nor its size: a number is a size in bytes, from 1 MiB on. Give the size with its unit, "
-            "such as '24GiB', the name of a card, or 'cuda:0' to predict for a device of this machine."
+            f"{device!r} is neither a card nor its size: a number is a size in bytes, at least "
+            "1 MiB. Give the size with its unit, such as '24GiB', the name of a card, or 'cuda:0' "
+            "to predict for a device of this machine."
         )
     return size_bytes
 
@@ -314,8 +314,9 @@ def _large_enough(device: object, size_bytes: int) -> int:
 def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
     major, minor = like.compute_capability
     text = (
-        f"Only the size of the card is known, {format_bytes(capacity_bytes)}: its architecture was taken to be that of {like.name} "
-        f"(compute capability {major}.{minor}), which decides workspaces and kernels. Name the card for its own."
+        f"Only the size of the card is known, {format_bytes(capacity_bytes)}: its architecture was "
+        f"taken to be that of {like.name} (compute capability {major}.{minor}), which decides "
+        "workspaces and kernels. Name the card for its own."
     )
     return replace(
         like,
@@ -326,27 +327,26 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
     )
 
 
-#: Words that do not tell one card from another: makers' and series' names.
+#: Words that do not distinguish cards: makers' and series' names.
 _MAKERS = frozenset({"nvidia", "geforce", "tesla", "rtx", "generation"})
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """The words of a name that tell one card from another: `4090` of `GeForce RTX4090`."""
+    """The words of a name that distinguish cards: `4090` of `GeForce RTX4090`."""
     words = re.sub(r"\brtx(?=\d)", "rtx ", text.lower())
     return tuple(word for word in re.findall(r"[a-z0-9]+", words) if word not in _MAKERS)
 
 
-#: Words that a person may use for another one: the driver's name of the H100 for SXM sockets is
-#: without that word.
+#: Words of names -> what people say instead. The driver's name of the H100 lacks the word SXM.
 _ALIASES = {"sxm2": "sxm", "sxm4": "sxm", "hbm3": "sxm"}
 
 
-def _matches(asked: set[str], spec: DeviceSpec) -> bool:
-    """Whether every word asked for is in the card's name; `80` is for `80gb`, `sxm` for `sxm4`."""
-    words = _words(spec.name)
-    return bool(asked) and all(
-        any(word in (own, own.removesuffix("gb"), _ALIASES.get(own)) for own in words)
-        for word in asked
+def _matches(words: set[str], spec: DeviceSpec) -> bool:
+    """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`."""
+    names = _words(spec.name)
+    return bool(words) and all(
+        any(word in (name, name.removesuffix("gb"), _ALIASES.get(name)) for name in names)
+        for word in words
     )
 
 
@@ -357,5 +357,11 @@ def _unknown(text: str, similar: list[str]) -> str:
         similar = [by_words[words] for words in nearest] or [
             specs[0].name for specs in _KINDS.values()
         ][:6]
-        return f"{text!r} is no card that is known. Near it are {', '.join(similar)}; or give the size of its memory, such as '24GiB'."
-    return f"{text!r} may mean {', '.join(similar)}. Give more of the name, or the size of its memory, such as '24GiB'."
+        return (
+            f"{text!r} is not a known card. Similar names: {', '.join(similar)}. Give one of them, "
+            "or the size of its memory, such as '24GiB'."
+        )
+    return (
+        f"{text!r} may mean {', '.join(similar)}. Give more of the name, or the size of its "
+        "memory, such as '24GiB'."
+    )

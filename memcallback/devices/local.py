@@ -1,4 +1,4 @@
-"""resolve(): the device to predict for, from whatever a user names; CUDA devices of this machine."""
+"""resolve(): from whatever a user names to a device; and the CUDA devices of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memcallback.devices.memory import device_memory, limit_bytes, usable_bytes
 def resolve(
     device: str | int | torch.device | Device | None, *, needs_capacity: bool = False
 ) -> Device:
-    """The device to predict for: a card, a size, a CPU, or by default this machine's CUDA device."""
+    """A device to predict for: a card, a size, a CPU, by default this machine's CUDA device."""
     if isinstance(device, str) and names_local_device(device):
         device = torch.device(device.strip().lower())
     if device is None or (isinstance(device, torch.device) and device.type != "cpu"):
@@ -114,7 +114,7 @@ def _spec(properties: Any) -> DeviceSpec:
 
 
 def default_device(modules: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of the first parameter that has one, else the current accelerator, else the CPU."""
+    """The device of the first parameter off `meta`, else the current accelerator, else the CPU."""
     for module in modules:
         for parameter in module.parameters():
             if parameter.device.type != "meta":

@@ -99,14 +99,17 @@ class AllocatorMeter:
         self._value = _flat_value
 
     def begin(self) -> None:
+        """Begin a step."""
         self._readings = []
 
     def read(self, held: Holdings | None) -> None:
+        """Read at a boundary."""
         self._readings.append((self._read(self._index), held))
         if self._reset_peaks:
             self._reset(self._index)
 
     def mark(self) -> None:
+        """Read between two boundaries."""
         raw, value = self._read(self._index), self._value
         self._readings.append(
             MemoryStats(
@@ -120,6 +123,7 @@ class AllocatorMeter:
             self._reset(self._index)
 
     def end(self) -> tuple[MemoryStats, ...]:
+        """End the step."""
         stats = tuple(
             reading if isinstance(reading, MemoryStats) else _memory_stats(*reading, self._value)
             for reading in self._readings
@@ -191,13 +195,14 @@ class CpuMeter:
 
     def __init__(self, *, reset_peaks: bool = True, use_profiler: bool = True) -> None:
         self.device = torch.device("cpu")
-        self._reset_peaks = reset_peaks and canreset_peak_resident()
+        self._reset_peaks = reset_peaks and can_reset_peak_resident()
         self._use_profiler = use_profiler
         self._has_warned = False
         self._profiler: torch.autograd.profiler.profile | None = None
         self._readings: list[tuple[Holdings | None, int | None, int | None]] = []
 
     def begin(self) -> None:
+        """Begin a step."""
         self._readings = []
         self._profiler = None
         if not self._use_profiler:
@@ -213,6 +218,7 @@ class CpuMeter:
             )
 
     def read(self, held: Holdings | None) -> None:
+        """Read at a boundary."""
         with torch.autograd.profiler.record_function(_BOUNDARY):
             pass
         resident, peak = resident_bytes()
@@ -221,6 +227,7 @@ class CpuMeter:
             reset_peak_resident()
 
     def mark(self) -> None:
+        """Read between two boundaries."""
         # Like record_function, at a tenth of its cost and without an operator. The resident size
         # is not read here.
         with torch._C._profiler._RecordFunctionFast(_BOUNDARY):
@@ -228,6 +235,7 @@ class CpuMeter:
         self._readings.append((None, None, None))
 
     def end(self) -> tuple[MemoryStats, ...]:
+        """End the step."""
         sections = list(_sections(_stop_profiler(self._profiler)))
         self._profiler = None
         held = [reading[0] for reading in self._readings]
@@ -261,7 +269,7 @@ def _is_profiling() -> bool:
 
 
 def _is_profiler_in_use() -> bool:
-    """Whether a profile runs, or is prepared: one that waits for its schedule shows only as an object.
+    """Whether a profile runs or is prepared (while one waits for its schedule, nothing else shows).
 
     Two profiles at a time crash PyTorch 2.13. This searches all objects of the process.
     """

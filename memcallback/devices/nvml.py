@@ -1,8 +1,4 @@
-"""Thin NVML helpers.
-
-NVML answers a question in tens of microseconds to milliseconds and needs a driver; nothing here
-raises for want of one.
-"""
+"""NVML, thinly wrapped. A query takes tens of microseconds to milliseconds and needs a driver."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 
 @lru_cache(maxsize=1)
 def initialised() -> Any:
-    """The module pynvml, ready to be asked."""
+    """The module pynvml, initialised."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -22,29 +18,28 @@ def initialised() -> Any:
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
-    """By UUID, since CUDA_VISIBLE_DEVICES renumbers CUDA's devices and not NVML's."""
+    """A device by UUID: CUDA_VISIBLE_DEVICES renumbers CUDA's devices, but not NVML's."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     return nvml.nvmlDeviceGetHandleByUUID(name)
 
 
 def used_bytes(nvml: Any, handle: Any) -> int:
-    """What is used of a device's memory, without what the driver keeps for itself."""
+    """Used memory of a device, without the driver's own."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except nvml.NVMLError_FunctionNotFound:
-        # Drivers before 510 have the first version only, whose figure includes what the driver
-        # keeps for itself.
+        # Drivers before 510 have only the first version, which includes the driver's own memory.
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChipState:
-    """What the chip is doing at this moment. What the driver does not tell is None.
+    """What the chip does now. Values that the driver does not report are None.
 
     Attributes:
-        utilisation_pct: The share of the last moments in which a kernel ran, 0 to 100.
+        utilisation_pct: The recent share of time in which a kernel ran, 0 to 100.
         temperature_celsius: Its temperature.
-        power_watts: What it draws.
+        power_watts: Its power draw.
     """
 
     utilisation_pct: int | None
@@ -53,27 +48,27 @@ class ChipState:
 
 
 def chip_state(nvml: Any, handle: Any) -> ChipState:
-    """Ask for a device's chip; of a MIG slice little is told."""
-    milliwatts = asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    """Read a chip; the driver reports little for a MIG slice."""
+    milliwatts = query(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
     return ChipState(
-        utilisation_pct=asked(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        temperature_celsius=asked(
+        utilisation_pct=query(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        temperature_celsius=query(
             lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         ),
         power_watts=None if milliwatts is None else milliwatts / 1000,
     )
 
 
-def asked(ask: Callable[[], Any]) -> Any:
-    """What the driver says; None if it does not know, or does not do that for this device."""
+def query(ask: Callable[[], Any]) -> Any:
+    """The driver's answer; None if it has none for this device."""
     try:
         return ask()
-    except Exception:  # each function may be missing or refused by itself
+    except Exception:  # any single function may be missing or refused
         return None
 
 
 def reason_of(error: Exception) -> str:
-    """Why NVML does not answer, in words."""
+    """Why NVML fails, for a message."""
     if isinstance(error, ModuleNotFoundError):
         return "the module pynvml is missing (pip install nvidia-ml-py)"
     return f"{type(error).__name__}: {error}"

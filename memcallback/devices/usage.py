@@ -1,4 +1,4 @@
-"""Per-device table of processes (`memcallback devices`)."""
+"""The devices of this machine and their processes, now: `memcallback devices`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from memcallback.core.document import UNKNOWN, Document, Printable, Table
 from memcallback.core.units import MiB, format_bytes
 from memcallback.devices.nvml import (
-    asked,
     chip_state,
     handle_of,
     initialised,
+    query,
     reason_of,
     used_bytes,
 )
 
-#: What a driver keeps of a device that nobody uses is below this; more without a process is that of
-#: processes that are not shown.
+#: A driver keeps less than this of an idle device. More, with no process listed, belongs to hidden
+#: processes.
 _IDLE_BYTES = 1024 * MiB
 _LONGEST_COMMAND = 60
 _DEVICE_COLUMNS = (
@@ -40,9 +40,9 @@ class DeviceProcess:
 
     Attributes:
         pid: Its number, as the driver knows it.
-        user: Whose it is; None if it is not visible from here (another container, no permission).
-        command: Its command line; None likewise.
-        used_bytes: What it has of the device's memory; None if the driver does not tell.
+        user: Its owner; None if hidden (another container, no permission).
+        command: Its command line; None if hidden.
+        used_bytes: The device memory it uses; None if the driver does not report it.
     """
 
     pid: int
@@ -53,20 +53,20 @@ class DeviceProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """A device, or a slice of one, at this moment. What the driver does not tell is None.
+    """A device, or a MIG slice of one, now. Values that the driver does not report are None.
 
     Attributes:
-        index: Its number in the driver's order, which `CUDA_VISIBLE_DEVICES` does not change; of a
-            MIG slice that of the device and its own, as 0.1.
+        index: Its number in the driver's order, which `CUDA_VISIBLE_DEVICES` does not change; for a
+            MIG slice the device's and its own, such as 0.1.
         name: The name.
         uuid: Its UUID.
-        capacity_bytes: Its memory.
-        used_bytes: What is used of it, without what the driver keeps for itself.
-        utilisation_pct: The share of the last moments in which a kernel ran, 0 to 100.
+        capacity_bytes: All its memory.
+        used_bytes: Used memory, without the driver's own.
+        utilisation_pct: The recent share of time in which a kernel ran, 0 to 100.
         temperature_celsius: The temperature of the chip.
-        power_watts: What it draws.
-        processes: The processes that compute on it, by memory; None if they cannot be listed.
-        notes: What is particular, one sentence each.
+        power_watts: The power draw.
+        processes: The processes that compute on it, largest first; None if they cannot be listed.
+        notes: Notes on it, one sentence each.
     """
 
     index: str
@@ -83,11 +83,11 @@ class DeviceState:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceStates(Printable):
-    """All devices that are seen.
+    """All devices of this machine that are visible.
 
     Attributes:
         devices: In the driver's order.
-        unavailable: What cannot be seen, and why; None if nothing is missing.
+        unavailable: What is missing, and why; None if nothing is.
     """
 
     devices: tuple[DeviceState, ...]
@@ -96,7 +96,7 @@ class DeviceStates(Printable):
     def document(self) -> Document:
         """The devices, their processes, and notes on them."""
         if not self.devices:
-            return Document(f"No device is seen. {self.unavailable or 'The driver has none.'}")
+            return Document(f"No device found. {self.unavailable or 'The driver has none.'}")
         devices = Table(
             title="Devices of this machine",
             columns=_DEVICE_COLUMNS,
@@ -121,27 +121,27 @@ class DeviceStates(Printable):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Data that json writes, the unit in every key."""
+        """Data for JSON; every key names its unit."""
         return asdict(self)
 
 
 def device_states() -> DeviceStates:
-    """Ask for all devices; nothing is raised for want of a driver."""
+    """Read all devices. Without a driver the result says so; nothing is raised."""
     try:
         nvml = initialised()
         numbers = range(nvml.nvmlDeviceGetCount())
-    except Exception as error:  # whatever is wrong with a driver
-        return _seen_by_torch(f"NVML is not available: {reason_of(error).rstrip('.')}.")
+    except Exception as error:  # drivers fail in many ways
+        return _devices_of_torch(f"NVML is not available: {reason_of(error).rstrip('.')}.")
     return DeviceStates(
         devices=tuple(state for index in numbers for state in _states_at(nvml, index))
     )
 
 
 def _states_at(nvml: Any, index: int) -> list[DeviceState]:
-    """A device and its slices; of one that is lost, that it is."""
+    """A device and its slices; a lost one is listed with the reason."""
     try:
         return _states(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
-    except Exception as error:  # one that has fallen off the bus, among others that work
+    except Exception as error:  # a device can fall off the bus while others work
         note = f"does not answer: {reason_of(error)}."
         return [
             DeviceState(
@@ -156,49 +156,51 @@ def _states_at(nvml: Any, index: int) -> list[DeviceState]:
 
 
 def processes_on(uuid: str) -> tuple[DeviceProcess, ...]:
-    """The processes that NVML shows on one device; none where it does not answer. No other device
-    is asked for anything.
-    """
+    """The processes on one device; none if NVML fails. Other devices are not queried."""
     try:
         nvml = initialised()
         return _processes(nvml, handle_of(nvml, uuid))
-    except Exception:  # whatever is wrong with a driver
+    except Exception:  # drivers fail in many ways
         return ()
 
 
 def _states(nvml: Any, handle: Any, index: int) -> list[DeviceState]:
     """A device, and its slices if it is divided."""
-    mig = asked(lambda: nvml.nvmlDeviceGetMigMode(handle))
+    mig = query(lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig is None or not mig[0]:
         return [_state(nvml, handle, str(index))]
-    numbers = range(asked(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)
-    found = [
-        (number, asked(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)))
+    numbers = range(query(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)
+    handles = [
+        (number, query(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)))
         for number in numbers
     ]
     slices = [
-        _state(nvml, one, f"{index}.{number}", (f"a MIG slice of device {index}.",))
-        for number, one in found
-        if one is not None
+        _state(nvml, mig_handle, f"{index}.{number}", (f"a MIG slice of device {index}.",))
+        for number, mig_handle in handles
+        if mig_handle is not None
     ]
-    note = f"divided into {len(slices)} MIG slice{'' if len(slices) == 1 else 's'}, which have the processes."
+    note = (
+        f"divided into {len(slices)} MIG slice{'' if len(slices) == 1 else 's'}, which run the "
+        "processes."
+    )
     return [_state(nvml, handle, str(index), (note,)), *slices]
 
 
 def _state(nvml: Any, handle: Any, index: str, notes: tuple[str, ...] = ()) -> DeviceState:
-    used = asked(lambda: used_bytes(nvml, handle))
-    processes = asked(lambda: _processes(nvml, handle))
+    used = query(lambda: used_bytes(nvml, handle))
+    processes = query(lambda: _processes(nvml, handle))
     if processes is None:
         notes += ("its processes cannot be listed.",)
     elif not processes and not notes and used is not None and used > _IDLE_BYTES:
         notes += (
-            f"{format_bytes(used)} are used and no process is listed: those of other containers are hidden from this one.",
+            f"{format_bytes(used)} in use, but no process listed: processes of other containers "
+            "are hidden from this one.",
         )
     return DeviceState(
         index=index,
-        name=asked(lambda: _text(nvml.nvmlDeviceGetName(handle))) or UNKNOWN,
-        uuid=asked(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
-        capacity_bytes=asked(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
+        name=query(lambda: _text(nvml.nvmlDeviceGetName(handle))) or UNKNOWN,
+        uuid=query(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
+        capacity_bytes=query(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         used_bytes=used,
         processes=processes,
         notes=notes,
@@ -209,31 +211,31 @@ def _state(nvml: Any, handle: Any, index: str, notes: tuple[str, ...] = ()) -> D
 def _processes(nvml: Any, handle: Any) -> tuple[DeviceProcess, ...]:
     import psutil
 
-    found = []
+    processes = []
     for listed in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
         user, command = None, None
         try:
             process = psutil.Process(listed.pid)
             user, command = process.username(), " ".join(process.cmdline()) or process.name()
         except psutil.Error:
-            pass  # of another container or user, or just gone
-        found.append(
+            pass  # it belongs to another container or user, or has just ended
+        processes.append(
             DeviceProcess(
                 pid=listed.pid, user=user, command=command, used_bytes=listed.usedGpuMemory
             )
         )
-    return tuple(sorted(found, key=lambda one: -(one.used_bytes or 0)))
+    return tuple(sorted(processes, key=lambda process: -(process.used_bytes or 0)))
 
 
 def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def _seen_by_torch(why: str) -> DeviceStates:
+def _devices_of_torch(reason: str) -> DeviceStates:
     import torch
 
     if not torch.cuda.is_available():
-        return DeviceStates(devices=(), unavailable=f"{why} PyTorch sees no CUDA device.")
+        return DeviceStates(devices=(), unavailable=f"{reason} PyTorch finds no CUDA device.")
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -250,7 +252,7 @@ def _seen_by_torch(why: str) -> DeviceStates:
         )
     return DeviceStates(
         devices=tuple(devices),
-        unavailable=f"{why} These are the devices that PyTorch sees, without their processes.",
+        unavailable=f"{reason} Devices as PyTorch reports them, without processes.",
     )
 
 
@@ -269,7 +271,7 @@ def _device_row(device: DeviceState) -> tuple[str, ...]:
 
 
 def _process_row(device: DeviceState, process: DeviceProcess) -> tuple[str, ...]:
-    command = process.command or "not visible from here"
+    command = process.command or "hidden"
     command = (
         command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 3]}..."
     )

@@ -123,7 +123,7 @@ def test_a_process_has_its_user_and_command_where_they_are_visible(driver):
     )
     assert (other.pid, other.user, other.command, other.used_bytes) == (GONE, None, None, None)
     text = device_states().to_text()
-    assert "not visible from here" in text
+    assert "hidden" in text
     assert here.username() in text
 
 
@@ -145,7 +145,7 @@ def test_what_the_driver_does_not_tell_is_not_made_up(driver):
 def test_a_container_that_hides_processes_is_told_of(driver):
     driver(card(processes=[]))
     assert device_states().devices[0].notes == (
-        "10.00 GiB are used and no process is listed: those of other containers are hidden from this one.",
+        "10.00 GiB in use, but no process listed: processes of other containers are hidden from this one.",
     )
 
 
@@ -156,7 +156,7 @@ def test_a_mig_slice_is_shown_as_one(driver):
     }
     driver(card(slices=slices, processes=[]))
     whole, first, second = device_states().devices
-    assert whole.notes == ("divided into 2 MIG slices, which have the processes.",)
+    assert whole.notes == ("divided into 2 MIG slices, which run the processes.",)
     assert [(one.index, one.capacity_bytes) for one in (first, second)] == [
         ("0.0", 20 * GiB),
         ("0.2", 20 * GiB),
@@ -176,7 +176,7 @@ def test_without_nvml_pytorch_tells_of_the_devices_that_it_sees(driver, monkeypa
     states = device_states()
     (device,) = states.devices
     assert (device.name, device.used_bytes, device.processes) == ("NVIDIA L4", 2 * GiB, None)
-    text = "NVML is not available: NVMLError: Driver Not Loaded. These are the devices that PyTorch sees, without their processes."
+    text = "NVML is not available: NVMLError: Driver Not Loaded. Devices as PyTorch reports them, without processes."
     assert states.unavailable == text
     assert text in " ".join(states.to_text().split())
 
@@ -185,7 +185,7 @@ def test_on_a_machine_without_devices_that_is_said(driver, monkeypatch, capsys):
     driver(init_error=NVMLError("Driver Not Loaded"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["devices"]) == 0
-    text = "No device is seen. NVML is not available: NVMLError: Driver Not Loaded. PyTorch sees no CUDA device.\n"
+    text = "No device found. NVML is not available: NVMLError: Driver Not Loaded. PyTorch finds no CUDA device.\n"
     assert capsys.readouterr().out == text
     assert main(["devices", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"] == []

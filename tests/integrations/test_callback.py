@@ -1190,7 +1190,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"headroom": 1}, "headroom must be"),
-        ({"device": "big"}, "'big' is no card that is known"),
+        ({"device": "big"}, "'big' is not a known card"),
         ({"device": "-1GiB"}, "'-1GiB' is not a size: a size cannot be negative"),
         ({"device": 0}, "0 is neither a card nor its size"),
         (

@@ -160,7 +160,7 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
         "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), and its workspaces and kernels are those of that card: "
         "memcallback.predict(step, device=...) traces it for Tesla T4."
     )
-    with pytest.raises(ValueError, match="'rtx 9090' is no card that is known"):
+    with pytest.raises(ValueError, match="'rtx 9090' is not a known card"):
         predicted.on("rtx 9090")
 
 

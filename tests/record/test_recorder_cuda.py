@@ -323,7 +323,7 @@ def test_other_accelerators_are_read_the_same_through_torch_accelerator():
     device = torch.device("cuda", torch.cuda.current_device())
     ours = AllocatorMeter(device, reset_peaks=False)
     generic = AllocatorMeter(device, reset_peaks=False)
-    generic._read, generic._figure = (
+    generic._read, generic._value = (
         torch.accelerator.memory_stats,
         _flat_value,
     )
