@@ -4,45 +4,42 @@ find the largest batch.
     from memcallback import MemoryCallback
     trainer = Trainer(callbacks=[MemoryCallback()])
 
-Reading order: `units`, `events`, `stats` (one type for measured and predicted), `batch_trace`,
-`replay`, `prediction`, `advise`, `report`; then, with PyTorch, `holdings`, `meters`, `recorder`,
-`steps`, `loops`, `tracer`, `tracing`, `savings`; then the adapters `tensorboard`, `sinks`, `fit`,
-`callback`, `cli`. What needs PyTorch or Lightning is imported on first use.
+Each public name is imported on first use, so that `import memcallback` loads neither PyTorch nor
+Lightning. ARCHITECTURE.md says what each folder is for.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from memcallback.batch_size.advice import BatchSizeAdvice
-from memcallback.batch_size.fitted import FittedBatchSize
-from memcallback.core.errors import MemoryWarning
-from memcallback.core.module_table import ModuleTable
-from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
-from memcallback.core.types import Category, Kind, Phase
-from memcallback.core.units import format_bytes, parse_bytes
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.diagnose.tensors.change import TensorChange
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.prediction.textbook.layer_table import Layer, LayerTable
-from memcallback.savings.plan import Plan, PlanRow
-
 if TYPE_CHECKING:
+    from memcallback.batch_size.advice import BatchSizeAdvice
+    from memcallback.batch_size.fitted import FittedBatchSize
     from memcallback.batch_size.suggest import suggest_batch_size
-    from memcallback.core.errors import PredictionError
+    from memcallback.core.errors import MemoryWarning, PredictionError
+    from memcallback.core.module_table import ModuleTable
+    from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
+    from memcallback.core.types import Category, Kind, Phase
+    from memcallback.core.units import format_bytes, parse_bytes
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
+    from memcallback.diagnose.tensors.change import TensorChange
     from memcallback.diagnose.tensors.diff import TensorDiff
     from memcallback.integrations.huggingface import MemoryTrainerCallback
     from memcallback.integrations.lightning.callback import MemoryCallback
     from memcallback.integrations.lightning.fit.fit_batch_size import fit_batch_size
     from memcallback.prediction.predict import predict
+    from memcallback.prediction.prediction import Prediction
+    from memcallback.prediction.textbook.law import TextbookPrediction
+    from memcallback.prediction.textbook.layer_table import Layer, LayerTable
     from memcallback.prediction.textbook.shape_pass import layers
     from memcallback.record.memory_log import MemoryLog
     from memcallback.record.recorder import MemoryRecorder
     from memcallback.savings.accumulation import accumulate
     from memcallback.savings.checkpointing import checkpoint
     from memcallback.savings.mixed_precision import amp
+    from memcallback.savings.plan import Plan, PlanRow
     from memcallback.savings.what_if import what_if
     from memcallback.step.ranks import Ranks
     from memcallback.step.training_step import TrainingStep
@@ -89,20 +86,49 @@ __all__ = [
     "what_if",
 ]
 
-_ON_FIRST_USE = {
+# `from memcallback import *` leaves out what needs a library that is not installed.
+if find_spec("transformers") is None:
+    __all__.remove("MemoryTrainerCallback")
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
+    __all__.remove("MemoryCallback")
+    __all__.remove("fit_batch_size")
+
+#: Public name -> the module that defines it.
+_DEFINED_IN = {
+    "BatchSizeAdvice": "batch_size.advice",
+    "Category": "core.types",
+    "DeviceMemory": "core.step_memory",
+    "FittedBatchSize": "batch_size.fitted",
+    "Kind": "core.types",
+    "Layer": "prediction.textbook.layer_table",
+    "LayerTable": "prediction.textbook.layer_table",
     "MemoryCallback": "integrations.lightning.callback",
     "MemoryLog": "record.memory_log",
     "MemoryRecorder": "record.recorder",
+    "MemoryStats": "core.step_memory",
     "MemoryTrainerCallback": "integrations.huggingface",
+    "MemoryWarning": "core.errors",
+    "ModuleTable": "core.module_table",
+    "OutOfMemoryReport": "diagnose.out_of_memory.report",
+    "Phase": "core.types",
+    "PhaseMemory": "core.step_memory",
+    "Plan": "savings.plan",
+    "PlanRow": "savings.plan",
+    "Prediction": "prediction.prediction",
     "PredictionError": "core.errors",
     "Ranks": "step.ranks",
+    "StepMemory": "core.step_memory",
+    "TensorChange": "diagnose.tensors.change",
     "TensorDiff": "diagnose.tensors.diff",
+    "TextbookPrediction": "prediction.textbook.law",
     "TrainingStep": "step.training_step",
     "accumulate": "savings.accumulation",
     "amp": "savings.mixed_precision",
     "checkpoint": "savings.checkpointing",
     "fit_batch_size": "integrations.lightning.fit.fit_batch_size",
+    "format_bytes": "core.units",
     "layers": "prediction.textbook.shape_pass",
+    "parse_bytes": "core.units",
     "predict": "prediction.predict",
     "suggest_batch_size": "batch_size.suggest",
     "what_if": "savings.what_if",
@@ -110,8 +136,12 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _ON_FIRST_USE:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"memcallback.{_ON_FIRST_USE[name]}"), name)
+    value = getattr(import_module(f"memcallback.{_DEFINED_IN[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

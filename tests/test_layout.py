@@ -207,17 +207,13 @@ def test_the_check_finds(name, line, message):
 
 WITHOUT_TORCH = """
 import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {heavy!r}:
-            raise ModuleNotFoundError(f"no {{name}} here")
-sys.meta_path.insert(0, Refuse())
+sys.modules.update(dict.fromkeys({heavy!r}))  # as if they were not installed
 import memcallback
 assert memcallback.format_bytes(123 * 2**20) == "123.00 MiB"
 assert memcallback.Phase.FORWARD.label == "forward"
 import {plain}
 import memcallback.cli
-print("ok", len([m for m in sys.modules if m.split(".")[0] in {heavy!r}]))
+print("ok", len([name for name in sys.modules if name.startswith(tuple(f"{{m}}." for m in {heavy!r}))]))
 """
 
 
@@ -238,6 +234,31 @@ def test_every_public_name_is_there():
     for name in memcallback.__all__:
         assert getattr(memcallback, name) is not None
     assert sorted(memcallback.__all__) == memcallback.__all__
+
+
+STAR = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in {missing!r} else find(name, *more)
+import memcallback
+print(*sorted({{"MemoryTrainerCallback", "MemoryCallback", "predict"}} & {{*memcallback.__all__}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "names"),
+    [
+        (["transformers"], "MemoryCallback predict"),
+        (["transformers", "lightning", "pytorch_lightning"], "predict"),
+    ],
+    ids=["transformers", "Lightning too"],
+)
+def test_importing_all_names_leaves_out_those_whose_library_is_not_installed(missing, names):
+    script = STAR.format(missing=missing)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{names}\n", done.stderr
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
