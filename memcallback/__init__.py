@@ -87,11 +87,13 @@ __all__ = [
 ]
 
 # `from memcallback import *` leaves out what needs a library that is not installed.
-if find_spec("transformers") is None:
-    __all__.remove("MemoryTrainerCallback")
-if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
-    __all__.remove("MemoryCallback")
-    __all__.remove("fit_batch_size")
+for _name, _libraries in (
+    ("MemoryTrainerCallback", ("transformers",)),
+    ("MemoryCallback", ("lightning", "pytorch_lightning")),
+    ("fit_batch_size", ("lightning", "pytorch_lightning")),
+):
+    if not any(map(find_spec, _libraries)):
+        __all__.remove(_name)
 
 #: Public name -> the module that defines it.
 _DEFINED_IN = {

@@ -386,15 +386,15 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
         ),
         (
             ["some_steps:make_step", "--device", "T4", "--batch-size", "0"],
-            "--batch-size '0' is no number of samples. Write a whole number",
+            "--batch-size '0' is not a number of samples. Write a whole number",
         ),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "x"],
-            "--sequence-length 'x' is no length of a sequence. Write a whole",
+            "--sequence-length 'x' is not a length of a sequence. Write a whole",
         ),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "3"],
-            "--sequence-length '3' is no length of a sequence. Write a whole number from 4 on, such as --sequence-length 32.",
+            "--sequence-length '3' is not a length of a sequence. Write a whole number from 4 on, such as --sequence-length 32.",
         ),
         (
             ["some_steps:fails", "--device", "T4"],
@@ -505,7 +505,7 @@ def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
 def test_a_snapshot_for_a_cpu_is_refused(tracing, tmp_path, capfd):
     assert main(["export", "some_steps:make_step", "--device", "cpu", "-o", "step.pickle"]) == 2
     assert (
-        "error: --device 'cpu' cannot be exported: a CPU has no caching allocator"
+        "error: --device 'CPU' cannot be exported: a CPU has no caching allocator"
         in capfd.readouterr().err
     )
     assert not (tmp_path / "step.pickle").exists()
@@ -595,12 +595,12 @@ def test_savings_are_listed_with_what_they_buy(capsys):
     [
         (
             ["suggest", "--headroom", "x"],
-            "--headroom 'x' is no percentage from 0 to below 100. Write",
+            "--headroom 'x' is not a percentage from 0 to below 100. Write",
         ),
-        (["suggest", "--headroom", "100"], "--headroom '100' is no percentage"),
+        (["suggest", "--headroom", "100"], "--headroom '100' is not a percentage"),
         (
             ["suggest", "--multiple-of", "0"],
-            "--multiple-of '0' is no number of samples. Write a whole",
+            "--multiple-of '0' is not a number of samples. Write a whole",
         ),
         (
             ["suggest", "--effective-batch-size", "7", "--world-size", "2"],
@@ -609,10 +609,10 @@ def test_savings_are_listed_with_what_they_buy(capsys):
         (["suggest", "--dataset-size", "1", "--world-size", "2"], "got 1 samples for 2 ranks"),
         (
             ["suggest", "--sequence-lengths", "32,y"],
-            "--sequence-lengths 'y' is no length of a sequence",
+            "--sequence-lengths 'y' is not a length of a sequence",
         ),
-        (["what-if", "--batch-size", "-1"], "--batch-size '-1' is no number of samples"),
-        (["what-if", "--headroom", "-1"], "--headroom '-1' is no percentage"),
+        (["what-if", "--batch-size", "-1"], "--batch-size '-1' is not a number of samples"),
+        (["what-if", "--headroom", "-1"], "--headroom '-1' is not a percentage"),
     ],
 )
 def test_what_is_wrong_with_an_argument_of_advice_is_one_line(capsys, arguments, message):

@@ -236,4 +236,4 @@ def test_a_console_of_plain_letters_gets_question_marks(driver, monkeypatch, opt
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan"])
 def test_seconds_that_are_none_are_refused(seconds, capsys):
     assert main(["devices", f"--watch={seconds}"]) == 2
-    assert f"--watch {seconds!r} is no number of seconds above 0" in capsys.readouterr().err
+    assert f"--watch {seconds!r} is not a number of seconds above 0" in capsys.readouterr().err
