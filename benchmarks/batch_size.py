@@ -71,7 +71,7 @@ from machine import RESULTS, command, driver, is_virtual, processor, results_fol
 from memcallback import __version__
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.core.units import GiB
-from memcallback.prediction.search import largest
+from memcallback.prediction.search import largest_number
 
 #: Capacity in GiB -> the card of that virtual device.
 CARDS = {8: "rtx3090", 16: "t4", 24: "rtx4090", 40: "a100", 80: "h100"}
@@ -183,7 +183,7 @@ class Trials:
             return is_good(self.at(batch_size))
 
         while True:
-            found = largest(holds, near=max(1, near), end=_ENDLESS)
+            found = largest_number(holds, near=max(1, near), end=_ENDLESS)
             assert found is not None
             beyond = (max(found + 2, round(found * (1 + share))) for share in _BEYOND)
             further = next((size for size in beyond if holds(size)), None)

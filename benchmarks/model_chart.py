@@ -36,7 +36,7 @@ from model_chart_pictures import draw
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from memcallback import TrainingStep, __version__, format_bytes, suggest_batch_size
+from memcallback import TrainingStep, __version__, format_bytes, predict, suggest_batch_size
 from memcallback.core.document import Table
 from memcallback.cuda.convolution.workspace import version as cudnn_version
 from memcallback.devices.catalogue import find_device
@@ -175,9 +175,10 @@ def training_step(name: str, precision: str) -> TrainingStep:
 
 def training(name: str, precision: str) -> tuple[Training, tuple[str, ...]]:
     """What training takes, and what was assumed."""
-    advice = suggest_batch_size(training_step(name, precision), device=DEVICE, multiple_of=1)
-    prediction = advice.line.prediction  # type: ignore[union-attr]  # of a trace it is a TracedPeak
+    step = training_step(name, precision)
+    advice = suggest_batch_size(step, device=DEVICE, multiple_of=1)
     size = advice.batch_size
+    prediction = predict(step, device=DEVICE)
     at, below = prediction.at(max(2, size)), prediction.at(max(1, size // 2))
     slope = (at.peak_allocated_bytes - below.peak_allocated_bytes) / (
         at.batch_size - below.batch_size

@@ -76,7 +76,7 @@ from tracing_growth import measure as measure_growth  # noqa: E402
 from tracing_growth import to_markdown as growth_to_markdown  # noqa: E402
 
 from memcallback import __version__, format_bytes  # noqa: E402
-from memcallback.batch_size.peaks import TracedPeak  # noqa: E402
+from memcallback.batch_size.estimate import TracedPeak  # noqa: E402
 from memcallback.devices.catalogue import DeviceSpec, find_device  # noqa: E402
 from memcallback.prediction.predict import predict  # noqa: E402
 from memcallback.trace.tracer import trace  # noqa: E402
@@ -395,7 +395,7 @@ def curve(config: Config) -> dict[str, Any]:
     spread = range(LARGEST // NUM_TIMED, LARGEST + 1, LARGEST // NUM_TIMED)
     seconds, peaks = [], []
     for sizes in (powers, spread):
-        line = TracedPeak(prediction=prediction)
+        line = TracedPeak.of(prediction)
         gc.collect()
         began = time.process_time()
         peaks.append({size: line.at(size) for size in sizes})

@@ -72,12 +72,16 @@ def batch_trace(**changes):
     )
 
 
-def prediction(batch_size=16, device="NVIDIA A100-SXM4-80GB", **changes):
+def prediction(batch_size=16, device="NVIDIA A100-SXM4-80GB", *, with_limits=True, **changes):
     from memcallback.prediction.allocator.settings import AllocatorSettings
 
     spec = find_device(device)
     return Prediction.of(
-        batch_trace(**changes), spec, batch_size=batch_size, settings=AllocatorSettings()
+        batch_trace(**changes),
+        spec,
+        batch_size=batch_size,
+        settings=AllocatorSettings(),
+        with_limits=with_limits,
     )
 
 

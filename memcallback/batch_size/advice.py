@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from typing import Any
 
-from memcallback.batch_size.peaks import PeakLine, TracedPeak
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
@@ -120,28 +118,46 @@ class RankBatchSize:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeAdvice(Printable):
-    """The largest batch size that stays within a device.
+    """The largest batch size that stays within a device's memory, in plain numbers.
 
     Attributes:
+        batch_size: The suggestion: the largest within the bounds; 0 if not even one sample is sure
+            to fit.
         largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
-        bounds: What bounds the batch size besides.
-        line: What is expected at each batch size.
+        limit: The most samples that fit at all, with nothing kept free; None if unlimited, or
+            without a traced step.
+        limit_without_retry: The most samples that fit with nothing kept free and without a retry of
+            the allocator; None if unlimited.
+        limit_without_retry_peak_bytes: The peak there; None if there is no such limit, or it is 0.
+        curve: The expected peak in bytes at each power of two up to twice the suggestion, and at
+            the current and the suggested size.
+        counts: Which memory the peaks are of: `reserved`, on a CPU and by the textbook law
+            `allocated`.
+        current_batch_size: The batch size that it starts from.
+        bounds: What bounds the batch size besides memory.
         capacity_bytes: The device's memory.
-        outside_bytes: Of it, used by others than this process's allocator; None if unknown, and
+        outside_bytes: Memory of it used outside this process's allocator; None if unknown, and
             then counted as 0.
         headroom: The fraction of the capacity that is kept free.
-        is_measured: Whether the line is that of a measured step of this training on this device;
-            else it is predicted.
+        is_measured: Whether the peaks are those of a measured step of this training on this device;
+            else they are predicted.
         basis: How it knows, as a part of a sentence.
         leaves_out: What it does not know, as parts of a sentence.
         by_sequence_length: The batch size for sequences of each of these lengths, where they were
             asked for; the advice itself is for the longest.
-        by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices are
-            unlike: the advice itself is the smallest.
+        by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
+            differ: the advice itself is the smallest.
+        fits_at: Answers `fits`.
     """
 
+    batch_size: int
     largest: int
-    line: PeakLine | TracedPeak
+    limit: int | None
+    limit_without_retry: int | None
+    limit_without_retry_peak_bytes: int | None
+    curve: tuple[tuple[int, int], ...]
+    counts: str
+    current_batch_size: int
     capacity_bytes: int
     outside_bytes: int | None
     headroom: float
@@ -151,25 +167,25 @@ class BatchSizeAdvice(Printable):
     bounds: BatchSizeBounds = DEFAULT_BOUNDS
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
     by_rank: tuple[RankBatchSize, ...] = ()
+    fits_at: InitVar[Callable[[int], bool]]
 
-    @cached_property
-    def batch_size(self) -> int:
-        """The suggestion: the largest within the bounds; 0 if not even one sample is sure to fit."""
-        return self.bounds.within(self.largest, self.fits)
+    def __post_init__(self, fits_at: Callable[[int], bool]) -> None:
+        object.__setattr__(self, "_fits_at", fits_at)
 
     def fits(self, batch_size: int) -> bool:
-        """Whether the peak of a batch size, at least 1, plus the headroom stays within the device."""
-        return self.line.fits(batch_size, self.budget_bytes)
+        """Whether the peak of a batch size plus the headroom stays within the device: of a traced
+        step a replay.
+
+        Args:
+            batch_size: Samples in the batch, at least 1.
+        """
+        answer: bool = vars(self)["_fits_at"](batch_size)
+        return answer
 
     @property
     def global_batch_size(self) -> int:
         """Samples in the batches of all ranks, and in all microbatches of a pipeline."""
         return self.batch_size * self.bounds.num_batches
-
-    @property
-    def current_batch_size(self) -> int:
-        """The batch size that it starts from."""
-        return self.line.batch_size
 
     @property
     def multiple(self) -> float:
@@ -180,36 +196,6 @@ class BatchSizeAdvice(Printable):
     def budget_bytes(self) -> int:
         """What the process's allocator may take: capacity less headroom less what is used outside."""
         return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
-
-    @cached_property
-    def limit_without_retry(self) -> int | None:
-        """The most samples that fit without headroom and without a retry of the allocator; None if
-        there is no end.
-        """
-        return self.line.largest_within(self.capacity_bytes - (self.outside_bytes or 0))
-
-    @cached_property
-    def limit(self) -> int | None:
-        """The most samples that fit at all; None if there is no end, or without a traced step."""
-        if not isinstance(self.line, TracedPeak):
-            return None
-        device = self.line.prediction.device
-        free_bytes = self.capacity_bytes - self.line.shift_bytes - (self.outside_bytes or 0)
-        return self.line.prediction.on(
-            replace(device, capacity_bytes=free_bytes + device.outside_bytes)
-        ).limit
-
-    @cached_property
-    def curve(self) -> tuple[tuple[int, int], ...]:
-        """The peak in bytes that is expected at each power of two up to twice the suggestion, and
-        at the current and the suggested size.
-        """
-        end = 2 * max(self.batch_size, self.current_batch_size)
-        sizes = {1 << power for power in range(end.bit_length())} | {
-            self.current_batch_size,
-            max(1, self.batch_size),
-        }
-        return tuple((size, self.line.at(size)) for size in sorted(sizes))
 
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
         """How to have exactly so many samples between two updates, with the largest batches that
@@ -261,7 +247,7 @@ class BatchSizeAdvice(Printable):
         """The suggestion in one sentence."""
         if self.batch_size == 0:
             return (
-                f"No batch size is sure to fit: one sample may need {format_bytes(self.line.at(1))}, and "
+                f"No batch size is sure to fit: one sample may need {format_bytes(dict(self.curve)[1])}, and "
                 f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}. memcallback.what_if says what "
                 "would make it fit."
             )
@@ -297,19 +283,12 @@ class BatchSizeAdvice(Printable):
         marks[self.batch_size] = (
             "suggested, current" if self.batch_size == self.current_batch_size else "suggested"
         )
-        rows = {
-            **dict(self.curve),
-            **{size: self.line.at(size) for size in (self.limit_without_retry,) if size},
-        }
-        kind = (
-            "allocated"
-            if isinstance(self.line, TracedPeak)
-            and self.line.prediction.peak_reserved_bytes is None
-            else "reserved"
-        )
+        rows = dict(self.curve)
+        if self.limit_without_retry and self.limit_without_retry_peak_bytes is not None:
+            rows[self.limit_without_retry] = self.limit_without_retry_peak_bytes
         return Table(
             title=f"Peak over the batch size, within {format_bytes(self.capacity_bytes)} of which {format_bytes(max(0, self.budget_bytes))} may be taken",
-            columns=("batch size", f"{kind} peak", ""),
+            columns=("batch size", f"{self.counts} peak", ""),
             rows=tuple(
                 (f"{size:,}", format_bytes(peak), marks.get(size, ""))
                 for size, peak in sorted(rows.items())

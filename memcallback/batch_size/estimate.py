@@ -1,8 +1,9 @@
-"""The largest batch from a prediction and/or a measured step."""
+"""Estimates the largest batch that fits, from a prediction, a measured step, or both."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
@@ -11,8 +12,8 @@ from memcallback.batch_size.advice import (
     DEFAULT_HEADROOM,
     BatchSizeAdvice,
     BatchSizeBounds,
+    RankBatchSize,
 )
-from memcallback.batch_size.peaks import PeakLine, TracedPeak, counted_peak
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
@@ -20,7 +21,177 @@ from memcallback.core.validation import share
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.search import BatchReplays
 from memcallback.prediction.textbook.law import TextbookPrediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakLine:
+    """The peak over batch sizes: a line through one known point, never below the true peak.
+
+    Attributes:
+        batch_size: The batch size of the known point.
+        peak_bytes: The peak there.
+        growth_bytes: What each further sample adds at most.
+        decline_bytes: What each sample less takes off at least; not above `growth_bytes`.
+        floor_bytes: What a step needs at any batch size (an optimizer update).
+    """
+
+    batch_size: int
+    peak_bytes: int
+    growth_bytes: int
+    decline_bytes: int
+    floor_bytes: int
+
+    def at(self, batch_size: int) -> int:
+        """The peak expected at a batch size."""
+        slope = self.growth_bytes if batch_size > self.batch_size else self.decline_bytes
+        return max(self.floor_bytes, self.peak_bytes + (batch_size - self.batch_size) * slope)
+
+    def largest_within(self, budget_bytes: int) -> int:
+        """The largest batch size whose peak stays within a budget; 0 if none does."""
+        left = budget_bytes - self.peak_bytes
+        slope = self.growth_bytes if left >= 0 else self.decline_bytes
+        if self.floor_bytes > budget_bytes or (slope == 0 and left < 0):
+            return 0
+        return max(0, self.batch_size + (left // slope if slope else 0))
+
+    def fits(self, batch_size: int, budget_bytes: int) -> bool:
+        """Whether a batch size stays within a budget."""
+        return self.at(batch_size) <= budget_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedPeak:
+    """The peak over batch sizes, replayed at each: reserved memory, on a CPU allocated.
+
+    Attributes:
+        replays: Replays of the step at any batch size.
+        batch_size: The batch size of the known point, from which searches start.
+        shift_bytes: How much more a measured step at that point needs than its replay, at least 0;
+            added at every batch size.
+        is_shift_per_sample: Whether the shift may be memory of each sample: above the known point
+            it grows in proportion to the batch size.
+    """
+
+    replays: BatchReplays
+    batch_size: int
+    shift_bytes: int = 0
+    is_shift_per_sample: bool = False
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> TracedPeak:
+        """The replayed peaks of a predicted step."""
+        replays = BatchReplays(prediction.trace, prediction.device, prediction.settings)
+        return cls(replays=replays, batch_size=prediction.batch_size)
+
+    def at(self, batch_size: int) -> int:
+        """The peak of the warm-up step or a steady one, whichever is larger."""
+        shift_bytes = self.shift_bytes
+        if self.is_shift_per_sample and batch_size > self.batch_size:
+            shift_bytes = -(-shift_bytes * batch_size // self.batch_size)
+        return self.replays.peak_bytes(batch_size) + shift_bytes
+
+    def fits(self, batch_size: int, budget_bytes: int) -> bool:
+        """Whether a batch size stays within a budget, without a retry."""
+        return self.replays.fits_without_retry(batch_size) and self.at(batch_size) <= budget_bytes
+
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """The largest batch size within a budget, without a retry; None if unknown or unlimited.
+
+        Some smaller sizes may need more: with a few samples less, reserved memory can have gaps
+        that nothing fits into.
+        """
+        return self.replays.largest(
+            lambda batch_size: self.fits(batch_size, budget_bytes), start=self.batch_size
+        )
+
+
+def counted_peak(step: StepMemory) -> int | None:
+    """The peak that must fit: reserved memory, on a CPU allocated; None if unknown."""
+    reserved = step.peak_reserved_bytes
+    return step.peak_allocated_bytes if reserved is None else reserved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The peak over batch sizes, and the largest batch size within a device's memory.
+
+    Attributes:
+        peaks: The peak at any batch size.
+        largest: The most samples that are sure to fit, with the headroom.
+        counts: Which memory `peaks` is of: `reserved` or `allocated`.
+        bounds, capacity_bytes, outside_bytes, headroom, is_measured, basis, leaves_out: As in
+            `BatchSizeAdvice`.
+    """
+
+    peaks: PeakLine | TracedPeak
+    largest: int
+    counts: str
+    bounds: BatchSizeBounds
+    capacity_bytes: int
+    outside_bytes: int | None
+    headroom: float
+    is_measured: bool
+    basis: str
+    leaves_out: tuple[str, ...]
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether the peak of a batch size plus the headroom stays within the device."""
+        return self.peaks.fits(
+            batch_size, budget(self.capacity_bytes, self.headroom, self.outside_bytes)
+        )
+
+    def best_batch_size(self) -> int:
+        """The largest batch size within the bounds; 0 if not even one sample is sure to fit."""
+        return self.bounds.within(self.largest, self.fits)
+
+    def advice(
+        self,
+        *,
+        by_sequence_length: Mapping[int, int] | None = None,
+        by_rank: tuple[RankBatchSize, ...] = (),
+    ) -> BatchSizeAdvice:
+        """The estimate in numbers: with both limits and the curve, which take replays of a trace."""
+        batch_size, current = self.best_batch_size(), self.peaks.batch_size
+        free_bytes = self.capacity_bytes - (self.outside_bytes or 0)
+        end = 2 * max(batch_size, current)
+        sizes = {1 << power for power in range(end.bit_length())} | {current, max(1, batch_size)}
+        without_retry = self.peaks.largest_within(free_bytes)
+        return BatchSizeAdvice(
+            batch_size=batch_size,
+            largest=self.largest,
+            limit=self._limit(free_bytes),
+            limit_without_retry=without_retry,
+            limit_without_retry_peak_bytes=self.peaks.at(without_retry) if without_retry else None,
+            curve=tuple((size, self.peaks.at(size)) for size in sorted(sizes)),
+            counts=self.counts,
+            current_batch_size=current,
+            bounds=self.bounds,
+            capacity_bytes=self.capacity_bytes,
+            outside_bytes=self.outside_bytes,
+            headroom=self.headroom,
+            is_measured=self.is_measured,
+            basis=self.basis,
+            leaves_out=self.leaves_out,
+            by_sequence_length=by_sequence_length or {},
+            by_rank=by_rank,
+            fits_at=self.fits,
+        )
+
+    def _limit(self, free_bytes: int) -> int | None:
+        """The largest batch size that fits at all, retries included; None without a trace."""
+        if not isinstance(self.peaks, TracedPeak):
+            return None
+        replays = self.peaks.replays
+        capacity_bytes = free_bytes - self.peaks.shift_bytes + replays.device.outside_bytes
+        device = replace(replays.device, capacity_bytes=capacity_bytes)
+        return replays.on(device).limit(self.peaks.batch_size)
+
+
+def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> int:
+    """What the allocator may take: the capacity less the headroom and what others use."""
+    return int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
 
 
 def suggest(
@@ -31,8 +202,28 @@ def suggest(
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
-    bounds: BatchSizeBounds = DEFAULT_BOUNDS,
 ) -> BatchSizeAdvice | None:
+    """The largest batch size that `estimate` finds, in numbers."""
+    found = estimate(
+        measured=measured,
+        predicted=predicted,
+        always_held_bytes=always_held_bytes,
+        capacity_bytes=capacity_bytes,
+        outside_bytes=outside_bytes,
+        headroom=headroom,
+    )
+    return None if found is None else found.advice()
+
+
+def estimate(
+    *,
+    measured: StepMemory | None,
+    predicted: StepPrediction | None,
+    always_held_bytes: int | None = None,
+    capacity_bytes: int | None,
+    outside_bytes: int | None = None,
+    headroom: float = DEFAULT_HEADROOM,
+) -> Estimate | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
     A step's peak is, over the batch size, the largest of straight lines, one for each moment of the
@@ -55,15 +246,14 @@ def suggest(
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
-        traced = from_trace(
+        traced = estimate_from_trace(
             predicted,
             measured,
             capacity_bytes=capacity_bytes,
             outside_bytes=outside_bytes,
             headroom=headroom,
-            bounds=bounds,
         )
-        if traced is not None and predicted.trace.is_far(traced.batch_size):
+        if traced is not None and predicted.trace.is_far(traced.best_batch_size()):
             untried = f"whether the step does the same in so large a batch: the largest that was traced is {predicted.trace.largest_traced}"
             return replace(traced, leaves_out=(*traced.leaves_out, untried))
         if traced is not None:
@@ -75,7 +265,7 @@ def suggest(
         line = _predicted_line(law)
     if line is None:
         return None
-    largest = line.largest_within(int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0))
+    largest = line.largest_within(budget(capacity_bytes, headroom, outside_bytes))
     leaves_out = _always_left_out(outside_bytes)
     if not is_measured:
         leaves_out.append(
@@ -85,21 +275,26 @@ def suggest(
         leaves_out.append(
             "how much a smaller batch saves, which only a prediction tells: try it before relying on it"
         )
-    return BatchSizeAdvice(
+    is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
+    counts = "reserved" if is_reserved else "allocated"
+    return Estimate(
+        peaks=line,
         largest=largest,
-        bounds=bounds,
-        line=line,
+        counts=counts,
+        bounds=DEFAULT_BOUNDS,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside_bytes,
         headroom=headroom,
         is_measured=is_measured,
-        basis=_basis(measured, law, is_measured=is_measured),
+        basis=f"from the {counts} memory measured on this device"
+        if is_measured
+        else f"predicted by the {law.source if law else ''}",
         leaves_out=tuple(leaves_out),
     )
 
 
 def check_headroom(headroom: object) -> None:
-    """See that a headroom is a fraction of a capacity."""
+    """Raise unless a headroom is a fraction of a capacity."""
     share("headroom", headroom, "0.05 keeps 5 % of the device free.")
 
 
@@ -112,7 +307,7 @@ def _always_left_out(outside_bytes: int | None) -> list[str]:
     return leaves_out
 
 
-def from_trace(
+def estimate_from_trace(
     predicted: Prediction,
     measured: StepMemory | None = None,
     *,
@@ -121,54 +316,57 @@ def from_trace(
     headroom: float = DEFAULT_HEADROOM,
     bounds: BatchSizeBounds = DEFAULT_BOUNDS,
     bucket_bytes: int = 0,
-) -> BatchSizeAdvice | None:
-    """As `suggest`, from the replayed peaks alone, whether or not the step was traced near the
-    suggestion.
-    """
+) -> Estimate | None:
+    """As `estimate`, from the replayed peaks alone; None if no batch size is the largest."""
     if not predicted.trace.is_any_batch_size_known:
         return None
-    # The memory to plan for need not be that of the device.
-    predicted = predicted.on(replace(predicted.device, capacity_bytes=capacity_bytes))
-    here, line = predicted, TracedPeak(prediction=predicted, shift_bytes=bucket_bytes)
+    # The capacity may be another one than the device's.
+    device = replace(predicted.device, capacity_bytes=capacity_bytes)
+    replays = BatchReplays(predicted.trace, device, predicted.settings)
+    peaks = TracedPeak(replays=replays, batch_size=predicted.batch_size, shift_bytes=bucket_bytes)
     measured_bytes = counted_peak(measured) if measured else None
     basis = f"replayed from the {predicted.source}"
     if bucket_bytes:
         basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
     if measured and measured.batch_size and measured_bytes is not None:
-        here = predicted.at(measured.batch_size)
-        shift_bytes = max(
-            bucket_bytes, measured_bytes - TracedPeak(prediction=predicted).at(measured.batch_size)
-        )
+        shift_bytes = max(bucket_bytes, measured_bytes - replays.peak_bytes(measured.batch_size))
         band_bytes = (
             allocated_band(measured_bytes)
             if measured.peak_reserved_bytes is None
             else RESERVED_SHARE * measured_bytes
         )
         is_beyond = shift_bytes > bucket_bytes + band_bytes
-        line = TracedPeak(prediction=here, shift_bytes=shift_bytes, is_shift_per_sample=is_beyond)
+        peaks = TracedPeak(
+            replays=replays,
+            batch_size=measured.batch_size,
+            shift_bytes=shift_bytes,
+            is_shift_per_sample=is_beyond,
+        )
         basis += (
             f", raised by the {format_bytes(shift_bytes)} that were measured more"
             if is_beyond
             else ", which the measured step bears out"
         )
-    outside = predicted.device.outside_bytes if outside_bytes is None else outside_bytes
-    budget_bytes = int(capacity_bytes * (1 - headroom)) - outside
-    found = line.largest_within(budget_bytes)
-    if found is None and bounds.most is not None and line.fits(bounds.most, budget_bytes):
-        found = bounds.most
-    if found is None:
+    outside = device.outside_bytes if outside_bytes is None else outside_bytes
+    budget_bytes = budget(capacity_bytes, headroom, outside)
+    largest = peaks.largest_within(budget_bytes)
+    if largest is None and bounds.most is not None and peaks.fits(bounds.most, budget_bytes):
+        largest = bounds.most
+    if largest is None:
         return None
     leaves_out = _always_left_out(outside)
     if outside_bytes is None and outside:
         leaves_out.append(
             f"other processes on the device; its context is taken to be {format_bytes(outside)}"
         )
-    if measured is None and here.peak_reserved_bytes is None:
+    is_host = predicted.peak_reserved_bytes is None
+    if measured is None and is_host:
         leaves_out.append("what operators take for themselves while they run")
-    return BatchSizeAdvice(
-        largest=found,
+    return Estimate(
+        peaks=peaks,
+        largest=largest,
+        counts="allocated" if is_host else "reserved",
         bounds=bounds,
-        line=line,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside,
         headroom=headroom,
@@ -176,15 +374,6 @@ def from_trace(
         basis=basis,
         leaves_out=tuple(leaves_out),
     )
-
-
-def _basis(
-    measured: StepMemory | None, predicted: TextbookPrediction | None, *, is_measured: bool
-) -> str:
-    if is_measured and measured is not None:
-        return f"from the {'allocated' if measured.peak_reserved_bytes is None else 'reserved'} memory measured on this device"
-    assert predicted is not None
-    return f"predicted by the {predicted.source}"
 
 
 def _measured_line(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memcallback.batch_size.advice import BatchSizeBounds
-from memcallback.batch_size.peaks import TracedPeak
+from memcallback.batch_size.estimate import TracedPeak
 from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
@@ -103,8 +103,12 @@ class LikelyPeak:
         """The largest batch size whose peak stays within a budget, without a retry; None if there
         is no end.
         """
-        return self.line.prediction.largest_batch_size(
-            lambda one: one.fits_without_retry and self.at(one.batch_size) <= budget_bytes
+        replays = self.line.replays
+        return replays.largest(
+            lambda batch_size: (
+                replays.fits_without_retry(batch_size) and self.at(batch_size) <= budget_bytes
+            ),
+            start=self.line.batch_size,
         )
 
 

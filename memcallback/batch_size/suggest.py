@@ -14,7 +14,7 @@ from memcallback.batch_size.advice import (
     BatchSizeBounds,
     RankBatchSize,
 )
-from memcallback.batch_size.estimate import check_headroom, from_trace
+from memcallback.batch_size.estimate import Estimate, check_headroom, estimate_from_trace
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import StepMemory
@@ -22,7 +22,7 @@ from memcallback.core.types import Kind
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve, used_by_others_bytes
 from memcallback.prediction.batch_trace import BatchDependentPath
-from memcallback.prediction.predict import ONLY, Traces, predict
+from memcallback.prediction.predict import ONLY, Traces, predict_without_limits
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.holdings import bucket_bytes
 from memcallback.step.ranks import Ranks
@@ -30,8 +30,8 @@ from memcallback.step.training_step import TrainingStep
 
 #: As for `predict`.
 AnyDevice = str | int | torch.device | Device | None
-#: How often a suggestion is made anew from a trace at the one before.
-_NUM_SUGGESTIONS = 3
+#: How often a batch size is estimated, each time from a trace at the size before.
+_MAX_ESTIMATES = 3
 
 
 def suggest_batch_size(
@@ -108,26 +108,26 @@ def suggest_batch_size(
         raise ValueError(
             f"measured is a step of one rank, and {len(places)} kinds of ranks are planned for. Leave it out: their curves are predicted."
         )
-    advices = [
+    estimates = [
         _for_one(place, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read)
         for place in places
     ]
-    smallest = min(advices, key=lambda advice: advice.batch_size)
+    sizes = [estimate.best_batch_size() for estimate, _ in estimates]
+    smallest, by_length = estimates[sizes.index(min(sizes))]
     if len(places) == 1:
-        return smallest
+        return smallest.advice(by_sequence_length=by_length)
     kinds = (
         RankBatchSize(
-            ranks=tuple(place.ranks),
-            device_name=place.device.name,
-            batch_size=advice.batch_size,
+            ranks=tuple(place.ranks), device_name=place.device.name, batch_size=batch_size
         )
-        for place, advice in zip(places, advices, strict=True)
+        for place, batch_size in zip(places, sizes, strict=True)
     )
-    by_length = {
-        length: min(advice.by_sequence_length[length] for advice in advices)
-        for length in smallest.by_sequence_length
-    }
-    return replace(smallest, by_rank=tuple(kinds), by_sequence_length=by_length)
+    return smallest.advice(
+        by_rank=tuple(kinds),
+        by_sequence_length={
+            length: min(of_length[length] for _, of_length in estimates) for length in by_length
+        },
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,45 +221,46 @@ def _for_one(
     progress: Callable[[int, int], None] | None,
     *,
     are_lengths_read: bool,
-) -> BatchSizeAdvice:
-    """The suggestion for a rank on its device."""
+) -> tuple[Estimate, dict[int, int]]:
+    """The estimate for a rank on its device, and the batch size at each sequence length."""
     step, device = place.step, place.device
-    prediction = predict(
+    prediction = predict_without_limits(
         step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress
     )
     outside = used_by_others_bytes(prediction.device)
-
-    beside_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
+    buckets_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
     if measured is not None:
         _check_measured(measured, prediction)
 
-    def advice_of(one: Prediction) -> BatchSizeAdvice | None:
+    def estimate_of(one: Prediction) -> Estimate | None:
         if one.capacity_bytes is None:
             return None
-        return from_trace(
+        return estimate_from_trace(
             one,
             measured,
             capacity_bytes=one.capacity_bytes,
             outside_bytes=outside,
             headroom=headroom,
             bounds=bounds,
-            bucket_bytes=beside_bytes,
+            bucket_bytes=buckets_bytes,
         )
 
-    advice = advice_of(prediction)
-    if advice is None:
+    estimate = estimate_of(prediction)
+    if estimate is None:
         raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
     if are_lengths_read:
         # A trace of one length alone says nothing of others.
         step_of_lengths = prediction.lengths.step if prediction.lengths else 0
         lengths = buckets(lengths, step_of_lengths or lengths[-1])
-    by_length = {length: advice_of(prediction.at(sequence_length=length)) for length in lengths}
-    sizes = {length: found.batch_size for length, found in by_length.items() if found is not None}
-    advice = _verified(advice, step, prediction, advice_of)
-    return replace(
-        advice,
-        by_sequence_length={**sizes, **({lengths[-1]: advice.batch_size} if lengths else {})},
-    )
+    by_length = {}
+    for length in lengths:
+        of_length = estimate_of(prediction.at(sequence_length=length))
+        if of_length is not None:
+            by_length[length] = of_length.best_batch_size()
+    estimate = _verified(estimate, step, prediction, estimate_of)
+    if lengths:
+        by_length[lengths[-1]] = estimate.best_batch_size()
+    return estimate, by_length
 
 
 def _world_size(given: int | None, known: int, *, is_sure: bool) -> int:
@@ -292,43 +293,36 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
 
 
 def _verified(
-    advice: BatchSizeAdvice,
+    estimate: Estimate,
     step: TrainingStep,
     prediction: Prediction,
-    advice_of: Callable[[Prediction], BatchSizeAdvice | None],
-) -> BatchSizeAdvice:
-    """The suggestion after a trace at its batch size; another one where the step does something
-    else there.
-    """
+    estimate_of: Callable[[Prediction], Estimate | None],
+) -> Estimate:
+    """The estimate after a trace at its batch size; a new one if the step does something else there."""
     why = ""
-    for _ in range(_NUM_SUGGESTIONS):
-        size, spec = advice.batch_size, prediction.device
+    for _ in range(_MAX_ESTIMATES):
+        size, spec = estimate.best_batch_size(), prediction.device
         if size == 0 or prediction.trace.is_among_traced(size):
-            return advice
+            return estimate
         try:
             prediction.trace.verified(
                 Traces(step, spec, 1, None).at(size, prediction.sequence_length)
             )
-            return advice
+            return estimate
         except PredictionError:
             why = f", where it cannot be traced: the largest that was traced is {prediction.trace.largest_traced}"
             break
         except BatchDependentPath:
             why = ": it does something else at others"
-        prediction = predict(
+        prediction = predict_without_limits(
             step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
         )
-        another = advice_of(prediction)
+        another = estimate_of(prediction)
         if another is None:
             break
-        advice = another
-    return replace(
-        advice,
-        leaves_out=(
-            *advice.leaves_out,
-            f"whether the step does the same at batch size {advice.batch_size}{why}",
-        ),
-    )
+        estimate = another
+    untried = f"whether the step does the same at batch size {estimate.best_batch_size()}{why}"
+    return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 
 
 def _why_none(prediction: Prediction) -> str:

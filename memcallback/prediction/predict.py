@@ -75,6 +75,28 @@ def predict(
             if `batch_size` is below 1, or `sequence_length` one that the step says nothing of.
         TypeError: If `step` is no `TrainingStep`, or a number is not whole.
     """
+    return predict_without_limits(
+        step,
+        device=device,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        settings=settings,
+        progress=progress,
+        with_limits=True,
+    )
+
+
+def predict_without_limits(
+    step: TrainingStep,
+    *,
+    device: str | int | torch.device | Device | None = None,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    settings: AllocatorSettings | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    with_limits: bool = False,
+) -> Prediction:
+    """As `predict`, but without `limit` and `limit_without_retry`, which take about 20 replays."""
     if not isinstance(step, TrainingStep):
         raise TypeError(
             f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...)."
@@ -90,20 +112,19 @@ def predict(
     if sequence_length is not None:
         own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
         length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
+    trace: BatchTrace | SequenceLengthTrace
     if length is None:
-        traces = Traces(step, spec, _NUM_TRACES, progress)
-        return Prediction.of(
-            _batch_trace(traces, wanted), spec, batch_size=wanted, settings=settings
-        )
-    if step.sequence_length is None:
+        trace = _batch_trace(Traces(step, spec, _NUM_TRACES, progress), wanted)
+    elif step.sequence_length is None:
         raise ValueError(
             f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
             "TrainingStep."
         )
-    traces = Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress)
-    return Prediction.of(
-        _length_trace(traces, wanted, length), spec, batch_size=wanted, settings=settings
-    )
+    else:
+        trace = _length_trace(
+            Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress), wanted, length
+        )
+    return Prediction.of(trace, spec, batch_size=wanted, settings=settings, with_limits=with_limits)
 
 
 def _with_communication(device: Device, step: TrainingStep) -> Device:
@@ -121,7 +142,11 @@ def predict_once(
     """Predict a step at one batch size alone, which takes one trace."""
     traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)
     return Prediction.of(
-        BatchTrace.single(traced), device, batch_size=batch_size, settings=settings
+        BatchTrace.single(traced),
+        device,
+        batch_size=batch_size,
+        settings=settings,
+        with_limits=False,
     )
 
 

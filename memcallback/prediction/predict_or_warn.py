@@ -57,7 +57,6 @@ def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None])
     start = perf_counter()
     progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
     prediction = tracing.predict(step, device=device, progress=progress)
-    _ = prediction.step  # the replay, which is kept
     num_events = len(prediction.trace.traced.trace.events)
     say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
     return prediction

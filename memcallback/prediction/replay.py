@@ -21,7 +21,10 @@ from memcallback.core.allocation_trace import (
 )
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, largest
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
-from memcallback.prediction.allocator.caching import OutOfMemoryError
+from memcallback.devices.catalogue import Device, HostSpec
+from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
+from memcallback.prediction.allocator.host import HostAllocator
+from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.steady_state import (
     MAX_WINDOWS,
     Peaks,
@@ -124,6 +127,21 @@ def replay(
         replayer.run()
     replayer.result.num_alloc_retries = allocator.num_alloc_retries
     return replayer.result
+
+
+def replay_on(
+    events: Sequence[Event],
+    device: Device,
+    settings: AllocatorSettings,
+    capacity_bytes: int | None,
+) -> Replay:
+    """Replay a trace on a device's allocator; a capacity of None is unlimited memory."""
+    unlimited = capacity_bytes is None
+    if isinstance(device, HostSpec):
+        return replay(events, HostAllocator(capacity_bytes=capacity_bytes), unlimited=unlimited)
+    return replay(
+        events, CachingAllocator(settings, capacity_bytes=capacity_bytes), unlimited=unlimited
+    )
 
 
 def live_at(

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memcallback.batch_size.advice import BatchSizeAdvice
-from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.module_table import ModuleMemory, ModuleTable
 from memcallback.core.step_memory import MemoryStats, StepMemory
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
@@ -174,37 +173,29 @@ def batch_size_curve(
 ) -> npt.NDArray[np.uint8]:
     """The peak over batch sizes, with the device's capacity and the suggestion."""
     largest = max(2, 2 * max(advice.batch_size, advice.current_batch_size))
-    # Each point of a traced step is a replay of its own.
-    num_points = 12 if isinstance(advice.line, TracedPeak) else 60
-    sizes = sorted({max(1, round(largest ** (i / num_points))) for i in range(num_points + 1)})
     unit, unit_name = _unit(advice.capacity_bytes)
     figure, axes = _canvas()
-    if isinstance(advice.line, TracedPeak):
-        peaks = [advice.line.at(size) / unit for size in sizes]
-        kind = "allocated" if advice.line.prediction.peak_reserved_bytes is None else "reserved"
+    sizes, peaks = zip(*advice.curve, strict=True)
+    expected = [peak / unit for peak in peaks]
+    if isinstance(prediction, TextbookPrediction):
+        predicted_sizes = sorted({max(1, round(largest ** (i / 60))) for i in range(61)})
         axes.plot(
-            sizes,
-            peaks,
-            "--",
-            color=_PREDICTED_COLOUR,
-            label=f"predicted {kind} peak ({advice.line.prediction.source})",
-        )
-    elif isinstance(prediction, TextbookPrediction):
-        predicted = [prediction.at(size) for size in sizes]
-        axes.plot(
-            sizes,
-            [p.peak_allocated_bytes / unit for p in predicted],
+            predicted_sizes,
+            [prediction.at(size).peak_allocated_bytes / unit for size in predicted_sizes],
             "--",
             color=_PREDICTED_COLOUR,
             label=f"predicted peak ({prediction.source})",
         )
-    if advice.is_measured:
+    elif prediction is not None and not advice.is_measured:
         axes.plot(
             sizes,
-            [advice.line.at(size) / unit for size in sizes],
-            color="black",
-            label="peak expected from the measured step",
+            expected,
+            "--",
+            color=_PREDICTED_COLOUR,
+            label=f"predicted {advice.counts} peak ({prediction.source})",
         )
+    if advice.is_measured:
+        axes.plot(sizes, expected, color="black", label="peak expected from the measured step")
     axes.axhline(advice.capacity_bytes / unit, color="#555555", label="capacity")
     axes.axhline(
         max(0, advice.budget_bytes) / unit,

@@ -9,12 +9,12 @@ from itertools import combinations
 import torch
 
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
-from memcallback.batch_size.estimate import check_headroom, suggest
+from memcallback.batch_size.estimate import check_headroom, estimate
 from memcallback.core.errors import PredictionError
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve, used_by_others_bytes
-from memcallback.prediction.predict import predict, predict_once
+from memcallback.prediction.predict import predict_once, predict_without_limits
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.candidates import Saving, left_out, savings_for, together
 from memcallback.savings.plan import Plan, PlanRow
@@ -65,7 +65,7 @@ def what_if(
     check_headroom(headroom)
     if isinstance(ranks, int):
         whole_number("ranks", ranks, "Leave it out for one device.", least=2)
-    base = predict(step, device=resolve(device), batch_size=batch_size)
+    base = predict_without_limits(step, device=resolve(device), batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, used_by_others_bytes(base.device))
     tried: list[tuple[Saving, PlanRow]] = []
@@ -127,7 +127,9 @@ class _Trial:
             caveats=(*self._base.caveats, *left_out(self._step)),
         )
 
-    def row(self, saving: Saving, predict: Callable[..., Prediction] = predict) -> PlanRow:
+    def row(
+        self, saving: Saving, predict: Callable[..., Prediction] = predict_without_limits
+    ) -> PlanRow:
         """The step with a saving."""
         batch_size, rest = divmod(self._base.batch_size, saving.num_parts)
         row = PlanRow(
@@ -195,8 +197,8 @@ class _Trial:
         worst = max(
             predictions, key=lambda one: one.peak_reserved_bytes or one.peak_allocated_bytes or 0
         )
-        advices = [
-            suggest(
+        estimates = [
+            estimate(
                 measured=None,
                 predicted=one,
                 capacity_bytes=one.capacity_bytes,
@@ -205,13 +207,13 @@ class _Trial:
             )
             for one in predictions
         ]
-        largest = [advice.largest for advice in advices if advice and advice.largest is not None]
+        largest = [found.largest for found in estimates if found is not None]
         return replace(
             row,
             peak_allocated_bytes=worst.peak_allocated_bytes,
             peak_reserved_bytes=worst.peak_reserved_bytes,
             fits=worst.fits,
-            largest_batch_size=min(largest) if len(largest) == len(advices) else None,
+            largest_batch_size=min(largest) if len(largest) == len(estimates) else None,
             extra_compute_pct=self._extra_compute_pct(predictions, num_together),
             sent_bytes=max(one.trace.traced.sent_bytes for one in predictions),
         )

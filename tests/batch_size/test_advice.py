@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.batch_size.advice import AccumulationPlan, BatchSizeAdvice, BatchSizeBounds
-from memcallback.batch_size.peaks import PeakLine
+from memcallback.batch_size.advice import AccumulationPlan, BatchSizeBounds
+from memcallback.batch_size.estimate import Estimate, PeakLine
 from memcallback.core.units import GiB, MiB
 
 
@@ -15,17 +15,18 @@ def advice(largest, **bounds):
     line = PeakLine(
         batch_size=10, peak_bytes=10 * MiB, growth_bytes=MiB, decline_bytes=MiB, floor_bytes=0
     )
-    return BatchSizeAdvice(
+    return Estimate(
+        peaks=line,
         largest=largest,
+        counts="reserved",
         bounds=BatchSizeBounds(**bounds),
-        line=line,
         capacity_bytes=GiB,
         outside_bytes=0,
         headroom=0.0,
         is_measured=False,
         basis="predicted by hand",
         leaves_out=(),
-    )
+    ).advice()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from hand_made import law as prediction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.batch_size.estimate import suggest
+from memcallback.batch_size.estimate import estimate, suggest
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB
@@ -101,8 +101,14 @@ def measured_step(*, batch_size=10, reserved=None, allocated=None, held=1 * GiB)
     )
 
 
+def with_peaks(**options):
+    """The suggestion, and the peaks over batch sizes that it comes from."""
+    found = estimate(**options)
+    return found.advice(), found.peaks
+
+
 def test_a_measured_step_gives_the_largest_batch_within_capacity_less_headroom():
-    advice = suggest(
+    advice, peaks = with_peaks(
         measured=measured_step(reserved=11 * GiB),
         predicted=None,
         capacity_bytes=100 * GiB,
@@ -110,7 +116,7 @@ def test_a_measured_step_gives_the_largest_batch_within_capacity_less_headroom()
     )
     assert advice.is_measured
     assert "reserved memory measured on this device" in advice.basis
-    assert advice.line.growth_bytes == GiB
+    assert peaks.growth_bytes == GiB
     assert advice.largest == 94
     assert advice.multiple == 8.8
     assert (
@@ -187,18 +193,18 @@ def test_a_suggestion_never_exceeds_its_budget_and_one_more_sample_would(
     reserved, held, batch_size, capacity, outside, headroom
 ):
     step = measured_step(reserved=reserved, held=held, batch_size=batch_size)
-    advice = suggest(
+    advice, peaks = with_peaks(
         measured=step,
         predicted=None,
         capacity_bytes=capacity,
         outside_bytes=outside,
         headroom=headroom,
     )
-    assert advice.line.at(batch_size) >= reserved
+    assert peaks.at(batch_size) >= reserved
     if advice.batch_size > 0:
-        assert advice.line.at(advice.batch_size) <= advice.budget_bytes
-    if advice.line.growth_bytes > 0:
-        assert advice.line.at(advice.largest + 1) > advice.budget_bytes
+        assert peaks.at(advice.batch_size) <= advice.budget_bytes
+    if peaks.growth_bytes > 0:
+        assert peaks.at(advice.largest + 1) > advice.budget_bytes
 
 
 def with_phases(forward, backward, update, *, batch_size=100):
@@ -231,11 +237,11 @@ def test_gradients_that_are_not_there_with_the_activations_do_not_hide_their_gro
     # 100 MiB of parameters, 100 of gradients that come while 90 of activations go: the peak is
     # barely above what is held.
     step = with_phases((100, 100, 190), (100, 200, 205), (200, 200, 200))
-    advice = suggest(
+    advice, peaks = with_peaks(
         measured=step, predicted=None, capacity_bytes=1000 * MiB, outside_bytes=0, headroom=0
     )
     assert advice.largest <= 100 * (1000 - 100) / 90
-    assert advice.line.at(1000) >= (100 + 900) * MiB
+    assert peaks.at(1000) >= (100 + 900) * MiB
 
 
 def test_what_a_step_of_no_samples_needs_by_the_prediction_is_not_taken_for_the_samples():
@@ -264,11 +270,11 @@ def test_what_a_step_of_no_samples_needs_by_the_prediction_is_not_taken_for_the_
 
 def test_a_smaller_batch_saves_in_proportion_what_the_peak_has_above_the_optimizer_step():
     step = with_phases((50, 50, 200), (50, 100, 200), (100, 100, 120), batch_size=80)
-    shrink = suggest(
+    shrink, peaks = with_peaks(
         measured=step, predicted=None, capacity_bytes=160 * MiB, outside_bytes=0, headroom=0
     )
     assert shrink.batch_size == 40
-    assert shrink.line.at(0) == 120 * MiB
+    assert peaks.at(0) == 120 * MiB
     assert (
         suggest(
             measured=step, predicted=None, capacity_bytes=110 * MiB, outside_bytes=0, headroom=0
@@ -300,7 +306,7 @@ def test_the_line_lies_above_every_step_whose_moments_are_straight_lines(
         (200, 200, update),
         batch_size=batch_size,
     )
-    line = suggest(
+    line = estimate(
         measured=step, predicted=None, capacity_bytes=GiB, outside_bytes=0, headroom=0
-    ).line
+    ).peaks
     assert line.at(other) + batch_size >= truth(other)

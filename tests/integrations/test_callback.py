@@ -595,7 +595,7 @@ def test_a_capacity_to_plan_for_takes_the_place_of_the_devices_own(tmp_path):
     callback = fit(tmp_path, callback=MemoryCallback(device="1GiB", headroom=0.5))
     advice = callback.report.advice
     assert advice.capacity_bytes == 2**30
-    assert advice.line.at(advice.batch_size) <= 2**29
+    assert dict(advice.curve)[advice.batch_size] <= 2**29
 
 
 def test_the_memory_to_plan_for_may_be_that_of_a_card_by_name(tmp_path):

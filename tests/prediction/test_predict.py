@@ -147,17 +147,17 @@ def test_a_suggestion_fits_although_fewer_samples_can_need_more():
 
 def test_several_ranks_have_buckets_besides():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    step = make_step(model, torch.ones(16, 1024))
     one, two = (
-        mc.suggest_batch_size(
-            make_step(model, torch.ones(16, 1024)), device="1GiB", world_size=size
-        )
+        mc.suggest_batch_size(step, device="1GiB", world_size=size, multiple_of=1)
         for size in (1, 2)
     )
+    assert two.batch_size == two.largest
+    at_largest = mc.predict(step, device="1GiB").at(two.largest)
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert (
-        two.line.at(two.largest)
-        == max(step.peak_reserved_bytes for step in two.line.prediction.at(two.largest).steps)
-        + bucket_bytes
+        dict(two.curve)[two.largest]
+        == max(step.peak_reserved_bytes for step in at_largest.steps) + bucket_bytes
     )
     assert two.largest < one.largest
     assert two.limit < one.limit

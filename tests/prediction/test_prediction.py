@@ -5,8 +5,7 @@ from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcallback.batch_size.estimate import suggest
-from memcallback.batch_size.peaks import TracedPeak
+from memcallback.batch_size.estimate import TracedPeak, estimate, suggest
 from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB, round_up
@@ -19,6 +18,12 @@ from memcallback.prediction.text import verdict
 from memcallback.trace.traced_step import TracedStep
 
 SMALL_BYTES = 512 * MiB + 64 * MiB
+
+
+def with_peaks(**options):
+    """The suggestion, and the peaks over batch sizes that it comes from."""
+    found = estimate(**options)
+    return found.advice(), found.peaks
 
 
 def held(batch_size):
@@ -198,9 +203,11 @@ def test_a_prediction_is_the_replay_of_its_trace(batch_size):
 
 def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_budget():
     predicted = prediction(16, device=SMALL_BYTES)
-    advice = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0)
-    assert advice.line.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
-    assert advice.line.at(advice.largest + 1) > advice.budget_bytes
+    advice, peaks = with_peaks(
+        measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0
+    )
+    assert peaks.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
+    assert peaks.at(advice.largest + 1) > advice.budget_bytes
     assert "replayed from the traced step" in advice.sentence()
     assert any("its context is taken to be 512.00 MiB" in text for text in advice.leaves_out)
     smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
@@ -306,29 +313,29 @@ def test_what_was_measured_beyond_the_band_grows_with_the_batch():
             for window in predicted.step.windows
         )
         measured = replace(predicted.step, windows=windows)
-        line = suggest(
+        line = estimate(
             measured=measured,
             predicted=predicted,
             capacity_bytes=predicted.capacity_bytes,
             outside_bytes=0,
-        ).line
-        assert line.at(16) - TracedPeak(prediction=predicted).at(16) == more
-        assert line.at(32) - TracedPeak(prediction=predicted).at(32) == (
+        ).peaks
+        assert line.at(16) - TracedPeak.of(predicted).at(16) == more
+        assert line.at(32) - TracedPeak.of(predicted).at(32) == (
             2 * more if is_per_sample else more
         )
-        assert line.at(8) - TracedPeak(prediction=predicted).at(8) == more
+        assert line.at(8) - TracedPeak.of(predicted).at(8) == more
 
 
 def test_memory_to_plan_for_need_not_be_the_devices_own():
     predicted = prediction(16, device=SMALL_BYTES)
-    more = suggest(
+    more, peaks = with_peaks(
         measured=None,
         predicted=predicted,
         capacity_bytes=4 * SMALL_BYTES,
         outside_bytes=0,
         headroom=0,
     )
-    assert more.line.at(more.batch_size) > SMALL_BYTES
+    assert peaks.at(more.batch_size) > SMALL_BYTES
 
 
 def test_on_a_cpu_the_allocated_peak_has_to_fit():

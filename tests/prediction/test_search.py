@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.prediction.search import crossing, largest
+from memcallback.prediction.search import crossing, largest_number
 
 END = 1 << 31
 
@@ -14,7 +14,7 @@ def test_the_largest_number_is_found_from_wherever_one_begins_and_none_is_tried_
         tried.append(number)
         return number <= limit
 
-    assert largest(holds, near=near, end=END) == limit
+    assert largest_number(holds, near=near, end=END) == limit
     assert len(set(tried)) == len(tried)
     assert all(number >= 1 for number in tried)
 
@@ -22,18 +22,20 @@ def test_the_largest_number_is_found_from_wherever_one_begins_and_none_is_tried_
 def test_few_are_tried_where_one_begins_near():
     tried = []
     assert (
-        largest(lambda number: (tried.append(number), number <= 100_000)[1], near=100_400, end=END)
+        largest_number(
+            lambda number: (tried.append(number), number <= 100_000)[1], near=100_400, end=END
+        )
         == 100_000
     )
     assert len(tried) <= 12
 
 
 def test_what_always_holds_has_no_largest_number():
-    assert largest(lambda number: True, near=16, end=END) is None
+    assert largest_number(lambda number: True, near=16, end=END) is None
 
 
 def test_of_several_ends_the_one_that_is_found_is_one():
-    assert largest(lambda number: number <= 50 or number == 60, near=55, end=END) in (50, 60)
+    assert largest_number(lambda number: number <= 50 or number == 60, near=55, end=END) in (50, 60)
 
 
 @given(

@@ -348,7 +348,7 @@ def test_the_suggestion_comes_from_the_largest_step_even_if_its_holdings_were_no
     assert callback.report.measured.held_bytes is not None
     advice = callback.report.advice
     assert advice.current_batch_size == 64
-    assert advice.line.at(64) >= callback.recorder.steps[6].peak_reserved_bytes
+    assert dict(advice.curve)[64] >= callback.recorder.steps[6].peak_reserved_bytes
 
 
 def test_a_suggested_batch_size_runs_within_its_budget_even_where_gradients_hide_the_activations():
@@ -527,7 +527,7 @@ def test_what_is_predicted_before_the_first_step_is_measured_in_a_steady_one(
         <= 0.02
     )
     assert not any("The prediction is off" in line for line in callback.report.lines())
-    assert callback.report.advice.line.prediction.batch_size == 16
+    assert callback.report.advice.current_batch_size == 16
 
 
 def test_predict_without_a_device_is_for_the_one_that_is_here():

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memcallback.batch_size.advice import BatchSizeAdvice, BatchSizeBounds
-from memcallback.batch_size.estimate import suggest
+from memcallback.batch_size.advice import BatchSizeBounds
+from memcallback.batch_size.estimate import (
+    Estimate,
+    PeakLine,
+    TracedPeak,
+    counted_peak,
+    estimate,
+)
 from memcallback.batch_size.fitted import (
     BatchSizeSearch,
     FittedBatchSize,
@@ -19,7 +25,6 @@ from memcallback.batch_size.fitted import (
     Trial,
     nothing_fits,
 )
-from memcallback.batch_size.peaks import PeakLine, TracedPeak, counted_peak
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.out_of_memory.errors import is_out_of_memory, let_go, release_memory
@@ -120,9 +125,11 @@ class FitSearch:
         with tempfile.TemporaryDirectory() as folder:
             previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
-            advice = self._advise(measured=None, elsewhere_bytes=self._elsewhere_bytes)
-            predicted = None if advice is None else any_size.within(advice.largest, advice.fits)
-            line = None if advice is None else advice.line
+            first_estimate = self._estimate(measured=None, elsewhere_bytes=self._elsewhere_bytes)
+            predicted = line = None
+            if first_estimate is not None:
+                predicted = any_size.within(first_estimate.largest, first_estimate.fits)
+                line = first_estimate.peaks
             self._line = (
                 LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes)
                 if isinstance(line, TracedPeak)
@@ -231,14 +238,14 @@ class FitSearch:
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap
 
-    def _advise(
+    def _estimate(
         self,
         *,
         measured: StepMemory | None,
         held_bytes: int | None = None,
         elsewhere_bytes: int = 0,
-    ) -> BatchSizeAdvice | None:
-        return suggest(
+    ) -> Estimate | None:
+        return estimate(
             measured=measured,
             predicted=self._prediction,
             always_held_bytes=held_bytes,
@@ -287,8 +294,8 @@ class FitSearch:
         if isinstance(self._line, LikelyPeak):
             self._line = self._line.after(trial)
         else:
-            advice = self._advise(measured=shown.step, held_bytes=shown.held_bytes)
-            self._line = self._line if advice is None else advice.line
+            corrected = self._estimate(measured=shown.step, held_bytes=shown.held_bytes)
+            self._line = self._line if corrected is None else corrected.peaks
         return self._line is not None
 
     def _run(self, size: int, folder: str) -> _TrialOutcome:
