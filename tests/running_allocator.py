@@ -48,7 +48,7 @@ class RunningAllocator(CachingAllocator):
                 "expandable_segments to False"
             )
         tiles = tile(address, size_bytes, blocks)
-        if not self._device.take(size_bytes):
+        if not self._device.reserve(size_bytes):
             raise ValueError(
                 f"the segment at {address} of {size_bytes} bytes is more than capacity_bytes has "
                 "left; give a larger capacity"

@@ -288,7 +288,7 @@ def test_what_cannot_be_done_is_refused_with_a_way_out():
     block = allocator.allocate(KiB)
     allocator.free(block)
     assert refused(lambda: allocator.allocate(0)) == (
-        "size_bytes is 0; the allocator is asked for 1 byte or more: leave empty tensors out"
+        "size_bytes is 0; an allocation has at least 1 byte: leave empty tensors out"
     )
     assert (
         "is not allocated; a block is freed once, after it was allocated: leave this free out"

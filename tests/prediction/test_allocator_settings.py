@@ -112,14 +112,14 @@ def test_a_segment_is_made_for_a_block(block_mib, large_mib, segment_mib):
     [
         (
             "foo:1",
-            "'foo' is no setting of the CUDA caching allocator; known are expandable_segments, large_segment_size_mb",
+            "'foo' is not a setting of the CUDA caching allocator; known are expandable_segments, large_segment_size_mb",
         ),
         ("max_split_size_mb", "'max_split_size_mb' is not name:value"),
         (
             "max_split_size_mb:32;foo",
-            "max_split_size_mb:32;foo is no size; it is a whole number of MiB",
+            "max_split_size_mb:32;foo is not a size; write a whole number of MiB",
         ),
-        ("max_split_size_mb:-1", "max_split_size_mb:-1 is no size"),
+        ("max_split_size_mb:-1", "max_split_size_mb:-1 is not a size"),
         (
             "max_split_size_mb:19",
             "max_split_bytes is 19922944; it must be at least large_segment_bytes, 20971520",
@@ -131,11 +131,11 @@ def test_a_segment_is_made_for_a_block(block_mib, large_mib, segment_mib):
         ("large_segment_size_mb:10", "large_segment_bytes is 10485760; it must be"),
         (
             "expandable_segments:true",
-            "expandable_segments:true is neither True nor False, spelled so: write expandable_segments:True",
+            "expandable_segments:true is neither True nor False: write expandable_segments:True",
         ),
-        ("roundup_power2_divisions:3", "'3' in roundup_power2_divisions is no power of 2"),
-        ("roundup_power2_divisions:[256:3]", "'3' in roundup_power2_divisions is no power of 2"),
-        ("roundup_power2_divisions:[3:4]", "'3' in roundup_power2_divisions is no power of 2"),
+        ("roundup_power2_divisions:3", "'3' in roundup_power2_divisions is not a power of 2"),
+        ("roundup_power2_divisions:[256:3]", "'3' in roundup_power2_divisions is not a power of 2"),
+        ("roundup_power2_divisions:[3:4]", "'3' in roundup_power2_divisions is not a power of 2"),
         ("roundup_power2_divisions:[4]", "'4' in roundup_power2_divisions is not size:divisions"),
         ("backend:cudaMallocAsync", "backend:cudaMallocAsync is another allocator"),
     ],

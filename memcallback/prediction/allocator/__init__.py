@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator, simulated, and a CPU's memory. Works without torch.
+"""Simulations of PyTorch's caching allocator and of CPU memory. They work without torch.
 
-Start with `caching`.
+May import `core`. Start with `caching`; `settings` reads PYTORCH_CUDA_ALLOC_CONF.
 """

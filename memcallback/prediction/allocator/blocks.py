@@ -1,4 +1,4 @@
-"""Blocks, pools and the device below them."""
+"""The parts of a simulated allocator: blocks, pools of free blocks, and the device below."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from operator import attrgetter
 from memcallback.core.units import MiB, round_up
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-#: Where the segments of an imaginary device begin.
+#: Address of the first segment of a simulated device.
 _FIRST_ADDRESS = 1 << 45
-#: cudaMalloc gives ranges that begin at a multiple of this (every segment of the recorded histories
-#: does).
+#: cudaMalloc returns multiples of this, as in all recorded histories.
 _ALIGNMENT_BYTES = 2 * MiB
-#: By what the free blocks of one size are ordered.
+#: The order of free blocks of one size.
 by_address = attrgetter("address")
 
 
-class Device:
-    """The memory that the allocator takes from its device, and the addresses it gets.
+class SimulatedDevice:
+    """The memory that an allocator reserves, and the addresses of its segments.
 
     Attributes:
-        capacity_bytes: What the allocator can have in all; None means no end.
-        reserved_bytes: What it has.
-        peak_reserved_bytes: The most that it has had since it was made, or since that was set anew.
+        capacity_bytes: The most that can be reserved; None means unlimited.
+        reserved_bytes: Reserved now.
+        peak_reserved_bytes: The peak of it since the last reset.
         first_blocks: The first block of each segment, by address.
     """
 
@@ -42,7 +41,8 @@ class Device:
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(
-                f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for no end"
+                f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for "
+                "unlimited"
             )
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = self.peak_reserved_bytes = 0
@@ -50,8 +50,8 @@ class Device:
         self._new_address = new_address or self._above_the_last
         self._next_address = _FIRST_ADDRESS
 
-    def take(self, size_bytes: int) -> bool:
-        """Reserve memory; False if there is not so much left."""
+    def reserve(self, size_bytes: int) -> bool:
+        """Reserve memory; False if less is left."""
         if (
             self.capacity_bytes is not None
             and self.reserved_bytes + size_bytes > self.capacity_bytes
@@ -61,13 +61,13 @@ class Device:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def give_back(self, size_bytes: int) -> None:
-        """The opposite of `take`."""
+    def release(self, size_bytes: int) -> None:
+        """Release reserved memory."""
         self.reserved_bytes -= size_bytes
         assert self.reserved_bytes >= 0
 
     def new_address(self, size_bytes: int) -> int:
-        """Where a new range of addresses begins."""
+        """The address of a new segment."""
         return self._new_address(size_bytes)
 
     def _above_the_last(self, size_bytes: int) -> int:
@@ -85,9 +85,9 @@ class Block:
         pool: The pool it belongs to.
         previous: The block before it in its segment; None if it is the first.
         next: The block after it in its segment; None if it is the last.
-        requested_bytes: What was asked for, while it is in use; 0 while it is free.
-        is_allocated: Handed out and not freed. What is in use all the same was freed while another
-            stream still uses it.
+        requested_bytes: The size that was requested, while in use; 0 while free.
+        is_allocated: Allocated and not freed. A freed block stays in use while another stream uses
+            it.
         is_mapped: Has memory behind it; False only in expandable segments.
     """
 
@@ -121,7 +121,7 @@ class Block:
 
     @property
     def stream(self) -> int:
-        """The stream it belongs to."""
+        """The stream of its pool."""
         return self.pool.stream
 
     @property
@@ -137,7 +137,7 @@ class Block:
             block = block.next
 
     def split_off(self, size_bytes: int) -> Block:
-        """Keep the first `size_bytes` and return the rest as a new block after this one."""
+        """Keep the first `size_bytes`; return the rest as a new block behind it."""
         after = self.next
         rest = type(self)(
             self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self, after
@@ -148,8 +148,8 @@ class Block:
         self.size_bytes = size_bytes
         return rest
 
-    def join(self, after: Block) -> None:
-        """Take in the block after this one, which is no more."""
+    def merge(self, after: Block) -> None:
+        """Merge the next block of the segment into this one."""
         self.size_bytes += after.size_bytes
         self.next = following = after.next
         if following is not None:
@@ -157,11 +157,10 @@ class Block:
 
 
 class Pool:
-    """The free blocks of the small or of the large pool of one stream, in order of size and then of
-    address.
+    """The free blocks of one stream, small or large, ordered by size and then by address.
 
-    That order is `BlockComparatorSize`'s (CUDACachingAllocator.cpp). Most of a training's blocks
-    are of few sizes, so equal ones stand together.
+    The order is that of `BlockComparatorSize` (CUDACachingAllocator.cpp). Most blocks of a training
+    have few sizes, so blocks of one size are grouped.
 
     Attributes:
         stream: The stream.
@@ -179,7 +178,7 @@ class Pool:
         self._groups: dict[int, list[Block]] = {}
 
     def add(self, block: Block) -> None:
-        """Put in a block that is not in use."""
+        """Add a free block."""
         size_bytes = block.size_bytes
         group = self._groups.get(size_bytes)
         if group is None:
@@ -189,23 +188,21 @@ class Pool:
             insort(group, block, key=by_address)
 
     def put_back(self, block: Block) -> Block:
-        """Put in a block that is no longer in use, as one with the neighbours that are free and as
-        mapped as it.
-        """
+        """Add a block that was in use, merged with free neighbours of the same mapping."""
         before, after, is_mapped = block.previous, block.next, block.is_mapped
         block.requested_bytes = 0
         if after is not None and not after.requested_bytes and after.is_mapped == is_mapped:
             self.remove(after)
-            block.join(after)
+            block.merge(after)
         if before is not None and not before.requested_bytes and before.is_mapped == is_mapped:
             self.remove(before)
-            before.join(block)
+            before.merge(block)
             block = before
         self.add(block)
         return block
 
     def remove(self, block: Block) -> None:
-        """Take a block out."""
+        """Remove a free block."""
         size_bytes = block.size_bytes
         group = self._groups[size_bytes]
         if len(group) > 1:
@@ -214,10 +211,9 @@ class Pool:
             del self._groups[size_bytes], self._sizes[bisect_left(self._sizes, size_bytes)]
 
     def take(self, block_bytes: int, settings: AllocatorSettings) -> Block | None:
-        """The free block that is used for a new one, taken out of the pool (`get_free_block`,
-        CUDACachingAllocator.cpp).
+        """Remove the smallest block that is large enough (`get_free_block`); None if there is none.
 
-        It is the smallest that is large enough, of equal ones that with the lowest address.
+        Among blocks of one size it is the one with the lowest address.
         """
         sizes = self._sizes
         index = bisect_left(sizes, block_bytes)
@@ -232,24 +228,24 @@ class Pool:
         return group.pop(0)
 
     def blocks(self, least_bytes: int = 0) -> Iterator[Block]:
-        """The free blocks of at least a size with memory behind them, in order."""
+        """The free, mapped blocks of at least a size, in order."""
         sizes = self._sizes[bisect_left(self._sizes, least_bytes) :]
         return (block for size_bytes in sizes for block in self._groups[size_bytes])
 
-    def grow(self, block_bytes: int, settings: AllocatorSettings, device: Device) -> Block | None:
-        """Take a segment from the device (`alloc_block`, CUDACachingAllocator.cpp)."""
+    def grow(
+        self, block_bytes: int, settings: AllocatorSettings, device: SimulatedDevice
+    ) -> Block | None:
+        """Reserve a new segment (`alloc_block`, CUDACachingAllocator.cpp)."""
         segment_bytes = settings.segment_bytes(block_bytes)
-        if not device.take(segment_bytes):
+        if not device.reserve(segment_bytes):
             return None
         block = Block(device.new_address(segment_bytes), segment_bytes, self)
         device.first_blocks[block.address] = block
         return block
 
-    def give_back(self, block: Block, device: Device) -> None:
-        """Give a free block back to the device if it is a whole segment (`release_block`,
-        CUDACachingAllocator.cpp).
-        """
+    def release(self, block: Block, device: SimulatedDevice) -> None:
+        """Release a free block if it is a whole segment (`release_block`)."""
         if not block.is_split:
             self.remove(block)
             del device.first_blocks[block.address]
-            device.give_back(block.size_bytes)
+            device.release(block.size_bytes)

@@ -1,9 +1,9 @@
-"""PyTorch's CUDA caching allocator, simulated.
+"""A simulation of PyTorch's CUDA caching allocator.
 
-The rules are those of `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp, each
-named where it is followed, as recorded histories of PyTorch 2.11 and of real GPUs confirm them. Not
+It follows `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp; names in
+parentheses are functions there. Recorded histories of PyTorch 2.11 and of real GPUs confirm it. Not
 simulated: private pools (CUDA graphs, `torch.cuda.MemPool`), garbage collection
-(`garbage_collection_threshold`) and other users of the same device.
+(`garbage_collection_threshold`), `Tensor.record_stream` and other users of the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
-from memcallback.prediction.allocator.blocks import Block, Device, Pool
+from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice
 from memcallback.prediction.allocator.expandable import ExpandablePool
 from memcallback.prediction.allocator.settings import (
     SMALL_SEGMENT_BYTES,
@@ -22,12 +22,12 @@ from memcallback.prediction.allocator.settings import (
 
 
 class OutOfMemoryError(RuntimeError):
-    """The simulated device has not enough memory, even with all that is cached given back.
+    """The simulated device has too little memory, even after the cache was released.
 
     Attributes:
-        requested_bytes: What was asked for.
+        requested_bytes: The size that was requested.
         stats: The allocator at that moment.
-        capacity_bytes: What it can have in all.
+        capacity_bytes: The most that it can reserve.
     """
 
     def __init__(
@@ -35,9 +35,11 @@ class OutOfMemoryError(RuntimeError):
     ) -> None:
         reserved_bytes, allocated_bytes = stats.reserved_bytes or 0, stats.allocated_bytes or 0
         super().__init__(
-            f"Tried to allocate {format_bytes(segment_bytes)} of a capacity of {format_bytes(capacity_bytes)}, "
-            f"of which {format_bytes(capacity_bytes - reserved_bytes)} is free. {format_bytes(allocated_bytes)} is allocated, "
-            f"and {format_bytes(reserved_bytes - allocated_bytes)} is reserved but unallocated."
+            f"Tried to allocate {format_bytes(segment_bytes)} of a capacity of "
+            f"{format_bytes(capacity_bytes)}, of which "
+            f"{format_bytes(capacity_bytes - reserved_bytes)} is free. "
+            f"{format_bytes(allocated_bytes)} is allocated, and "
+            f"{format_bytes(reserved_bytes - allocated_bytes)} is reserved but unallocated."
         )
         self.requested_bytes = requested_bytes
         self.stats = stats
@@ -49,12 +51,11 @@ class CachingAllocator:
 
     Attributes:
         settings: Its settings.
-        allocated_bytes: In blocks handed out: `torch.cuda.memory_allocated`.
-        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was
-            called.
-        requested_bytes: Asked for by what is active.
-        num_alloc_retries: How often the cache was given back and the device asked again.
-        num_ooms: How often that did not help.
+        allocated_bytes: Bytes of allocated blocks: `torch.cuda.memory_allocated`.
+        peak_allocated_bytes: The peak of it since the last `reset_peaks`.
+        requested_bytes: The same before rounding.
+        num_alloc_retries: How often the cache was released to allocate again.
+        num_ooms: How often even that failed.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class CachingAllocator:
         capacity_bytes: int | None = None,
         new_address: Callable[[int], int] | None = None,
     ) -> None:
-        """Make an allocator that has nothing yet."""
+        """Make an empty allocator."""
         self.settings = settings or AllocatorSettings()
         self.allocated_bytes = self.peak_allocated_bytes = self.requested_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
-        self._device = Device(capacity_bytes, new_address)
+        self._device = SimulatedDevice(capacity_bytes, new_address)
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
 
     @property
     def reserved_bytes(self) -> int:
-        """Taken from the device: `torch.cuda.memory_reserved`."""
+        """Reserved from the device: `torch.cuda.memory_reserved`."""
         return self._device.reserved_bytes
 
     @property
@@ -85,7 +86,7 @@ class CachingAllocator:
 
     @property
     def inactive_split_bytes(self) -> int:
-        """In free blocks that share their segment with others; expandable segments do not count."""
+        """Bytes of free blocks in partly used segments; expandable segments do not count."""
         if self.settings.expandable_segments:
             return 0
         free = (block for block in self._device.first_blocks.values() if not block.requested_bytes)
@@ -97,16 +98,15 @@ class CachingAllocator:
 
     @property
     def num_segments(self) -> int:
-        """How many cudaMalloc made; expandable segments do not count, as in
-        `torch.cuda.memory_stats`.
-        """
+        """Segments; as in `torch.cuda.memory_stats`, expandable ones do not count."""
         return 0 if self.settings.expandable_segments else len(self._device.first_blocks)
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
-        """Hand out a block (`malloc`)."""
+        """Allocate a block (`malloc`)."""
         if size_bytes < 1:
             raise ValueError(
-                f"size_bytes is {size_bytes}; the allocator is asked for 1 byte or more: leave empty tensors out"
+                f"size_bytes is {size_bytes}; an allocation has at least 1 byte: leave empty "
+                "tensors out"
             )
         settings = self.settings
         block_bytes = settings.block_bytes(size_bytes)
@@ -114,8 +114,8 @@ class CachingAllocator:
         pool = (self._small if is_small else self._large).get(stream) or self._pool(
             stream, is_small=is_small
         )
-        block = pool.take(block_bytes, settings) or self._from_device(size_bytes, block_bytes, pool)
-        # Split what is not needed off a free block and make the rest active (`alloc_found_block`).
+        block = pool.take(block_bytes, settings) or self._reserve(size_bytes, block_bytes, pool)
+        # Split off what is not needed (`alloc_found_block`).
         free_bytes = block.size_bytes
         if free_bytes > block_bytes and settings.splits(
             block_bytes, free_bytes - block_bytes, is_small=is_small
@@ -125,21 +125,19 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back."""
+        """Free a block."""
         self._deallocate(block)
         self.requested_bytes -= block.requested_bytes
         block.pool.put_back(block)
 
     def empty_cache(self) -> None:
-        """Give back to the device all that is wholly free (`release_cached_blocks`):
-        `torch.cuda.empty_cache`.
-        """
+        """Release all free segments (`release_cached_blocks`): `torch.cuda.empty_cache`."""
         for pool in self._pools():
             for block in list(pool.blocks()):
-                pool.give_back(block, self._device)
+                pool.release(block, self._device)
 
     def stats(self) -> MemoryStats:
-        """The figures now, with the peaks since the allocator was made or `reset_peaks` was called."""
+        """All values now, with the peaks since the last `reset_peaks`."""
         return MemoryStats(
             allocated_bytes=self.allocated_bytes,
             reserved_bytes=self.reserved_bytes,
@@ -153,27 +151,27 @@ class CachingAllocator:
         )
 
     def reset_peaks(self) -> None:
-        """Let the peaks begin anew at the present figures: `torch.cuda.reset_peak_memory_stats`."""
+        """Restart the peaks at the values of now: `torch.cuda.reset_peak_memory_stats`."""
         self.peak_allocated_bytes = self.allocated_bytes
         self._device.peak_reserved_bytes = self._device.reserved_bytes
 
     def snapshot(self) -> list[list[Block]]:
-        """The blocks of each segment by address, segments by address; of an expandable one each
-        range with memory behind it counts as one.
+        """The blocks of each segment, all by address; each mapped range of an expandable segment
+        counts as a segment.
         """
-        found: list[list[Block]] = []
+        segments: list[list[Block]] = []
         for _, first in sorted(self._device.first_blocks.items()):
             is_continued = False
             for block in first.and_following():
                 if block.is_mapped and is_continued:
-                    found[-1].append(block)
+                    segments[-1].append(block)
                 elif block.is_mapped:
-                    found.append([block])
+                    segments.append([block])
                 is_continued = block.is_mapped
-        return found
+        return segments
 
     def _pool(self, stream: int, *, is_small: bool) -> Pool:
-        """The small or the large pool of a stream (`get_pool`)."""
+        """A stream's small or large pool (`get_pool`)."""
         pools = self._small if is_small else self._large
         if stream not in pools:
             page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
@@ -186,7 +184,7 @@ class CachingAllocator:
         return pools[stream]
 
     def _pools(self) -> Iterator[Pool]:
-        """In the order in which they are released."""
+        """All pools, in the order in which they are released."""
         return (pools[stream] for pools in (self._large, self._small) for stream in sorted(pools))
 
     def _activate(self, block: Block, requested_bytes: int) -> None:
@@ -200,13 +198,14 @@ class CachingAllocator:
     def _deallocate(self, block: Block) -> None:
         if not block.is_allocated:
             raise ValueError(
-                f"the block at address {block.address} is not allocated; a block is freed once, after it was allocated: leave this free out"
+                f"the block at address {block.address} is not allocated; a block is freed once, "
+                "after it was allocated: leave this free out"
             )
         block.is_allocated = False
         self.allocated_bytes -= block.size_bytes
 
-    def _from_device(self, size_bytes: int, block_bytes: int, pool: Pool) -> Block:
-        """A new block, after giving back what is cached if need be (`malloc`)."""
+    def _reserve(self, size_bytes: int, block_bytes: int, pool: Pool) -> Block:
+        """Reserve memory for a block, releasing the cache if the device is full (`malloc`)."""
         settings, device = self.settings, self._device
         block = pool.grow(block_bytes, settings, device)
         if block is None and self._release_oversize(block_bytes, pool):
@@ -224,8 +223,9 @@ class CachingAllocator:
         return block
 
     def _release_oversize(self, block_bytes: int, pool: Pool) -> bool:
-        """Give back free blocks that are too large to be split, only as many as needed
-        (`release_available_cached_blocks`).
+        """Release as many oversize free blocks as needed (`release_available_cached_blocks`).
+
+        Oversize blocks are too large to be split. True if enough was released.
         """
         max_split_bytes = self.settings.max_split_bytes
         if max_split_bytes is None or self.settings.expandable_segments:
@@ -234,12 +234,12 @@ class CachingAllocator:
         oversize = [block for block in pool.blocks(max_split_bytes) if not block.is_split]
         large_enough = next((block for block in oversize if block.size_bytes >= needed_bytes), None)
         if large_enough is not None:
-            pool.give_back(large_enough, self._device)
+            pool.release(large_enough, self._device)
             return True
         released_bytes = 0
         for block in reversed(oversize):
             if released_bytes >= needed_bytes:
                 break
             released_bytes += block.size_bytes
-            pool.give_back(block, self._device)
+            pool.release(block, self._device)
         return released_bytes >= needed_bytes

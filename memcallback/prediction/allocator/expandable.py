@@ -1,8 +1,8 @@
-"""Expandable segments.
+"""Expandable segments: one segment for each pool, mapped page by page.
 
-The rules are those of `ExpandableSegment`, `find_expandable_block`, `map_block` and `unmap_block`
-in PyTorch's c10/cuda/CUDACachingAllocator.cpp. The pages of the small pool are 2 MiB, those of the
-large pool `large_segment_bytes`.
+It follows `ExpandableSegment`, `find_expandable_block`, `map_block` and `unmap_block` in PyTorch's
+c10/cuda/CUDACachingAllocator.cpp. Pages of the small pool have 2 MiB, those of the large pool
+`large_segment_bytes`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from memcallback.core.units import GiB, round_up
-from memcallback.prediction.allocator.blocks import Block, Device, Pool, by_address
+from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice, by_address
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-#: Room for addresses where the capacity is not known: more than any card has.
+#: The capacity that is assumed for addresses if it is unlimited: more than any card has.
 _UNKNOWN_CAPACITY_BYTES = 1024 * GiB
 
 
 class ExpandableBlock(Block):
-    """A block of an expandable segment: in use, free, or without memory behind it.
+    """A block of an expandable segment: in use, free, or unmapped (without memory behind it).
 
     Attributes:
-        segment_address: Where its segment and the first page of that begin.
+        segment_address: Where its segment, and so its first page, begins.
     """
 
     __slots__ = ("segment_address",)
@@ -44,10 +44,9 @@ class ExpandableBlock(Block):
 
 
 class ExpandablePool(Pool):
-    """The blocks of the small or of the large pool of one stream that are not in use.
+    """The free blocks of one stream, small or large: mapped ones as in any pool, and unmapped ones.
 
-    Those with memory behind them are as in any pool, those without it by address
-    (`BlockComparatorAddress`, CUDACachingAllocator.cpp).
+    Unmapped ones are ordered by address (`BlockComparatorAddress`).
     """
 
     __slots__ = ("_page_bytes", "_unmapped")
@@ -59,42 +58,43 @@ class ExpandablePool(Pool):
         self._unmapped: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """Put in a block that is not in use."""
+        """Add a free or unmapped block."""
         if block.is_mapped:
             super().add(block)
         else:
             insort(self._unmapped, block, key=by_address)
 
     def remove(self, block: Block) -> None:
-        """Take a block out."""
+        """Remove a free or unmapped block."""
         if block.is_mapped:
             super().remove(block)
         else:
             del self._unmapped[bisect_left(self._unmapped, block.address, key=by_address)]
 
     def take(self, block_bytes: int, settings: AllocatorSettings) -> Block | None:
-        """The free block that is used for a new one, taken out of the pool (`get_free_block`,
-        CUDACachingAllocator.cpp).
+        """Remove the best free block for a request (`get_free_block`); None if there is none.
 
-        A block at the growing end counts as large as it can become, so that a smaller hole is
-        filled before it.
+        A block that can still grow counts with the size it can reach, so that holes are filled
+        first.
         """
         blocks = self.blocks(block_bytes)
-        found = next(blocks, None)
-        if found is None:
+        best = next(blocks, None)
+        if best is None:
             return None
-        for following in blocks:
-            if _room_bytes(following) >= _room_bytes(found):
+        for block in blocks:
+            if _size_with_growth(block) >= _size_with_growth(best):
                 break
-            found = following
-        if not settings.serves(found.size_bytes, block_bytes):
+            best = block
+        if not settings.serves(best.size_bytes, block_bytes):
             return None
-        self.remove(found)
-        return found
+        self.remove(best)
+        return best
 
-    def grow(self, block_bytes: int, settings: AllocatorSettings, device: Device) -> Block | None:
-        """Put memory behind addresses until a free block is large enough, at the lowest place there
-        is (`try_allocate_expandable_block`).
+    def grow(
+        self, block_bytes: int, settings: AllocatorSettings, device: SimulatedDevice
+    ) -> Block | None:
+        """Map pages at the lowest possible address until a free block is large enough
+        (`try_allocate_expandable_block`).
         """
         block = self._find(block_bytes) or self._new_segment(device)
         if not block.is_mapped:
@@ -113,8 +113,8 @@ class ExpandablePool(Pool):
         self.remove(block)
         return block
 
-    def give_back(self, block: Block, device: Device) -> None:
-        """Give the whole pages inside a free block back to the device (`unmap_block`)."""
+    def release(self, block: Block, device: SimulatedDevice) -> None:
+        """Unmap the whole pages inside a free block (`unmap_block`)."""
         assert isinstance(block, ExpandableBlock)
         start, page_bytes = block.segment_address, self._page_bytes
         first = start + round_up(block.address - start, page_bytes)
@@ -122,21 +122,21 @@ class ExpandablePool(Pool):
         if first >= end:
             return
         self.remove(block)
-        given: Block = block
+        pages: Block = block
         if first > block.address:
-            given = block.split_off(first - block.address)
+            pages = block.split_off(first - block.address)
             self.add(block)
-        if end < given.address + given.size_bytes:
-            self.add(given.split_off(end - given.address))
-        given.is_mapped = False
-        given = self.put_back(given)
-        device.give_back(end - first)
-        if not given.is_split:  # nothing is left of its segment
-            self.remove(given)
-            del device.first_blocks[given.address]
+        if end < pages.address + pages.size_bytes:
+            self.add(pages.split_off(end - pages.address))
+        pages.is_mapped = False
+        pages = self.put_back(pages)
+        device.release(end - first)
+        if not pages.is_split:  # the whole segment is unmapped
+            self.remove(pages)
+            del device.first_blocks[pages.address]
 
     def _find(self, block_bytes: int) -> Block | None:
-        """The lowest free or unmapped block from which on there is room (`find_expandable_block`)."""
+        """The lowest free or unmapped block that can grow enough (`find_expandable_block`)."""
         for unmapped in self._unmapped:
             before = unmapped.previous
             first = unmapped if before is None or before.requested_bytes else before
@@ -150,8 +150,8 @@ class ExpandablePool(Pool):
                 return first
         return None
 
-    def _new_segment(self, device: Device) -> Block:
-        """Addresses for 1 1/8 of the device's memory, as one unmapped block."""
+    def _new_segment(self, device: SimulatedDevice) -> Block:
+        """A segment of 1 1/8 of the device's memory, as one unmapped block."""
         capacity_bytes = (
             _UNKNOWN_CAPACITY_BYTES if device.capacity_bytes is None else device.capacity_bytes
         )
@@ -163,12 +163,10 @@ class ExpandablePool(Pool):
         self.add(block)
         return block
 
-    def _map(self, block: Block, size_bytes: int, device: Device) -> Block | None:
-        """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages
-        (`map_block`).
-        """
+    def _map(self, block: Block, size_bytes: int, device: SimulatedDevice) -> Block | None:
+        """Map the first `size_bytes` of an unmapped block, rounded up to pages (`map_block`)."""
         mapped_bytes = round_up(size_bytes, self._page_bytes)
-        if not device.take(mapped_bytes):
+        if not device.reserve(mapped_bytes):
             return None
         self.remove(block)
         if mapped_bytes < block.size_bytes:
@@ -177,6 +175,6 @@ class ExpandablePool(Pool):
         return self.put_back(block)
 
 
-def _room_bytes(block: Block) -> int:
+def _size_with_growth(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)

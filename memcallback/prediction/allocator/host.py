@@ -1,4 +1,4 @@
-"""CPU memory: no rounding, no caching."""
+"""A simulation of CPU memory: no rounding, no caching."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from memcallback.prediction.allocator.caching import OutOfMemoryError
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """What was handed out.
+    """An allocated block.
 
     Attributes:
-        size_bytes: What was asked for.
+        size_bytes: The size that was requested.
     """
 
     size_bytes: int
 
 
 class HostAllocator:
-    """Counts what is alive.
+    """Counts live bytes.
 
     Attributes:
-        allocated_bytes: In blocks handed out.
-        peak_allocated_bytes: The most of it since the allocator was made or `reset_peaks` was
-            called.
-        num_alloc_retries: 0: there is no cache to give back.
+        allocated_bytes: Bytes of allocated blocks.
+        peak_allocated_bytes: The peak of it since the last `reset_peaks`.
+        num_alloc_retries: 0: there is no cache to release.
     """
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
-        """Make an allocator that has nothing yet."""
+        """Make an empty allocator."""
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.num_alloc_retries = 0
         self._capacity_bytes = capacity_bytes
 
     def allocate(self, size_bytes: int, stream: int = 0) -> HostBlock:
-        """Hand out a block."""
+        """Allocate a block."""
         if (
             self._capacity_bytes is not None
             and self.allocated_bytes + size_bytes > self._capacity_bytes
@@ -48,13 +47,11 @@ class HostAllocator:
         return HostBlock(size_bytes)
 
     def free(self, block: HostBlock) -> None:
-        """Take a block back."""
+        """Free a block."""
         self.allocated_bytes -= block.size_bytes
 
     def stats(self) -> MemoryStats:
-        """The figures now, with the peak since the allocator was made or `reset_peaks` was called;
-        reserved memory there is none.
-        """
+        """All values now, with the peak since the last `reset_peaks`; nothing is reserved."""
         return MemoryStats(
             allocated_bytes=self.allocated_bytes,
             requested_bytes=self.allocated_bytes,
@@ -62,5 +59,5 @@ class HostAllocator:
         )
 
     def reset_peaks(self) -> None:
-        """Let the peak begin anew at the present figure."""
+        """Restart the peak at the value of now."""
         self.peak_allocated_bytes = self.allocated_bytes

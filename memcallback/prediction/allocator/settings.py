@@ -1,7 +1,7 @@
-"""PYTORCH_CUDA_ALLOC_CONF.
+"""AllocatorSettings: PYTORCH_CUDA_ALLOC_CONF, and the sizes that follow from it.
 
-The rules are those of PyTorch 2.11, named here by file and function: c10/core/AllocatorConfig.h and
-.cpp, c10/cuda/CUDAAllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp.
+It follows PyTorch 2.11: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h,
+c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from typing import Any
 
 from memcallback.core.units import MiB, round_up
 
-#: Every block is a multiple of this. Source: `kMinBlockSize`, AllocatorConfig.h.
+#: Block sizes are multiples of this. Source: `kMinBlockSize`, AllocatorConfig.h.
 MIN_BLOCK_BYTES = 512
-#: The largest block of the small pool; a tail in the large pool is split off above it. Source:
+#: The largest block of the small pool; in the large pool, a rest above it is split off. Source:
 #: `kSmallSize`, AllocatorConfig.h.
 SMALL_SIZE_BYTES = MiB
 #: A segment of the small pool, and a page of an expandable one. Source: `kSmallBuffer`,
 #: AllocatorConfig.h.
 SMALL_SEGMENT_BYTES = 2 * MiB
-#: From this block size on, a segment of the large pool is made for its block. Source:
-#: `kMinLargeAlloc`, AllocatorConfig.h.
+#: From this size on, a block gets a segment of its own. Source: `kMinLargeAlloc`,
+#: AllocatorConfig.h.
 MIN_LARGE_ALLOC_BYTES = 10 * MiB
-#: Such a segment is a multiple of this. Source: `kRoundLarge`, AllocatorConfig.h.
+#: The sizes of such segments are multiples of this. Source: `kRoundLarge`, AllocatorConfig.h.
 ROUND_LARGE_BYTES = 2 * MiB
-#: A segment for smaller blocks of the large pool. Source: `large_segment_size_`, AllocatorConfig.h.
+#: A segment for smaller blocks of the large pool. Source: `large_segment_size_`,
+#: AllocatorConfig.h.
 LARGE_SEGMENT_BYTES = 20 * MiB
 #: Powers of two from 1 MiB on, each with its own rounding. Source: `kRoundUpPowerOfTwoIntervals`,
 #: AllocatorConfig.cpp.
 NUM_ROUNDUP_INTERVALS = 16
 _NO_ROUNDUP = (0,) * NUM_ROUNDUP_INTERVALS
 _LOG2_MIB = MiB.bit_length() - 1
-#: Settings that PyTorch knows and that are not simulated. Source: `getKeys`, AllocatorConfig.cpp
+#: Settings of PyTorch that are not simulated. Source: `getKeys`, AllocatorConfig.cpp
 #: and CUDAAllocatorConfig.h.
 _NOT_SIMULATED = frozenset(
     {
@@ -65,18 +66,17 @@ class AllocatorSettings:
         large_segment_bytes: A segment for blocks of more than 1 MiB and less than 10 MiB, and a
             page of an expandable segment in the large pool; more than 10 MiB
             (`parseLargeSegmentSize`, AllocatorConfig.cpp).
-        max_split_bytes: A free block of at least this size is not split and serves only requests of
+        max_split_bytes: Free blocks of at least this size are not split and serve only requests of
             at least this size; None means no limit (`parseMaxSplitSize`, AllocatorConfig.cpp).
         max_non_split_rounding_bytes: How much larger than the request such a block may be; None
             means `large_segment_bytes` (`parseArgs`, AllocatorConfig.cpp).
-        roundup_power2_divisions: For requests up to 2 MiB, up to 4 MiB and so on, 16 figures in
-            all: into how many steps the way to the next power of two is divided; 0 and 1 mean no
-            such rounding.
-        expandable_segments: One segment for each stream and pool that grows by pages, instead of
+        roundup_power2_divisions: For requests up to 2 MiB, up to 4 MiB and so on, 16 values in all:
+            the number of steps to the next power of two; 0 and 1 mean no such rounding.
+        expandable_segments: One segment for each stream and pool, which grows by pages, instead of
             one for each cudaMalloc.
-        not_simulated: Names of settings that were given and make no difference to the simulation.
-            Of these, `garbage_collection_threshold` and `per_process_memory_fraction` make one to
-            the real allocator.
+        not_simulated: Settings that were given and that the simulation ignores. Of these,
+            `garbage_collection_threshold` and `per_process_memory_fraction` would change the real
+            allocator's memory.
     """
 
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
@@ -90,29 +90,31 @@ class AllocatorSettings:
         large = self.large_segment_bytes
         if large <= MIN_LARGE_ALLOC_BYTES or large % ROUND_LARGE_BYTES:
             raise ValueError(
-                f"large_segment_bytes is {large}; it must be a multiple of 2 MiB above 10 MiB: the default is {LARGE_SEGMENT_BYTES}"
+                f"large_segment_bytes is {large}; it must be a multiple of 2 MiB above 10 MiB: the "
+                f"default is {LARGE_SEGMENT_BYTES}"
             )
         for name in ("max_split_bytes", "max_non_split_rounding_bytes"):
             value = getattr(self, name)
             if value is not None and value < large:
                 raise ValueError(
-                    f"{name} is {value}; it must be at least large_segment_bytes, {large}: raise it, or leave it out"
+                    f"{name} is {value}; it must be at least large_segment_bytes, {large}: raise "
+                    "it, or leave it out"
                 )
         if len(self.roundup_power2_divisions) != NUM_ROUNDUP_INTERVALS:
             raise ValueError(
-                f"roundup_power2_divisions has {len(self.roundup_power2_divisions)} figures; it must have {NUM_ROUNDUP_INTERVALS}"
+                f"roundup_power2_divisions has {len(self.roundup_power2_divisions)} values; it "
+                f"must have {NUM_ROUNDUP_INTERVALS}"
             )
         for value in self.roundup_power2_divisions:
             if value < 0 or value & (value - 1):
                 raise ValueError(
-                    f"roundup_power2_divisions has {value}; each must be a power of 2, or 0 for none: try 4"
+                    f"roundup_power2_divisions has {value}; each must be a power of 2, or 0 for "
+                    "none: try 4"
                 )
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """Read the text of PYTORCH_CUDA_ALLOC_CONF, such as
-        `expandable_segments:True,max_split_size_mb:128`.
-        """
+        """Parse PYTORCH_CUDA_ALLOC_CONF: `expandable_segments:True,max_split_size_mb:128`."""
         known: dict[str, Any] = {}
         not_simulated: list[str] = []
         for name, value in _items("".join(text.split())):
@@ -123,29 +125,28 @@ class AllocatorSettings:
                 not_simulated.append(name)
             elif name != "backend":
                 raise ValueError(
-                    f"{name!r} is no setting of the CUDA caching allocator; known are {', '.join(sorted(_PARSERS))}: check the spelling"
+                    f"{name!r} is not a setting of the CUDA caching allocator; known are "
+                    f"{', '.join(sorted(_PARSERS))}: check the spelling"
                 )
             elif value != "native":
                 raise ValueError(
-                    f"backend:{value} is another allocator; only the native caching allocator is simulated: leave backend out"
+                    f"backend:{value} is another allocator; only the native caching allocator is "
+                    "simulated: leave backend out"
                 )
         return cls(**known, not_simulated=tuple(not_simulated))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> AllocatorSettings:
-        """The settings that a CUDA process with these environment variables has.
+        """The settings of a process with these environment variables.
 
-        PYTORCH_CUDA_ALLOC_CONF comes first, then PYTORCH_ALLOC_CONF (`instance`,
-        CUDAAllocatorConfig.h).
+        PYTORCH_CUDA_ALLOC_CONF wins over PYTORCH_ALLOC_CONF (`instance`, CUDAAllocatorConfig.h).
         """
         return cls.parse(
             environ.get("PYTORCH_CUDA_ALLOC_CONF", environ.get("PYTORCH_ALLOC_CONF", ""))
         )
 
     def block_bytes(self, requested_bytes: int) -> int:
-        """The size of the block that a request is rounded up to (`round_size`,
-        CUDACachingAllocator.cpp).
-        """
+        """Round a request up to its block size (`round_size`, CUDACachingAllocator.cpp)."""
         if not self._has_divisions or requested_bytes < MIN_BLOCK_BYTES:
             return (requested_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
         interval = min(
@@ -153,8 +154,7 @@ class AllocatorSettings:
         )
         divisions = self.roundup_power2_divisions[interval]
         if divisions > 1 and requested_bytes > MIN_BLOCK_BYTES * divisions:
-            # `roundup_power2_next_division`: the power of two below, in steps. A step is at least
-            # 512 bytes here.
+            # `roundup_power2_next_division`: steps from the power of two below, at least 512 bytes.
             power = 1 << (requested_bytes.bit_length() - 1)
             return round_up(requested_bytes, power // divisions)
         return (requested_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
@@ -164,9 +164,7 @@ class AllocatorSettings:
         return any(divisions > 1 for divisions in self.roundup_power2_divisions)
 
     def segment_bytes(self, block_bytes: int) -> int:
-        """What is asked of cudaMalloc for a block that no free block holds (`get_allocation_size`,
-        CUDACachingAllocator.cpp).
-        """
+        """The size of a new segment for a block (`get_allocation_size`)."""
         if block_bytes <= SMALL_SIZE_BYTES:
             return SMALL_SEGMENT_BYTES
         if block_bytes < MIN_LARGE_ALLOC_BYTES:
@@ -174,9 +172,7 @@ class AllocatorSettings:
         return round_up(block_bytes, ROUND_LARGE_BYTES)
 
     def splits(self, block_bytes: int, rest_bytes: int, *, is_small: bool) -> bool:
-        """Whether the rest of a free block becomes a block of its own (`should_split`,
-        CUDACachingAllocator.cpp).
-        """
+        """Whether the rest of a free block becomes a block of its own (`should_split`)."""
         if is_small or self.expandable_segments:
             return rest_bytes >= MIN_BLOCK_BYTES
         return rest_bytes > SMALL_SIZE_BYTES and (
@@ -184,9 +180,7 @@ class AllocatorSettings:
         )
 
     def serves(self, free_bytes: int, block_bytes: int) -> bool:
-        """Whether a free block may be used for a smaller one, as `max_split_bytes` has it
-        (`get_free_block`, CUDACachingAllocator.cpp).
-        """
+        """Whether `max_split_bytes` lets a free block serve a request (`get_free_block`)."""
         if self.max_split_bytes is None:
             return True
         if block_bytes < self.max_split_bytes:
@@ -202,7 +196,8 @@ def _items(text: str) -> list[tuple[str, str]]:
         match = _ITEM.match(text, position)
         if match is None:
             raise ValueError(
-                f"{text[position:]!r} is not name:value; settings look like expandable_segments:True,max_split_size_mb:128"
+                f"{text[position:]!r} is not name:value; settings look like "
+                "expandable_segments:True,max_split_size_mb:128"
             )
         items.append((match[1], match[2]))
         position = match.end()
@@ -212,39 +207,40 @@ def _items(text: str) -> list[tuple[str, str]]:
 def _mib(name: str, value: str) -> int:
     if not value.isdecimal():
         raise ValueError(
-            f"{name}:{value} is no size; it is a whole number of MiB, such as {name}:128"
+            f"{name}:{value} is not a size; write a whole number of MiB, such as {name}:128"
         )
     return int(value) * MiB
 
 
 def _flag(name: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise ValueError(f"{name}:{value} is neither True nor False, spelled so: write {name}:True")
+        raise ValueError(f"{name}:{value} is neither True nor False: write {name}:True")
     return value == "True"
 
 
 def _power_of_2(name: str, value: str, *, least: int) -> int:
     if not value.isdecimal() or int(value) < least or int(value) & (int(value) - 1):
         raise ValueError(
-            f"{value!r} in {name} is no power of 2; write {name}:4 or {name}:[256:1,512:2,>:4]"
+            f"{value!r} in {name} is not a power of 2; write {name}:4 or {name}:[256:1,512:2,>:4]"
         )
     return int(value)
 
 
 def _divisions(name: str, value: str) -> tuple[int, ...]:
-    """One figure for all, or `[256:1,512:2,>:4]`: sizes in MiB, `>` for all above
-    (`parseRoundUpPower2Divisions`, AllocatorConfig.cpp).
+    """Parse one value for all sizes, or `[256:1,512:2,>:4]`: by size in MiB, `>` for all above.
+
+    Source: `parseRoundUpPower2Divisions`, AllocatorConfig.cpp.
     """
     if not value.startswith("["):
         return (_power_of_2(name, value, least=1),) * NUM_ROUNDUP_INTERVALS
     divisions, last, is_first = list(_NO_ROUNDUP), 0, True
     for item in value[1:-1].split(","):
-        boundary, colon, figure = item.partition(":")
+        boundary, colon, value_text = item.partition(":")
         if not colon:
             raise ValueError(
                 f"{item!r} in {name} is not size:divisions; write {name}:[256:1,512:2,>:4]"
             )
-        steps = _power_of_2(name, figure, least=0)
+        steps = _power_of_2(name, value_text, least=0)
         if boundary == ">":
             divisions[last + 1 :] = [steps] * (NUM_ROUNDUP_INTERVALS - last - 1)
             continue
