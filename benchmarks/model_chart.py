@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 
 from memcallback import TrainingStep, __version__, format_bytes, predict, suggest_batch_size
 from memcallback.core.document import Table
-from memcallback.cuda.convolution.workspace import version as cudnn_version
+from memcallback.cuda.convolution.cudnn import version as cudnn_version
 from memcallback.devices.catalogue import find_device
 
 ROOT = Path(__file__).resolve().parent.parent

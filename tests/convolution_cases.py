@@ -12,8 +12,7 @@ import torch
 
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp
 from memcallback.core.units import MiB
-from memcallback.cuda.convolution.layout import Layout
-from memcallback.cuda.convolution.workspace import Convolution, Direction
+from memcallback.cuda.convolution.call import Convolution, Direction, Layout
 from memcallback.devices.catalogue import DeviceSpec
 
 aten = torch.ops.aten
@@ -310,10 +309,9 @@ def predicted(kernel, outputs):
     none; and where it first multiplies matrices.
     """
     sizes = [
-        None
-        if one is None
-        else Layout(one[0], one[1], str(one[2]).removeprefix("torch.")).size_bytes
+        Layout(one[0], one[1], str(one[2]).removeprefix("torch.")).size_bytes
         for one in outputs
+        if one is not None
     ]
     takes, made, steps = [], set(), []
     for step in kernel:
@@ -328,7 +326,7 @@ def predicted(kernel, outputs):
             steps.append(sizes[step.index])
         else:
             steps.append(MULTIPLY)
-    steps += [size for index, size in enumerate(sizes) if size is not None and index not in made]
+    steps += [size for index, size in enumerate(sizes) if index not in made]
     steps += [-size for size in takes]
     return [size for size in steps if size]
 

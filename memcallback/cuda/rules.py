@@ -1,127 +1,110 @@
-"""Look up the allocation rule of an operator; make it replayable at another batch size.
+"""Look up the rules of an operator; make a kernel rule replayable at another batch size.
 
-A trace on fake tensors sees an operator's arguments and outputs. What its CUDA kernel takes
-besides, and in which order it makes its outputs, was measured operator by operator on the CUDA
-build of PyTorch 2.11 and follows the source files that the rules name; `tests/recorded/kernels` has
+A trace on fake tensors sees an operator's arguments and result. The temporaries of its CUDA kernel,
+and the order in which it allocates its outputs, were measured operator by operator on the CUDA
+build of PyTorch 2.11 and follow the source files that the rules name; `tests/recorded/kernels` has
 the measurements. Scratch of CUB (sort, scan, unique) is approximate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
 from memcallback.core.kernel import Kernel, KernelRule
 from memcallback.core.tensors import dense_parts
-from memcallback.cuda.convolution.rule import convolution_kernel
-from memcallback.cuda.kernels import attention as cuda_kernels_attention
-from memcallback.cuda.kernels import index as cuda_kernels_index
-from memcallback.cuda.kernels import loss as cuda_kernels_loss
-from memcallback.cuda.kernels import matrix as cuda_kernels_matrix
-from memcallback.cuda.kernels import misc as cuda_kernels_other
-from memcallback.cuda.kernels import norm as cuda_kernels_norm
-from memcallback.cuda.kernels import reduction as cuda_kernels_reductions
-from memcallback.cuda.kernels import sort as cuda_kernels_sort
-from memcallback.cuda.kernels.call import Call, Rule
-from memcallback.cuda.outputs import CORRECTIONS, Correction
+from memcallback.cuda import outputs
+from memcallback.cuda.convolution import rule as convolution
+from memcallback.cuda.convolution.call import CudnnFlags
+from memcallback.cuda.kernels import attention, index, loss, matrix, misc, norm, reduction, sort
+from memcallback.cuda.op_call import Correction, OpCall, Rule
 from memcallback.devices.catalogue import DeviceSpec
 
-#: What cuBLASLt keeps for each handle and stream: measured on the CUDA build of PyTorch 2.11 for
-#: compute capability 7.5, 8.0 and 9.0.
-CUBLASLT_WORKSPACE_BYTES = 1 << 20
-_RULES: dict[str, Rule] = {
-    **cuda_kernels_attention.RULES,
-    **cuda_kernels_index.RULES,
-    **cuda_kernels_loss.RULES,
-    **cuda_kernels_matrix.RULES,
-    **cuda_kernels_norm.RULES,
-    **cuda_kernels_other.RULES,
-    **cuda_kernels_reductions.RULES,
-    **cuda_kernels_sort.RULES,
-    **cuda_kernels_index.SPARSE_RULES,
+_KERNELS: dict[str, Rule] = {
+    **attention.RULES,
+    **convolution.RULES,
+    **index.RULES,
+    **loss.RULES,
+    **matrix.RULES,
+    **misc.RULES,
+    **norm.RULES,
+    **reduction.RULES,
+    **sort.RULES,
 }
-_known: dict[torch._ops.OpOverload, tuple[str, Rule | None, Correction | None]] = {}
+_CORRECTIONS: dict[str, Correction] = {**outputs.CORRECTIONS, **convolution.CORRECTIONS}
 
 
-def kernel(
-    op: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    outputs: Sequence[torch.Tensor],
-    device: DeviceSpec,
-) -> Kernel | None:
-    """What an operator does with the allocator on a CUDA device."""
-    name, rule, _ = _known.get(op) or _look_up(op)
-    return None if rule is None else rule(Call(name, _in_order(op, args, kwargs), outputs, device))
+class OperatorRules(NamedTuple):
+    """The rules of one operator, None for those that it does not need.
+
+    Attributes:
+        kernel: Its temporaries, and the order of its outputs.
+        correction: Its result on CUDA, from that of its fake kernel.
+        replacement: Its result, where its fake kernel fails.
+        flags: Reads the flags of torch that its kernel depends on.
+    """
+
+    kernel: Rule | None
+    correction: Correction | None
+    replacement: Callable[[OpCall], torch.Tensor | None] | None
+    flags: Callable[[], Hashable] | None
 
 
-def has_rule(op: torch._ops.OpOverload) -> bool:
-    """Whether `kernel` may say something of an operator."""
-    return (_known.get(op) or _look_up(op))[1] is not None
-
-
-def corrected_outputs(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
-) -> Any:
-    """What an operator returns on CUDA, where a CPU's fake kernel returns something else."""
-    correction = (_known.get(op) or _look_up(op))[2]
-    return None if correction is None else correction(_in_order(op, args, kwargs), outputs)
-
-
-def _look_up(op: torch._ops.OpOverload) -> tuple[str, Rule | None, Correction | None]:
+@cache
+def rules_of(op: Any) -> OperatorRules:
+    """The rules of an operator."""
     namespace, _, name = op._schema.name.partition("::")
-    ours = namespace == "aten"
-    found = _known[op] = (
-        name,
-        _RULES.get(name) if ours else None,
-        CORRECTIONS.get(name) if ours else None,
+    if namespace != "aten":
+        return OperatorRules(None, None, None, None)
+    return OperatorRules(
+        _KERNELS.get(name),
+        _CORRECTIONS.get(name),
+        outputs.REPLACEMENTS.get(name),
+        CudnnFlags.now if name in convolution.RULES else None,
     )
-    return found
 
 
-def _in_order(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """The arguments in the order of the schema, defaults filled in."""
-    ordered = list(args)
-    ordered.extend(
-        kwargs.get(argument.name, argument.default_value)
-        for argument in op._schema.arguments[len(ordered) :]
-    )
-    return ordered
+def corrected_result(call: OpCall) -> Any:
+    """What an operator returns on CUDA; None where the fake kernel's result is right."""
+    correction = rules_of(call.op).correction
+    return None if correction is None else correction(call)
 
 
-_aten = torch.ops.aten
-CONVOLUTIONS = frozenset(
-    {_aten.convolution.default, _aten._convolution.default, _aten.convolution_backward.default}
-)
+def result_without_fake(call: OpCall) -> torch.Tensor | None:
+    """What an operator returns whose fake kernel fails; None where the fake kernel is to run."""
+    replacement = rules_of(call.op).replacement
+    return None if replacement is None else replacement(call)
 
 
-def kernel_rule(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    outputs: Sequence[Any],
-    device: DeviceSpec,
-) -> KernelRule | None:
-    """What a CUDA operator does with the allocator, as a rule."""
-    if op not in CONVOLUTIONS and not has_rule(op):
+def kernel_of(call: OpCall) -> Kernel | None:
+    """The kernel of a call; None if it allocates its outputs in order, and nothing else."""
+    rule = rules_of(call.op).kernel
+    return None if rule is None else rule(call)
+
+
+def kernel_rule(call: OpCall) -> KernelRule | None:
+    """The kernel of a call as a function of its numbers; None for an operator without a rule."""
+    rules = rules_of(call.op)
+    if rules.kernel is None:
         return None
     numbers: list[int] = []
-    packed = _pack((tuple(args), tuple(kwargs.items()), tuple(outputs)), numbers)
-    return KernelRule(_kernel_of, (op, packed, device), tuple(numbers))
+    packed = _pack((tuple(call.args), tuple(call.kwargs.items()), tuple(call.outputs)), numbers)
+    flags = None if rules.flags is None else rules.flags()
+    return KernelRule(_kernel_at, (call.op, packed, call.card, flags), tuple(numbers))
 
 
-def _kernel_of(op: Any, packed: Hashable, device: DeviceSpec, *numbers: int) -> Kernel:
+def _kernel_at(
+    op: Any, packed: Hashable, card: DeviceSpec, flags: Hashable, *numbers: int
+) -> Kernel:
     args, kwargs, outputs = _unpack(packed, iter(numbers))
-    taken_by = convolution_kernel if op in CONVOLUTIONS else kernel
-    return taken_by(op, args, dict(kwargs), outputs, device) or ()
+    return kernel_of(OpCall(op, args, dict(kwargs), card, outputs, flags)) or ()
 
 
 def _pack(value: Any, numbers: list[int]) -> Hashable:
-    """A value without its numbers, which are appended to a list."""
+    """Describe a value without its numbers, which are appended to a list."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.sparse_coo:
             return "sparse", _pack((*dense_parts(value), tuple(value.shape)), numbers)
@@ -136,7 +119,7 @@ def _pack(value: Any, numbers: list[int]) -> Hashable:
 
 
 def _unpack(packed: Any, numbers: Iterator[int]) -> Any:
-    """The value again, with tensors of the same shape, strides and dtype."""
+    """The value again, with meta tensors of the same shape, strides and dtype."""
     kind, *rest = packed
     if kind == "tensor":
         dtype, num_dims = rest

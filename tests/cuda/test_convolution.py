@@ -10,15 +10,13 @@ from convolution_cases import CARDS, CASES, Case, key, once, predicted, recorded
 
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, OpenBlasHandles
 from memcallback.core.types import Category
+from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution import workspace as convolution_workspace
-from memcallback.cuda.convolution import workspace as cudnn
-from memcallback.cuda.convolution.call import ConvolutionCall
-from memcallback.cuda.convolution.rule import (
-    convolution_kernel,
-    convolution_outputs,
-    workspaces_are_known,
-)
-from memcallback.cuda.convolution.workspace import Direction, estimated_workspace_bytes
+from memcallback.cuda.convolution.call import ConvolutionCall, Direction
+from memcallback.cuda.convolution.rule import workspaces_are_known
+from memcallback.cuda.convolution.workspace import estimated_workspace_bytes
+from memcallback.cuda.op_call import OpCall
+from memcallback.cuda.rules import corrected_result, kernel_of
 
 aten = torch.ops.aten
 H200, T4 = CARDS["NVIDIA H200"], CARDS["Tesla T4"]
@@ -26,11 +24,22 @@ PLAIN = Case("plain", (8, 64, 28, 28), (32, 64, 3, 3), padding=1, bias=True)
 RECORDS = {record["meta"]["device"]: record for record in recorded()}
 
 
+def kernel(op, args, kwargs, card):
+    return kernel_of(OpCall(op, args, kwargs, card))
+
+
+def layouts(op, args, card):
+    """The shape, strides and dtype of each output on CUDA, None for one that is not asked for."""
+    result = corrected_result(OpCall(op, args, {}, card, op(*args)))
+    outputs = result if isinstance(result, tuple) else (result,)
+    return [None if one is None else (one.shape, one.stride(), one.dtype) for one in outputs]
+
+
 def ours(case, card):
     """What is predicted: the steps, and the strides of each output that say where its elements lie."""
     op, args = case.call("meta")
-    outputs = convolution_outputs(op, args, {}, card)
-    steps = once(predicted(convolution_kernel(op, args, {}, None, card), outputs))
+    outputs = layouts(op, args, card)
+    steps = once(predicted(kernel(op, args, {}, card), outputs))
     return steps, [None if one is None else significant(*one[:2]) for one in outputs], outputs
 
 
@@ -47,9 +56,9 @@ def compare(case, card, steps, strides):
 @pytest.fixture
 def no_cudnn(monkeypatch):
     monkeypatch.setattr(cudnn, "load", lambda: None)
-    cudnn._workspace_bytes.cache_clear()
+    convolution_workspace._workspace_bytes.cache_clear()
     yield
-    cudnn._workspace_bytes.cache_clear()
+    convolution_workspace._workspace_bytes.cache_clear()
 
 
 @pytest.mark.parametrize("device", RECORDS)
@@ -100,7 +109,7 @@ def test_a_device_does_what_is_predicted_without_tf32_and_deterministically(monk
 
 def test_the_workspace_is_named(no_cudnn):
     op, args = PLAIN.call("meta")
-    make, workspace, give = convolution_kernel(op, args, {}, None, H200)
+    make, workspace, give = kernel(op, args, {}, H200)
     assert (make, give) == (AllocOutput(0), FreeTemp(0))
     assert isinstance(workspace, AllocTemp)
     assert workspace.category is Category.WORKSPACE
@@ -109,21 +118,16 @@ def test_the_workspace_is_named(no_cudnn):
 def test_keyword_arguments_are_as_good():
     op, args = PLAIN.call("meta")
     names = [argument.name for argument in op._schema.arguments]
-    assert convolution_kernel(
-        op, args[:2], dict(zip(names[2:], args[2:], strict=True)), None, H200
-    ) == convolution_kernel(op, args, {}, None, H200)
+    by_name = dict(zip(names[2:], args[2:], strict=True))
+    assert kernel(op, args[:2], by_name, H200) == kernel(op, args, {}, H200)
 
 
 def test_the_inner_operator_carries_its_own_settings(no_cudnn):
     _, args = replace(PLAIN, dtype="float16").call("meta")
-    off = convolution_kernel(
-        aten._convolution.default, (*args, False, False, False, True), {}, None, H200
-    )
-    on = convolution_kernel(
-        aten._convolution.default, (*args, False, False, True, True), {}, None, H200
-    )
+    off = kernel(aten._convolution.default, (*args, False, False, False, True), {}, H200)
+    on = kernel(aten._convolution.default, (*args, False, False, True, True), {}, H200)
     assert [
-        [step.category for step in kernel if isinstance(step, AllocTemp)] for kernel in (off, on)
+        [step.category for step in steps if isinstance(step, AllocTemp)] for steps in (off, on)
     ] == [
         [Category.TEMPORARY],
         [Category.WORKSPACE],
@@ -133,7 +137,7 @@ def test_the_inner_operator_carries_its_own_settings(no_cudnn):
 def test_cudnn_switched_off_means_columns(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     op, args = PLAIN.call("meta")
-    assert convolution_kernel(op, args, {}, None, H200) == (
+    assert kernel(op, args, {}, H200) == (
         AllocOutput(0),
         AllocTemp(64 * 9 * 28 * 28 * 4),
         OpenBlasHandles(),
@@ -143,23 +147,21 @@ def test_cudnn_switched_off_means_columns(monkeypatch):
 
 def test_other_operators_and_dtypes_are_not_ours():
     tensor = torch.empty(2, 2, device="meta")
-    assert convolution_kernel(aten.add.Tensor, (tensor, tensor), {}, None, H200) is None
+    assert kernel(aten.add.Tensor, (tensor, tensor), {}, H200) is None
     op, (input_, *rest) = PLAIN.call("meta")
     args = (input_.to(torch.int32), *rest)
-    assert convolution_kernel(op, args, {}, None, H200) is None
-    assert convolution_outputs(op, args, {}, H200) is None
+    assert kernel(op, args, {}, H200) is None
+    assert corrected_result(OpCall(op, args, {}, H200, input_)) is None
 
 
 def test_the_layout_of_a_weight_decides_that_of_the_output():
     op, args = replace(PLAIN, layouts=("c", "cl", "c")).call("meta")
-    assert convolution_outputs(op, args, {}, H200) == [
-        ((8, 32, 28, 28), (25088, 1, 896, 32), torch.float32)
-    ]
+    assert layouts(op, args, H200) == [((8, 32, 28, 28), (25088, 1, 896, 32), torch.float32)]
 
 
 def test_gradients_that_are_not_asked_for_are_not_there():
     op, args = replace(PLAIN, mask=(False, True, False)).call("meta")
-    assert [one is None for one in convolution_outputs(op, args, {}, H200)] == [True, False, True]
+    assert [one is None for one in layouts(op, args, H200)] == [True, False, True]
 
 
 def test_workspaces_are_known_only_from_cudnn_itself(monkeypatch):
@@ -173,6 +175,6 @@ def test_workspaces_are_known_only_from_cudnn_itself(monkeypatch):
 
 def test_an_estimate_stands_in_for_cudnn(no_cudnn):
     op, args = PLAIN.call("meta")
-    workspace = convolution_kernel(op, args, {}, None, T4)[1]
-    convolution = ConvolutionCall.of(op, args, {}).problem(Direction.FORWARD, False)
+    workspace = kernel(op, args, {}, T4)[1]
+    convolution = ConvolutionCall.of(OpCall(op, args, {}, T4)).problem(Direction.FORWARD, False)
     assert workspace.size_bytes == estimated_workspace_bytes(convolution, (8, 64, 28, 28), T4)

@@ -10,12 +10,10 @@ import pytest
 from convolution_cases import CARDS, questions, recorded
 
 from memcallback.core.units import MiB
-from memcallback.cuda.convolution import cudnn as cudnn_library
-from memcallback.cuda.convolution import workspace as cudnn
+from memcallback.cuda.convolution import cudnn, workspace
+from memcallback.cuda.convolution.call import Convolution, Direction
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, Kind
 from memcallback.cuda.convolution.workspace import (
-    Convolution,
-    Direction,
     estimated_workspace_bytes,
     workspace_bytes,
     workspace_or_estimate_bytes,
@@ -112,11 +110,11 @@ def installed(monkeypatch):
     def install(library):
         found = None if library is None else CuDNN(library)
         monkeypatch.setattr(cudnn, "load", lambda: found)
-        cudnn._workspace_bytes.cache_clear()
+        workspace._workspace_bytes.cache_clear()
         return library
 
     yield install
-    cudnn._workspace_bytes.cache_clear()
+    workspace._workspace_bytes.cache_clear()
 
 
 def ask(convolution=THREE):
@@ -207,16 +205,16 @@ def test_without_cudnn_there_is_no_answer_but_an_estimate(installed):
 @pytest.fixture
 def paths(monkeypatch):
     def set_paths(*found, **loaded):
-        monkeypatch.setattr(cudnn_library, "_package_libraries", lambda: iter(found))
+        monkeypatch.setattr(cudnn, "_package_libraries", lambda: iter(found))
         monkeypatch.setattr(
             ctypes,
             "CDLL",
             lambda path: loaded[path] if path in loaded else (_ for _ in ()).throw(OSError(path)),
         )
-        cudnn_library.load.cache_clear()
+        cudnn.load.cache_clear()
 
     yield set_paths
-    cudnn_library.load.cache_clear()
+    cudnn.load.cache_clear()
 
 
 def test_a_library_that_is_too_old_or_none_of_cudnn_is_passed_over(paths):
@@ -228,12 +226,12 @@ def test_a_library_that_is_too_old_or_none_of_cudnn_is_passed_over(paths):
         old=Library(version=90100),
         good=Library(version=91000),
     )
-    assert cudnn_library.load().version == 91000
+    assert cudnn.load().version == 91000
 
 
 def test_no_library_is_no_cudnn(paths):
     paths("gone")
-    assert cudnn_library.load() is None
+    assert cudnn.load() is None
 
 
 def test_the_library_of_the_python_package_is_found(tmp_path, monkeypatch):
@@ -241,7 +239,7 @@ def test_the_library_of_the_python_package_is_found(tmp_path, monkeypatch):
     lib.parent.mkdir(parents=True)
     lib.touch()
     monkeypatch.setattr("sys.path", ["/nowhere", str(tmp_path / "with [brackets]")])
-    assert list(cudnn_library._package_libraries()) == [str(lib)]
+    assert list(cudnn._package_libraries()) == [str(lib)]
 
 
 def test_the_estimate_is_as_good_as_it_says():

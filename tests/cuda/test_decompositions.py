@@ -20,7 +20,8 @@ from memcallback.cuda.decompositions import attention_backend as cuda_attention_
 from memcallback.cuda.decompositions.attention_backend import AttentionCall, choose_backend
 from memcallback.cuda.decompositions.registry import composite_kernels, registered
 from memcallback.cuda.decompositions.rnn import dropout_state_bytes, flatten_rnn_weights
-from memcallback.cuda.outputs import output_bytes
+from memcallback.cuda.op_call import OpCall, tensors_of
+from memcallback.cuda.rules import corrected_result
 from memcallback.devices.catalogue import DeviceSpec
 
 RECORDED = json.loads(
@@ -50,13 +51,22 @@ def spec(capability=(9, 0)):
 
 @pytest.fixture
 def as_recorded(monkeypatch):
-    monkeypatch.setattr(cuda_attention_choice, "_torch_version", lambda: (2, 11))
+    monkeypatch.setattr(cuda_attention_choice, "torch_version", lambda: (2, 11))
 
 
 def on_fakes(measure, case, device):
     with registered(device), FakeTensorMode() as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return measure(case, cases.Maker(mode), output_bytes)
+
+        def corrected_bytes(op, args, kwargs, outputs):
+            result = corrected_result(OpCall(op, args, kwargs, device, outputs))
+            return (
+                None
+                if result is None
+                else [t.untyped_storage().nbytes() for t in tensors_of(result)]
+            )
+
+        return measure(case, cases.Maker(mode), corrected_bytes)
 
 
 def in_place(lines):
@@ -169,7 +179,7 @@ def test_the_users_flags_decide():
     [((2, 11), SDPBackend.CUDNN_ATTENTION), ((2, 13), SDPBackend.FLASH_ATTENTION)],
 )
 def test_cudnn_takes_any_dropout_until_211(version, backend, monkeypatch):
-    monkeypatch.setattr(cuda_attention_choice, "_torch_version", lambda: version)
+    monkeypatch.setattr(cuda_attention_choice, "torch_version", lambda: version)
     query = torch.empty(2, 4, 64, 64, dtype=torch.float16)
     assert choose_backend(AttentionCall(query, query, query, dropout_p=0.1), spec()) == backend
 

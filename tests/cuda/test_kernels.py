@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp
 from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
-from memcallback.cuda.rules import CUBLASLT_WORKSPACE_BYTES, corrected_outputs, kernel, kernel_rule
+from memcallback.cuda.op_call import OpCall
+from memcallback.cuda.rules import corrected_result, kernel_of, kernel_rule
 from memcallback.devices.catalogue import DeviceSpec
+from memcallback.trace.dispatch.kernel_writer import CUBLASLT_WORKSPACE_BYTES
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "kernels"
 #: Whose outputs depend on values: the recording tells their shapes.
@@ -153,10 +155,10 @@ def compare(case, line, spec):
     with FakeTensorMode():
         args, kwargs = case.build("cpu")
         result = fake_result(case, line, args, kwargs)
-        better = corrected_outputs(case.overload, args, kwargs, result)
+        better = corrected_result(OpCall(case.overload, args, kwargs, spec, result))
         outputs = kernel_zoo.tensors(result if better is None else better)
         inputs = {t.untyped_storage()._cdata for t in kernel_zoo.tensors((args, kwargs))}
-        plan = kernel(case.overload, args, kwargs, outputs, spec)
+        plan = kernel_of(OpCall(case.overload, args, kwargs, spec, outputs))
         sizes, seen = [], set(inputs)
         for t in outputs:
             storage = t.untyped_storage()
@@ -217,17 +219,19 @@ def test_the_products_that_make_workspaces_are_known(device):
         ):
             case = kernel_zoo.cases()[name]
             args, kwargs = case.build("meta")
+            call = OpCall(case.overload, args, kwargs, spec_of(head))
             first = line[2].split() if len(line) > 2 else []
-            assert (cublas in first) == uses_cublas(case.overload, args), name
-            assert (cublaslt in first) == uses_cublaslt(case.overload, args, kwargs), name
+            assert (cublas in first) == uses_cublas(call), name
+            assert (cublaslt in first) == uses_cublaslt(call), name
             seen.add((cublas in first, cublaslt in first))
     assert {(True, False), (True, True)} <= seen
 
 
 def test_an_operator_without_a_rule_has_no_kernel():
     x = torch.empty(3, device="meta")
-    assert kernel(torch.ops.aten.neg.default, (x,), {}, [x], spec_of(load("h200"))) is None
-    assert corrected_outputs(torch.ops.aten.neg.default, (x,), {}, x) is None
+    call = OpCall(torch.ops.aten.neg.default, (x,), {}, spec_of(load("h200")), x)
+    assert kernel_of(call) is None
+    assert corrected_result(call) is None
 
 
 def test_a_call_can_be_asked_again_for_another_batch_size():
@@ -235,9 +239,8 @@ def test_a_call_can_be_asked_again_for_another_batch_size():
 
     def call(batch):
         x = torch.empty(batch, 4096, device="meta")
-        return kernel_rule(op, (x, [0]), {"dtype": torch.float32}, [x[0]], spec), kernel(
-            op, (x, [0]), {"dtype": torch.float32}, [x[0]], spec
-        )
+        call = OpCall(op, (x, [0]), {"dtype": torch.float32}, spec, [x[0]])
+        return kernel_rule(call), kernel_of(call)
 
     (small, few), (large, many) = call(2), call(4096)
     assert (small.function, small.constants) == (large.function, large.constants)
@@ -246,7 +249,8 @@ def test_a_call_can_be_asked_again_for_another_batch_size():
 
 def test_an_operator_without_a_rule_is_no_call():
     x = torch.empty(3, device="meta")
-    assert kernel_rule(torch.ops.aten.neg.default, (x,), {}, [x], spec_of(load("h200"))) is None
+    spec = spec_of(load("h200"))
+    assert kernel_rule(OpCall(torch.ops.aten.neg.default, (x,), {}, spec, [x])) is None
 
 
 def test_shared_keys_and_values_have_a_gradient_for_each_head_in_the_workspace_of_cudnn():
@@ -270,13 +274,8 @@ def test_shared_keys_and_values_have_a_gradient_for_each_head_in_the_workspace_o
             0.0,
             False,
         )
-        steps = kernel(
-            torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
-            args,
-            {},
-            [q, k, k],
-            spec_of(load("h200")),
-        )
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+        steps = kernel_of(OpCall(op, args, {}, spec_of(load("h200")), [q, k, k]))
         (taken,) = (step.size_bytes for step in steps if isinstance(step, AllocTemp))
         return taken
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from convolution_cases import CARDS, CASES, key, once, truth
 
-from memcallback.cuda.convolution import workspace as convolution_workspace
-from memcallback.cuda.convolution import workspace as cudnn
-from memcallback.cuda.convolution.rule import convolution_kernel
-from memcallback.devices.local import resolve
+from memcallback.cuda.convolution import cudnn, workspace
+from memcallback.cuda.convolution.call import Convolution
+from memcallback.cuda.op_call import OpCall
+from memcallback.cuda.rules import kernel_of
+from memcallback.devices.local import device_here
 
 OUT = Path(__file__).parent / "convolutions"
 
@@ -33,15 +34,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     name = torch.cuda.get_device_name()
-    card = CARDS.get(name) or resolve(None)
-    ask, workspaces = cudnn.workspace_bytes, {}
+    card = CARDS.get(name) or device_here()
+    ask, workspaces = workspace.workspace_bytes, {}
 
-    def asked(convolution: cudnn.Convolution, input_shape: Any, device: Any) -> int | None:
+    def asked(convolution: Convolution, input_shape: Any, device: Any) -> int | None:
         answer = ask(convolution, input_shape, device)
         workspaces[key(convolution, input_shape)] = answer
         return answer
 
-    convolution_workspace.cudnn.workspace_bytes = asked
+    workspace.workspace_bytes = asked
     cases = {}
     for case in CASES:
         try:
@@ -50,7 +51,7 @@ def main() -> None:
             continue  # PyTorch finds no engine
         cases[str(case)] = [once(steps), strides]
         op, args = case.call("meta")
-        convolution_kernel(op, args, {}, None, card)
+        kernel_of(OpCall(op, args, {}, card))
     meta = {"device": name, "torch": torch.__version__, "cudnn": cudnn.version()}
     text = json.dumps(
         {"meta": meta, "cases": cases, "workspaces": workspaces}, separators=(",", ":")

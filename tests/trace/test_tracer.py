@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from memcallback.core.allocation_trace import Alloc, Free, PhaseStart, StepEnd, StepStart
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Category, Phase
-from memcallback.cuda.rules import CUBLASLT_WORKSPACE_BYTES
 from memcallback.devices.catalogue import find_device
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.step.training_step import TrainingStep
+from memcallback.trace.dispatch.kernel_writer import CUBLASLT_WORKSPACE_BYTES
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.tracer import trace

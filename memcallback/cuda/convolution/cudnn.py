@@ -209,6 +209,17 @@ def load() -> CuDNN | None:
     return None
 
 
+def is_available() -> bool:
+    """Whether a cuDNN is installed that answers without a device."""
+    return load() is not None
+
+
+def version() -> int | None:
+    """The version of the cuDNN that answers, such as 91900; None without one."""
+    library = load()
+    return None if library is None else library.version
+
+
 def _package_libraries() -> Iterator[str]:
     """The library of the packages nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which the CUDA builds of
     torch bring.

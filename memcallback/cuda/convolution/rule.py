@@ -1,86 +1,88 @@
-"""Entry point: which backend a convolution uses and what it allocates.
+"""Which backend computes a convolution on CUDA, what it allocates, and the layout of its outputs.
 
-It follows PyTorch 2.11 to 2.13. Which copies cuDNN's callers make is told by
-ATen/native/Convolution.cpp and ATen/native/cudnn/ConvShared.cpp, what the native depthwise kernels
-do by ATen/native/cuda/DepthwiseConv2d.cu and DepthwiseConv3d.cu. Tensors are only asked for shape,
-strides and dtype.
+Follows PyTorch 2.11 to 2.13: the copies around cuDNN are those of ATen/native/Convolution.cpp and
+ATen/native/cudnn/ConvShared.cpp, the native depthwise kernels are in
+ATen/native/cuda/DepthwiseConv2d.cu and DepthwiseConv3d.cu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.convolution import workspace as cudnn
-from memcallback.cuda.convolution.call import Backend, ConvolutionCall
-from memcallback.cuda.convolution.layout import Layout
-from memcallback.cuda.convolution.steps import INPUT, OUTPUT, WEIGHT, KernelBuilder
+from memcallback.cuda.convolution import cudnn
+from memcallback.cuda.convolution.builder import INPUT, OUTPUT, WEIGHT, ConvolutionBuilder
+from memcallback.cuda.convolution.call import Backend, ConvolutionCall, Direction, Layout
 from memcallback.cuda.convolution.unfolded import slow_convolution
-from memcallback.cuda.convolution.workspace import Direction
-from memcallback.devices.catalogue import DeviceSpec
-
-#: Shape, strides in elements and dtype.
-Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+from memcallback.cuda.op_call import Correction, OpCall, Rule
 
 
-def convolution_kernel(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, device: DeviceSpec
-) -> Kernel | None:
-    """What a convolution takes while it runs on CUDA."""
-    steps = _run(op, args, kwargs, device)
-    return None if steps is None else tuple(steps.done)
+def convolution_kernel(call: OpCall) -> Kernel | None:
+    """The kernel of a convolution; None for dtypes that CUDA does not convolve."""
+    kernel = _run(call)
+    return None if kernel is None else kernel.build()
 
 
-def convolution_outputs(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: DeviceSpec
-) -> list[Output | None] | None:
-    """The outputs of a convolution as CUDA lays them out, which may not be how a CPU does."""
-    steps = _run(op, args, kwargs, device)
-    if steps is None:
+def convolution_outputs(call: OpCall) -> Any:
+    """The result in the layout that CUDA gives it, which may not be a CPU's."""
+    kernel = _run(call)
+    if kernel is None:
         return None
-    made = [steps.made.get(output) for output in range(3 if steps.call.is_backward else 1)]
-    return [
-        None if one is None else (one.shape, one.strides, getattr(torch, one.dtype)) for one in made
-    ]
+    if isinstance(call.result, torch.Tensor):
+        return _with_layout(call.result, kernel.layouts[OUTPUT])
+    return tuple(
+        _with_layout(gradient, kernel.layouts.get(output))
+        for output, gradient in enumerate(call.result)
+    )
+
+
+RULES: dict[str, Rule] = dict.fromkeys(
+    ("convolution", "_convolution", "convolution_backward"), convolution_kernel
+)
+CORRECTIONS: dict[str, Correction] = dict.fromkeys(RULES, convolution_outputs)
 
 
 def workspaces_are_known() -> bool:
     """Whether workspaces are cuDNN's own answer.
 
-    They are estimated where no cuDNN is installed that can answer without a device; and with
-    `torch.backends.cudnn.benchmark` PyTorch takes the fastest plan, which only the device tells.
+    They are estimates where no cuDNN is installed that answers without a device. With
+    `torch.backends.cudnn.benchmark` PyTorch takes the fastest plan, which needs the device.
     """
     return cudnn.is_available() and not torch.backends.cudnn.benchmark
 
 
-def _run(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: DeviceSpec
-) -> KernelBuilder | None:
-    call = ConvolutionCall.of(op, args, kwargs)
+def _with_layout(tensor: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:
+    if tensor is None or layout is None or Layout.of(tensor) == layout:
+        return tensor
+    dtype = getattr(torch, layout.dtype)
+    return tensor.new_empty_strided(layout.shape, layout.strides, dtype=dtype)
+
+
+def _run(op_call: OpCall) -> ConvolutionBuilder | None:
+    call = ConvolutionCall.of(op_call)
     if call is None:
         return None
-    steps = KernelBuilder(call, device)
-    backend = call.backend(device)
+    kernel = ConvolutionBuilder(call, op_call.device)
+    backend = call.backend(op_call.device)
     if backend is Backend.EMPTY:
-        _empty(call, steps)
+        _empty(call, kernel)
     elif backend is Backend.SLOW:
-        slow_convolution(call, steps)
+        slow_convolution(call, kernel)
     elif backend is Backend.CUDNN:
-        (_cudnn_backward if call.is_backward else _cudnn_forward)(call, steps)
+        (_cudnn_backward if call.is_backward else _cudnn_forward)(call, kernel)
     elif call.is_backward:
-        (_depthwise3d_backward if call.is_3d else _depthwise2d_backward)(call, steps)
+        (_depthwise3d_backward if call.is_3d else _depthwise2d_backward)(call, kernel)
     else:
-        _depthwise_forward(call, steps)
-    return steps
+        _depthwise_forward(call, kernel)
+    return kernel
 
 
-def _empty(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def _empty(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """No samples or no channels: an empty output, gradients of zeros."""
     if not call.is_backward:
-        steps.make(
+        kernel.lay_out(
             OUTPUT,
             Layout.dense(call.x_shape if call.transposed else call.y_shape, call.input.dtype),
         )
@@ -89,42 +91,42 @@ def _empty(call: ConvolutionCall, steps: KernelBuilder) -> None:
     like = (call.view.is_channels_last, call.weight.is_channels_last, False)
     for output, asked in enumerate(call.mask):
         if asked:
-            steps.make(
+            kernel.lay_out(
                 output, Layout.dense(shapes[output], call.input.dtype, channels_last=like[output])
             )
 
 
-def _cudnn_forward(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def _cudnn_forward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """`_convolution` and `cudnn_convolution` or `cudnn_convolution_transpose`; the bias is added in
     place.
     """
-    view, viewed = steps.input_view()
-    view, copied = steps.contiguous(view, channels_last=_either(view, call.weight))
-    (_backward_data if call.transposed else _forward)(call, steps, view)
-    steps.give(copied, viewed)
+    view, viewed = kernel.input_view()
+    view, copied = kernel.contiguous(view, channels_last=_either(view, call.weight))
+    (_backward_data if call.transposed else _forward)(call, kernel, view)
+    kernel.free(copied, viewed)
 
 
-def _cudnn_backward(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def _cudnn_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """`convolution_backward` and `cudnn_convolution_backward` or
     `cudnn_convolution_transpose_backward`.
     """
-    view, viewed = steps.input_view()
+    view, viewed = kernel.input_view()
     copied, as_input = None, None
     if call.mask[WEIGHT]:
-        view, copied = steps.contiguous(view, channels_last=_either(view, call.weight))
+        view, copied = kernel.contiguous(view, channels_last=_either(view, call.weight))
     gradient, like_input = call.gradient, view.is_channels_last
     if call.transposed:
-        gradient, as_input = steps.contiguous(gradient, channels_last=like_input)
+        gradient, as_input = kernel.contiguous(gradient, channels_last=like_input)
     elif gradient.is_channels_last != like_input:
-        as_input = steps.take(gradient.size_bytes)
+        as_input = kernel.alloc(gradient.size_bytes)
         gradient = Layout.dense(gradient.shape, gradient.dtype, channels_last=like_input)
     if call.mask[INPUT]:
-        (_forward if call.transposed else _backward_data)(call, steps, gradient)
+        (_forward if call.transposed else _backward_data)(call, kernel, gradient)
     if call.mask[WEIGHT]:
-        _backward_filter(call, steps, *((gradient, view) if call.transposed else (view, gradient)))
-    steps.give(as_input, copied)
-    steps.bias_gradient()
-    steps.give(viewed)
+        _backward_filter(call, kernel, *((gradient, view) if call.transposed else (view, gradient)))
+    kernel.free(as_input, copied)
+    kernel.bias_gradient()
+    kernel.free(viewed)
 
 
 def _either(first: Layout, second: Layout) -> bool:
@@ -132,79 +134,81 @@ def _either(first: Layout, second: Layout) -> bool:
     return first.dtype != "float64" and (first.is_channels_last or second.is_channels_last)
 
 
-def _forward(call: ConvolutionCall, steps: KernelBuilder, x: Layout) -> None:
+def _forward(call: ConvolutionCall, kernel: ConvolutionBuilder, x: Layout) -> None:
     """`cudnn_convolution_forward_out`, also for the input's gradient of a transposed one; its
     layout is that of its output.
     """
     y_shape = call.problem(Direction.FORWARD, False).output_shape(x.shape)
     y = Layout.dense(y_shape, x.dtype, channels_last=_either(x, call.weight))
-    steps.make(OUTPUT, y)
-    _, weight = steps.contiguous(call.weight, channels_last=y.is_channels_last)
-    _, copied = steps.contiguous(x, channels_last=y.is_channels_last)
-    steps.workspace(Direction.FORWARD, x.shape, channels_last=y.is_channels_last)
-    steps.give(copied, weight)
+    kernel.lay_out(OUTPUT, y)
+    _, weight = kernel.contiguous(call.weight, channels_last=y.is_channels_last)
+    _, copied = kernel.contiguous(x, channels_last=y.is_channels_last)
+    kernel.workspace(Direction.FORWARD, x.shape, channels_last=y.is_channels_last)
+    kernel.free(copied, weight)
 
 
-def _backward_data(call: ConvolutionCall, steps: KernelBuilder, y: Layout) -> None:
+def _backward_data(call: ConvolutionCall, kernel: ConvolutionBuilder, y: Layout) -> None:
     """`cudnn_convolution_backward_input`, also for the output of a transposed one."""
     channels_last = _either(y, call.weight)
-    steps.make(INPUT, Layout.dense(call.x_shape, y.dtype, channels_last=channels_last))
-    _, weight = steps.contiguous(call.weight, channels_last=channels_last)
-    _, copied = steps.contiguous(y, channels_last=channels_last)
-    steps.workspace(Direction.BACKWARD_DATA, call.x_shape, channels_last=channels_last)
-    steps.give(copied, weight)
+    kernel.lay_out(INPUT, Layout.dense(call.x_shape, y.dtype, channels_last=channels_last))
+    _, weight = kernel.contiguous(call.weight, channels_last=channels_last)
+    _, copied = kernel.contiguous(y, channels_last=channels_last)
+    kernel.workspace(Direction.BACKWARD_DATA, call.x_shape, channels_last=channels_last)
+    kernel.free(copied, weight)
 
 
-def _backward_filter(call: ConvolutionCall, steps: KernelBuilder, x: Layout, y: Layout) -> None:
+def _backward_filter(
+    call: ConvolutionCall, kernel: ConvolutionBuilder, x: Layout, y: Layout
+) -> None:
     """`cudnn_convolution_backward_weight`."""
     channels_last = _either(x, y)
-    _, y_copied = steps.contiguous(y, channels_last=channels_last)
-    _, x_copied = steps.contiguous(x, channels_last=channels_last)
-    steps.make(WEIGHT, Layout.dense(call.weight.shape, x.dtype, channels_last=channels_last))
-    steps.workspace(Direction.BACKWARD_FILTER, x.shape, channels_last=channels_last)
-    steps.give(x_copied, y_copied)
+    _, y_copied = kernel.contiguous(y, channels_last=channels_last)
+    _, x_copied = kernel.contiguous(x, channels_last=channels_last)
+    kernel.lay_out(WEIGHT, Layout.dense(call.weight.shape, x.dtype, channels_last=channels_last))
+    kernel.workspace(Direction.BACKWARD_FILTER, x.shape, channels_last=channels_last)
+    kernel.free(x_copied, y_copied)
 
 
-def _depthwise_forward(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def _depthwise_forward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise2d_cuda` and `conv_depthwise3d_cuda`; the bias is added by the kernel."""
     output = Layout.dense(call.y_shape, call.input.dtype)
-    view, viewed = steps.input_view()
-    _, copied = steps.contiguous(view)
+    view, viewed = kernel.input_view()
+    _, copied = kernel.contiguous(view)
     if call.is_3d:
-        steps.make(OUTPUT, output)
-    _, weight = steps.contiguous(call.weight)
+        kernel.lay_out(OUTPUT, output)
+    _, weight = kernel.contiguous(call.weight)
     if not call.is_3d:
-        steps.make(OUTPUT, output)
-    steps.give(weight, copied, viewed)
+        kernel.lay_out(OUTPUT, output)
+    kernel.free(weight, copied, viewed)
 
 
-def _depthwise2d_backward(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def _depthwise2d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise2d_backward_cuda`."""
-    view, viewed = steps.input_view()
-    _, gradient = steps.contiguous(call.gradient)
+    view, viewed = kernel.input_view()
+    _, gradient = kernel.contiguous(call.gradient)
     if call.mask[WEIGHT]:
-        _, copied = steps.contiguous(view)
-        steps.make(WEIGHT, Layout.dense(call.weight.shape, view.dtype))
-        steps.give(copied)
+        _, copied = kernel.contiguous(view)
+        kernel.lay_out(WEIGHT, Layout.dense(call.weight.shape, view.dtype))
+        kernel.free(copied)
     if call.mask[INPUT]:
-        _, weight = steps.contiguous(call.weight)
-        steps.make(INPUT, Layout.dense(view.shape, view.dtype))
-        steps.give(weight)
-    steps.give(gradient)
-    steps.bias_gradient()
-    steps.give(viewed)
+        _, weight = kernel.contiguous(call.weight)
+        kernel.lay_out(INPUT, Layout.dense(view.shape, view.dtype))
+        kernel.free(weight)
+    kernel.free(gradient)
+    kernel.bias_gradient()
+    kernel.free(viewed)
 
 
-def _depthwise3d_backward(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def _depthwise3d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise3d_backward_cuda`."""
     for output, shape in ((INPUT, call.view.shape), (WEIGHT, call.weight.shape)):
         if call.mask[output]:
-            steps.make(output, Layout.dense(shape, call.input.dtype))
+            kernel.lay_out(output, Layout.dense(shape, call.input.dtype))
     read = (
         [call.gradient, call.view, call.weight]
         if call.mask[WEIGHT]
         else [call.gradient, call.weight]
     )
-    taken = [steps.contiguous(tensor)[1] for tensor in read]
-    steps.bias_gradient()
-    steps.give(*reversed(taken))
+    taken = [kernel.contiguous(tensor)[1] for tensor in read]
+    kernel.bias_gradient()
+    kernel.free(*reversed(taken))

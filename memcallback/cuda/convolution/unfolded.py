@@ -10,38 +10,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from memcallback.cuda.convolution.call import ConvolutionCall
-from memcallback.cuda.convolution.layout import ITEM_BYTES, Layout
-from memcallback.cuda.convolution.steps import BIAS, INPUT, OUTPUT, WEIGHT, KernelBuilder
+from memcallback.cuda.convolution.builder import (
+    BIAS,
+    INPUT,
+    OUTPUT,
+    WEIGHT,
+    ConvolutionBuilder,
+)
+from memcallback.cuda.convolution.call import ITEM_BYTES, ConvolutionCall, Layout
 
 
-def slow_convolution(call: ConvolutionCall, steps: KernelBuilder) -> None:
+def slow_convolution(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """Write the steps of a call; groups run one after the other, and are joined at the end."""
-    view, viewed = steps.input_view()
-    view, copied = steps.contiguous(view)
-    weight, weight_copied = steps.contiguous(call.weight)
+    view, viewed = kernel.input_view()
+    view, copied = kernel.contiguous(view)
+    weight, weight_copied = kernel.contiguous(call.weight)
     gradient = call.gradient
     outputs = _outputs(call, view)
     if call.groups == 1:
-        _group(call, steps, _Group(call, steps, view, weight, gradient, outputs))
+        _group(call, kernel, _Group(call, kernel, view, weight, gradient, outputs))
     else:
         parts: dict[int, list[int]] = {output: [] for output in outputs}
         for _ in range(call.groups):
             gradient_part, gradient_taken = (
-                _part(steps, gradient, call.groups) if call.is_backward else (gradient, None)
+                _part(kernel, gradient, call.groups) if call.is_backward else (gradient, None)
             )
-            view_part, view_taken = _part(steps, view, call.groups)
+            view_part, view_taken = _part(kernel, view, call.groups)
             weight_part = Layout.dense(
                 (weight.shape[0] // call.groups, *weight.shape[1:]), weight.dtype
             )
-            group = _Group(call, steps, view_part, weight_part, gradient_part, outputs, parts)
-            _group(call, steps, group)
-            steps.give(view_taken, gradient_taken)
+            group = _Group(call, kernel, view_part, weight_part, gradient_part, outputs, parts)
+            _group(call, kernel, group)
+            kernel.free(view_taken, gradient_taken)
         for output, layout in outputs.items():
-            steps.make(output, layout)
+            kernel.lay_out(output, layout)
         for output in reversed(outputs):
-            steps.give(*parts[output])
-    steps.give(weight_copied, copied, viewed)
+            kernel.free(*parts[output])
+    kernel.free(weight_copied, copied, viewed)
 
 
 @dataclass
@@ -49,7 +54,7 @@ class _Group:
     """The tensors of one group."""
 
     call: ConvolutionCall
-    steps: KernelBuilder
+    kernel: ConvolutionBuilder
     view: Layout
     weight: Layout
     gradient: Layout
@@ -62,10 +67,10 @@ class _Group:
             return
         if self.parts:
             self.parts[output].append(
-                self.steps.take(self.outputs[output].size_bytes // self.call.groups)
+                self.kernel.alloc(self.outputs[output].size_bytes // self.call.groups)
             )
         else:
-            self.steps.make(output, self.outputs[output])
+            self.kernel.lay_out(output, self.outputs[output])
 
     @property
     def columns_bytes(self) -> int:
@@ -86,7 +91,7 @@ class _Group:
         ) != {0}
 
 
-def _group(call: ConvolutionCall, steps: KernelBuilder, group: _Group) -> None:
+def _group(call: ConvolutionCall, kernel: ConvolutionBuilder, group: _Group) -> None:
     dilated = call.is_3d or set(call.dilation) != {1}
     if call.is_backward:
         (
@@ -100,47 +105,47 @@ def _group(call: ConvolutionCall, steps: KernelBuilder, group: _Group) -> None:
         _transposed_forward(group)
     else:
         group.make(OUTPUT)
-        columns = steps.take(group.columns_bytes) if dilated or group.unfolds else None
-        steps.multiply()
-        steps.give(columns)
+        columns = kernel.alloc(group.columns_bytes) if dilated or group.unfolds else None
+        kernel.open_blas()
+        kernel.free(columns)
 
 
 def _plain_backward(group: _Group) -> None:
     """`slow_conv2d_backward_cuda`."""
-    steps = group.steps
-    gradient, copied = steps.contiguous(group.gradient)
+    kernel = group.kernel
+    gradient, copied = kernel.contiguous(group.gradient)
     columns = None
     if INPUT in group.outputs:
         group.make(INPUT)
-        columns = steps.take(group.columns_bytes)
-        steps.multiply()
+        columns = kernel.alloc(group.columns_bytes)
+        kernel.open_blas()
     if BIAS in group.outputs:
         group.make(BIAS)
-        steps.sum(gradient)
+        kernel.channel_sum(gradient)
     if WEIGHT in group.outputs:
         group.make(WEIGHT)
-        columns = steps.take(group.columns_bytes) if columns is None else columns
-        steps.multiply()
-    steps.give(columns, copied)
+        columns = kernel.alloc(group.columns_bytes) if columns is None else columns
+        kernel.open_blas()
+    kernel.free(columns, copied)
 
 
 def _dilated_backward(group: _Group) -> None:
     """`slow_conv_dilated2d_backward_cuda` and `slow_conv_dilated3d_backward_cuda`; the sum is that
     of one sample.
     """
-    steps = group.steps
-    gradient, copied = steps.contiguous(group.gradient)
+    kernel = group.kernel
+    gradient, copied = kernel.contiguous(group.gradient)
     for output in (INPUT, WEIGHT, BIAS):
         group.make(output)
-    columns = steps.take(group.columns_bytes)
+    columns = kernel.alloc(group.columns_bytes)
     if {INPUT, WEIGHT} & set(group.outputs):
-        steps.multiply()
+        kernel.open_blas()
     if BIAS in group.outputs:
         sample = Layout.dense((1, *gradient.shape[1:]), gradient.dtype)
-        total = steps.take(gradient.shape[1] * ITEM_BYTES[gradient.dtype])
-        steps.sum(sample)
-        steps.give(total)
-    steps.give(columns, copied)
+        total = kernel.alloc(gradient.shape[1] * ITEM_BYTES[gradient.dtype])
+        kernel.channel_sum(sample)
+        kernel.free(total)
+    kernel.free(columns, copied)
 
 
 def _transposed_forward(group: _Group) -> None:
@@ -149,48 +154,50 @@ def _transposed_forward(group: _Group) -> None:
 
     Where it shrinks instead, it keeps the input's size, which is not said here.
     """
-    steps, call = group.steps, group.call
+    kernel, call = group.kernel, group.call
     grows = call.is_3d and group.outputs[OUTPUT].size_bytes // call.groups > group.view.size_bytes
-    first = steps.take(group.view.size_bytes) if grows else None
+    first = kernel.alloc(group.view.size_bytes) if grows else None
     group.make(OUTPUT)
-    steps.give(first)
-    columns = steps.take(group.columns_bytes)
+    kernel.free(first)
+    columns = kernel.alloc(group.columns_bytes)
     ones = (
-        steps.take(prod(call.x_shape[2:]) * ITEM_BYTES[group.view.dtype]) if call.has_bias else None
+        kernel.alloc(prod(call.x_shape[2:]) * ITEM_BYTES[group.view.dtype])
+        if call.has_bias
+        else None
     )
-    steps.multiply()
-    steps.give(ones, columns)
+    kernel.open_blas()
+    kernel.free(ones, columns)
 
 
 def _transposed_backward(group: _Group) -> None:
     """`slow_conv_transpose2d_backward_cuda` and `slow_conv_transpose3d_backward_cuda`."""
-    steps = group.steps
+    kernel = group.kernel
     if INPUT in group.outputs:
-        _, copied = steps.contiguous(group.gradient)
+        _, copied = kernel.contiguous(group.gradient)
         group.make(INPUT)
-        columns = steps.take(group.columns_bytes) if group.unfolds else None
-        steps.multiply()
-        steps.give(columns, copied)
+        columns = kernel.alloc(group.columns_bytes) if group.unfolds else None
+        kernel.open_blas()
+        kernel.free(columns, copied)
     if WEIGHT in group.outputs or BIAS in group.outputs:
         group.make(WEIGHT)
         group.make(BIAS)
-        gradient, copied = steps.contiguous(group.gradient)
-        columns = steps.take(group.columns_bytes) if group.unfolds else None
+        gradient, copied = kernel.contiguous(group.gradient)
+        columns = kernel.alloc(group.columns_bytes) if group.unfolds else None
         if WEIGHT in group.outputs:
-            steps.multiply()
+            kernel.open_blas()
         if BIAS in group.outputs:
-            steps.sum(gradient)
-        steps.give(columns, copied)
+            kernel.channel_sum(gradient)
+        kernel.free(columns, copied)
 
 
-def _part(steps: KernelBuilder, tensor: Layout, groups: int) -> tuple[Layout, int | None]:
+def _part(kernel: ConvolutionBuilder, tensor: Layout, groups: int) -> tuple[Layout, int | None]:
     """The channels of one group, without gaps, in the layout of the whole."""
     part = Layout(
         (tensor.shape[0], tensor.shape[1] // groups, *tensor.shape[2:]),
         tensor.strides,
         tensor.dtype,
     )
-    return steps.contiguous(part, channels_last=tensor.is_channels_last)
+    return kernel.contiguous(part, channels_last=tensor.is_channels_last)
 
 
 def _outputs(call: ConvolutionCall, view: Layout) -> dict[int, Layout]:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from math import prod
 
-from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type, load
-from memcallback.cuda.convolution.layout import ITEM_BYTES, Layout
+from memcallback.cuda.convolution import cudnn
+from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction, Layout
+from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type
 from memcallback.devices.catalogue import DeviceSpec
 
 
@@ -69,69 +69,12 @@ _NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERT_INPUTS, _NOTE_NONDETERMINISTIC, _NUM_NOTES
 _ALIGNMENT = 32
 
 
-class Direction(Enum):
-    """What is computed; the value is cuDNN's number of the operation."""
-
-    FORWARD = 10
-    BACKWARD_FILTER = 11
-    BACKWARD_DATA = 12
-
-
 #: By direction, cuDNN's numbers of an operation's attributes: alpha, beta, convolution, w, x, y.
 _OPERATION = {
     Direction.FORWARD: (700, 701, 702, 703, 704, 705),
     Direction.BACKWARD_DATA: (706, 707, 708, 709, 710, 711),
     Direction.BACKWARD_FILTER: (712, 713, 714, 715, 716, 717),
 }
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A convolution as cuDNN sees it, all but the size of its input.
-
-    The words are those of the forward direction: backward, `x` is the input or its gradient, `w`
-    the weight or its gradient. A transposed convolution is the backward of data. The number of
-    groups follows from the channels of `x` and `w`.
-
-    Attributes:
-        direction: What is computed.
-        weight_shape: (output channels, input channels per group, *kernel).
-        padding: On both sides, one number for every spatial dimension.
-        stride: As `padding`.
-        dilation: As `padding`.
-        dtype: As torch names it: float32, float64, float16 or bfloat16.
-        channels_last: Whether tensors are laid out as (N, *spatial, C), else (N, C, *spatial).
-        allow_tf32: As `torch.backends.cudnn.allow_tf32`, which is True unless set otherwise.
-        deterministic: As `torch.backends.cudnn.deterministic`.
-    """
-
-    direction: Direction
-    weight_shape: tuple[int, ...]
-    padding: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    dtype: str = "float32"
-    channels_last: bool = False
-    allow_tf32: bool = True
-    deterministic: bool = False
-
-    def output_shape(self, input_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of `y`, (batch, channels, *spatial): `conv_output_size` in
-        ATen/native/ConvUtils.h.
-        """
-        geometry = zip(
-            input_shape[2:],
-            self.weight_shape[2:],
-            self.padding,
-            self.stride,
-            self.dilation,
-            strict=True,
-        )
-        spatial = (
-            (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
-            for size, kernel, pad, stride, dilation in geometry
-        )
-        return (input_shape[0], self.weight_shape[0], *spatial)
 
 
 def workspace_bytes(
@@ -144,22 +87,11 @@ def workspace_bytes(
     )
 
 
-def is_available() -> bool:
-    """Whether a cuDNN is installed that answers without a device."""
-    return load() is not None
-
-
-def version() -> int | None:
-    """The version of the cuDNN that answers, such as 91900; None if there is none."""
-    library = load()
-    return None if library is None else library.version
-
-
 @lru_cache(maxsize=65536)
 def _workspace_bytes(
     convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
 ) -> int | None:
-    library = load()
+    library = cudnn.load()
     if library is None:
         return None
     try:

@@ -21,8 +21,6 @@ from memcallback.cuda.decompositions.attention_backend import (
 from memcallback.devices.catalogue import DeviceSpec
 
 aten = torch.ops.aten
-#: Shape, strides and dtype of an output, and whether it lies on the device (else on the host).
-Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
 def scaled_dot_product_attention(
@@ -68,29 +66,6 @@ def scaled_dot_product_attention(
         size = query.shape[-1]
         return output if output.shape[-1] == size else aten.slice(output, -1, 0, size)
     return _math(call, mask)
-
-
-def attention_outputs(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
-) -> list[Output] | None:
-    """What CUDA allocates for the outputs of a fused attention operator, where the fake kernels
-    answer otherwise.
-
-    The memory-efficient kernels leave the random state on the host, unless a CUDA graph is
-    captured: `_efficient_attention_forward` in ATen/native/transformers/cuda/attention.cu. cuDNN's
-    make no logsumexp where no gradient is needed: `_scaled_dot_product_cudnn_attention_cuda` there.
-    The other outputs are what the fake kernels say.
-    """
-    if op is aten._scaled_dot_product_efficient_attention.default:
-        host = {2, 3}
-    elif op is aten._scaled_dot_product_cudnn_attention.default and not args[4]:
-        host = {1}
-    else:
-        return None
-    tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
-    return [
-        (tuple(t.shape), t.stride(), t.dtype, index not in host) for index, t in enumerate(tensors)
-    ]
 
 
 def _first(outputs: Any) -> torch.Tensor:

@@ -19,6 +19,8 @@ from memcallback.cuda.decompositions import rnn as cuda_rnn
 from memcallback.cuda.decompositions.attention import scaled_dot_product_attention
 from memcallback.cuda.decompositions.norms import batch_norm_impl_index, group_norm, rms_norm
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
+from memcallback.cuda.decompositions.sparse import sparse_decomposition
+from memcallback.cuda.op_call import OpCall
 from memcallback.devices.catalogue import DeviceSpec
 
 aten = torch.ops.aten
@@ -50,13 +52,18 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
     }
 
 
-def composite(op: torch._ops.OpOverload, device: DeviceSpec | None) -> Composite:
-    """What a composite operator is made of."""
-    name = op._schema.name.removeprefix("aten::") + (
-        f".{op._overloadname}" if op._overloadname != "default" else ""
-    )
-    kernels = packed_kernels() if device is None else composite_kernels(device)
-    return kernels.get(name) or own_decomposition(name)
+def decomposition_of(call: OpCall, *, is_wrapped: bool) -> Composite | None:
+    """The CUDA decomposition of a composite or sparse operator; None for a primitive one."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not (is_wrapped and call.op.has_kernel_for_dispatch_key(composite)):
+        return sparse_decomposition(call)
+    overload = call.op._overloadname
+    name = call.name if overload == "default" else f"{call.name}.{overload}"
+    return _kernels_on(call.card).get(name) or own_decomposition(name)
+
+
+def _kernels_on(card: DeviceSpec | None) -> Mapping[str, Composite]:
+    return packed_kernels() if card is None else composite_kernels(card)
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -180,9 +187,7 @@ def registered(device: DeviceSpec | None) -> Iterator[None]:
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, kernel in (
-            packed_kernels() if device is None else composite_kernels(device)
-        ).items():
+        for name, kernel in _kernels_on(device).items():
             library.impl(name, _for_fakes_only(name, kernel), "AutogradCPU")
         for name, shapes in _MISSING_SHAPES.items():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):

@@ -11,12 +11,13 @@ can be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from memcallback.core.tensors import dense_parts, sparse_tensor
+from memcallback.cuda.op_call import OpCall
 
 _aten = torch.ops.aten
 #: Operators whose fake kernels are right for sparse tensors: they look at the parts, or make a
@@ -47,26 +48,24 @@ _NATIVE = frozenset(
 )
 
 
-def sparse_operator(
-    func: Any, args: Sequence[object], kwargs: Mapping[str, object]
-) -> Callable[..., Any] | None:
-    """How an operator that takes or makes sparse tensors is made of others."""
-    if func in _FROM_DENSE:
-        return _FROM_DENSE[func](args)
-    layouts = {
-        value.layout for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
-    }
-    name = func._schema.name.removeprefix("aten::")
-    if layouts <= {torch.strided} or name in _NATIVE:
+def sparse_decomposition(call: OpCall) -> Callable[..., Any] | None:
+    """The decomposition of an operator that takes or makes sparse tensors; None for any other."""
+    op, values = call.op, (*call.args, *call.kwargs.values())
+    if op in _FROM_DENSE:
+        return _FROM_DENSE[op](call.args)
+    layouts = {value.layout for value in values if isinstance(value, torch.Tensor)}
+    if layouts <= {torch.strided} or call.name in _NATIVE:
         return None
-    rule = _RULES.get(name)
+    rule = _RULES.get(call.name)
     if rule is not None and layouts <= {torch.strided, torch.sparse_coo}:
         return rule
-    if func._can_decompose():
-        return func.decompose  # type: ignore[no-any-return]
+    if op._can_decompose():
+        return op.decompose  # type: ignore[no-any-return]
+    names = ", ".join(sorted(str(layout) for layout in layouts if layout is not torch.strided))
     raise NotImplementedError(
-        f"{func} on a tensor of layout {', '.join(str(layout) for layout in sorted(layouts, key=str) if layout is not torch.strided)} is "
-        "not known. Use an operator that takes torch.sparse_coo (torch.sparse.mm, +, *, coalesce), or make the tensor dense with to_dense()"
+        f"{op} on a tensor of layout {names} is not known. Use an operator that takes "
+        "torch.sparse_coo (torch.sparse.mm, +, *, coalesce), or make the tensor dense with "
+        "to_dense()"
     )
 
 

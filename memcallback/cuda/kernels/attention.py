@@ -9,10 +9,10 @@ import torch
 from memcallback.core.kernel import Kernel
 from memcallback.core.types import Category
 from memcallback.core.units import round_up
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes
+from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
 
-def _flash(call: Call) -> Kernel:
+def _flash(call: OpCall) -> Kernel:
     """`mha_fwd` (flash_api.cpp): with dropout the generator's state is made twice and the first one
     dropped; without, keys may be split.
 
@@ -20,26 +20,28 @@ def _flash(call: Call) -> Kernel:
     own output and logsumexp in float32.
     """
     scaled = call.name.startswith("_scaled")
-    q, k = call.args[:2]
-    steps = KernelBuilder()
-    steps.make(0, 1)
-    if call.args[3 if scaled else 7]:
-        unused = steps.take(16)
-        steps.make(3, 2)
-        steps.give(unused)
-        return steps.kernel
+    q, k = call.arguments[:2]
+    kernel = KernelBuilder()
+    kernel.output(0, 1)
+    if call.arguments[3 if scaled else 7]:
+        unused = kernel.alloc(16)
+        kernel.output(3, 2)
+        kernel.free(unused)
+        return kernel.build()
     if q.ndim == 3:  # sequences one after the other, `mha_varlen_fwd`
-        steps.make(*range(2, len(call.outputs)))
-        return steps.kernel
+        kernel.output(*range(2, len(call.outputs)))
+        return kernel.build()
     layout = (0, 2, 1, 3) if scaled else (0, 1, 2, 3)
     batch, length, heads, size = (q.shape[i] for i in layout)
     numbers = (batch, heads, length, k.shape[layout[1]])
-    sums = steps.take(flash_split_bytes(call.device.num_multiprocessors, size, 1, *numbers))
+    sums = kernel.alloc(flash_split_bytes(call.device.num_multiprocessors, size, 1, *numbers))
     columns = round_up(size, 32) if size <= 192 else 256
-    parts = steps.take(flash_split_bytes(call.device.num_multiprocessors, size, columns, *numbers))
-    steps.make(*range(2, len(call.outputs)))
-    steps.give(sums, parts)
-    return steps.kernel
+    parts = kernel.alloc(
+        flash_split_bytes(call.device.num_multiprocessors, size, columns, *numbers)
+    )
+    kernel.output(*range(2, len(call.outputs)))
+    kernel.free(sums, parts)
+    return kernel.build()
 
 
 def flash_split_bytes(
@@ -68,88 +70,88 @@ def flash_split_bytes(
     return splits * batch * heads * length * columns * 4 if splits > 1 else 0
 
 
-def _flash_backward(call: Call) -> Kernel:
+def _flash_backward(call: OpCall) -> Kernel:
     """`mha_bwd` (flash_api.cpp): copies of grad and output, `softmax_d`, `dq_accum`, gradients of
     repeated heads.
 
     Sequences are rounded up to 128, head sizes to 32 (above 192: 256).
     """
-    grad, q, k, _, out = call.args[:5]
+    grad, q, k, _, out = call.arguments[:5]
     if q.ndim == 3:
         return _flash_varlen_backward(call)
     scaled = call.name.startswith("_scaled")
-    steps = KernelBuilder()
+    kernel = KernelBuilder()
     layout = (0, 2, 1, 3) if scaled else (0, 1, 2, 3)
     copies = [
-        None if t.permute(layout).is_contiguous() else steps.take(dense_bytes(t))
+        None if t.permute(layout).is_contiguous() else kernel.alloc(dense_bytes(t))
         for t in (grad, out)
     ]
     batch, length, heads, size = (q.shape[i] for i in layout)
     heads_kv = k.shape[1 if scaled else 2]
-    steps.make(0, 1, 2)
+    kernel.output(0, 1, 2)
     rounded_size = round_up(size, 32) if size <= 192 else 256
-    takes = [
-        steps.take(padded_bytes(128, 4 * columns, batch, heads, length))
+    temps = [
+        kernel.alloc(padded_bytes(128, 4 * columns, batch, heads, length))
         for columns in (1, rounded_size)
     ]
     if heads != heads_kv:
         repeated = batch * k.shape[2 if scaled else 1] * heads * size * k.element_size()
-        takes += [steps.take(repeated), steps.take(repeated)]
-    steps.give(*reversed(takes), *reversed(copies))
-    return steps.kernel
+        temps += [kernel.alloc(repeated), kernel.alloc(repeated)]
+    kernel.free(*reversed(temps), *reversed(copies))
+    return kernel.build()
 
 
-def _flash_varlen_backward(call: Call) -> Kernel:
+def _flash_varlen_backward(call: OpCall) -> Kernel:
     """`mha_varlen_bwd` (flash_api.cpp): as `mha_bwd`, for sequences one after the other, each of
     which may have 128 rows more.
     """
-    grad, q, k, _, out = call.args[:5]
-    steps = KernelBuilder()
-    copies = [steps.take_copy(tensor) for tensor in (grad, out)]
-    steps.make(0, 1, 2)
+    grad, q, k, _, out = call.arguments[:5]
+    kernel = KernelBuilder()
+    copies = [kernel.alloc_copy(tensor) for tensor in (grad, out)]
+    kernel.output(0, 1, 2)
     total, heads, size = q.shape
-    rows = total + 128 * (call.args[6].shape[0] - 1)
-    takes = [
-        steps.take(rows * heads * columns * 4)
+    rows = total + 128 * (call.arguments[6].shape[0] - 1)
+    temps = [
+        kernel.alloc(rows * heads * columns * 4)
         for columns in (1, round_up(size, 32) if size <= 192 else 256)
     ]
     if heads != k.shape[1]:
-        takes += [steps.take(k.shape[0] * heads * size * k.element_size()) for _ in range(2)]
-    steps.give(*reversed(takes), *reversed(copies))
-    return steps.kernel
+        temps += [kernel.alloc(k.shape[0] * heads * size * k.element_size()) for _ in range(2)]
+    kernel.free(*reversed(temps), *reversed(copies))
+    return kernel.build()
 
 
 def padded_bytes(multiple: int, row_bytes: int, batch: int, heads: int, length: int) -> int:
-    """What a row for each query takes, of which each head has a multiple."""
+    """What a row for each query temps, of which each head has a multiple."""
     return batch * heads * round_up(length, multiple) * row_bytes
 
 
-def _efficient(call: Call) -> Kernel:
+def _efficient(call: OpCall) -> Kernel:
     """`_efficient_attention_forward` (attention.cu): half types whose values have more than 128
     elements are summed in float32.
 
     Of logsumexp each head has a multiple of 32 (`kAlignLSE` of kernel_forward.h).
     """
-    q, v, sums = call.args[0], call.args[2], call.outputs[1]
-    steps = KernelBuilder()
-    steps.make(0)
+    q, v, sums = call.arguments[0], call.arguments[2], call.outputs[1]
+    kernel = KernelBuilder()
+    kernel.output(0)
     is_scaled = call.name.startswith("_scaled")
-    keeps_sums = call.args[4 if is_scaled else 10]  # compute_log_sumexp
+    keeps_sums = call.arguments[4 if is_scaled else 10]  # compute_log_sumexp
     if keeps_sums:
         batch, heads, length = (q.shape[i] for i in ((0, 1, 2) if is_scaled else (0, 2, 1)))
         if (
-            not is_scaled and call.args[4] is not None
+            not is_scaled and call.arguments[4] is not None
         ):  # sequences one after the other, of some largest length
-            batch, length = call.args[4].shape[0] - 1, call.args[6]
-        steps.make_sized(1, padded_bytes(32, sums.element_size(), batch, heads, length))
-    steps.make(*range(2 if keeps_sums else 1, len(call.outputs)))
+            batch, length = call.arguments[4].shape[0] - 1, call.arguments[6]
+        kernel.sized_output(1, padded_bytes(32, sums.element_size(), batch, heads, length))
+    kernel.output(*range(2 if keeps_sums else 1, len(call.outputs)))
     if q.dtype == torch.float32 or v.shape[-1] <= 128:
-        return steps.kernel
-    steps.give(steps.take(q.numel() // q.shape[-1] * v.shape[-1] * 4))
-    return steps.kernel
+        return kernel.build()
+    kernel.free(kernel.alloc(q.numel() // q.shape[-1] * v.shape[-1] * 4))
+    return kernel.build()
 
 
-def _efficient_backward(call: Call) -> Kernel:
+def _efficient_backward(call: OpCall) -> Kernel:
     """`_efficient_attention_backward` (attention_backward.cu) with the sizes of kernel_backward.h:
     a copy of grad, delta, a workspace.
 
@@ -157,17 +159,17 @@ def _efficient_backward(call: Call) -> Kernel:
     and columns; where a half type's gradients do not fit the registers, also those of keys and
     values.
     """
-    grad, q, k, v, _, _out = call.args[:6]
+    grad, q, k, v, _, _out = call.arguments[:6]
     major, _minor = call.device.compute_capability
-    steps = KernelBuilder()
+    kernel = KernelBuilder()
     is_scaled = call.name.startswith("_scaled")
     copy = (
         None
         if (grad.transpose(1, 2) if is_scaled else grad).is_contiguous()
-        else steps.take(dense_bytes(grad))
+        else kernel.alloc(dense_bytes(grad))
     )
     batch, heads, length, size = (q.shape[i] for i in ((0, 1, 2, 3) if is_scaled else (0, 2, 1, 3)))
-    steps.make(*range(len(call.outputs)))
+    kernel.output(*range(len(call.outputs)))
     low = q.dtype != torch.float32
     largest = max(size, v.shape[-1])
     if largest <= 64 or (not low and major < 8):
@@ -179,26 +181,26 @@ def _efficient_backward(call: Call) -> Kernel:
     in_registers = low and largest <= rows
     delta_bytes = batch * heads * length * 4
     if low:
-        delta, product = steps.take(delta_bytes), None
+        delta, product = kernel.alloc(delta_bytes), None
     else:
-        product = steps.take(batch * heads * length * v.shape[-1] * 4)
-        total = steps.take(delta_bytes)
+        product = kernel.alloc(batch * heads * length * v.shape[-1] * 4)
+        total = kernel.alloc(delta_bytes)
         if length == 1 or heads == 1:
             delta = total
         else:
-            delta = steps.take(delta_bytes)
-            steps.give(total)
-        steps.give(product)
+            delta = kernel.alloc(delta_bytes)
+            kernel.free(total)
+        kernel.free(product)
     block = min(columns, 64) if not low or largest > 128 else columns
     numbers = (batch, heads, length, k.shape[2 if is_scaled else 1])
     if (
-        not is_scaled and call.args[6] is not None
+        not is_scaled and call.arguments[6] is not None
     ):  # sequences one after the other, of some largest lengths
-        numbers = (call.args[6].shape[0] - 1, heads, call.args[8], call.args[9])
+        numbers = (call.arguments[6].shape[0] - 1, heads, call.arguments[8], call.arguments[9])
     constants = (rows, block, 64, size, v.shape[-1], low and not in_registers)
-    workspace = steps.take(efficient_workspace_bytes(*constants, *numbers))
-    steps.give(delta, workspace, copy)
-    return steps.kernel
+    workspace = kernel.alloc(efficient_workspace_bytes(*constants, *numbers))
+    kernel.free(delta, workspace, copy)
+    return kernel.build()
 
 
 def efficient_workspace_bytes(
@@ -222,20 +224,20 @@ def efficient_workspace_bytes(
     return batch * heads * round_up(elements, 4) * 4
 
 
-def _cudnn(call: Call) -> Kernel:
+def _cudnn(call: OpCall) -> Kernel:
     """`_scaled_dot_product_cudnn_attention` (attention.cu): seed and offset, output, logsumexp,
     cuDNN's workspace.
 
     The workspace as cuDNN 9.19 answered for compute capability 9.0: none for one query, else 256 B.
     """
-    steps = KernelBuilder()
-    steps.make(*range(2, len(call.outputs)), 0, 1)
-    if call.args[0].shape[2] > 1:
-        steps.give(steps.take(256, Category.WORKSPACE))
-    return steps.kernel
+    kernel = KernelBuilder()
+    kernel.output(*range(2, len(call.outputs)), 0, 1)
+    if call.arguments[0].shape[2] > 1:
+        kernel.free(kernel.alloc(256, Category.WORKSPACE))
+    return kernel.build()
 
 
-def _cudnn_backward(call: Call) -> Kernel:
+def _cudnn_backward(call: OpCall) -> Kernel:
     """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu): the gradients,
     cuDNN's workspace.
 
@@ -243,14 +245,14 @@ def _cudnn_backward(call: Call) -> Kernel:
     per query in float32, and 256 B; where heads share keys and values, the gradients of these for
     each head.
     """
-    q, k, v = call.args[1:4]
-    steps = KernelBuilder()
-    steps.make(*range(len(call.outputs)))
+    q, k, v = call.arguments[1:4]
+    kernel = KernelBuilder()
+    kernel.output(*range(len(call.outputs)))
     workspace_bytes = q.numel() * 4 + math.prod(q.shape[:-1]) * 4 + 256
     if k.shape[1] < q.shape[1]:
         workspace_bytes += sum(dense_bytes(t) // t.shape[1] * q.shape[1] for t in (k, v))
-    steps.give(steps.take(workspace_bytes, Category.WORKSPACE))
-    return steps.kernel
+    kernel.free(kernel.alloc(workspace_bytes, Category.WORKSPACE))
+    return kernel.build()
 
 
 RULES: dict[str, Rule] = {

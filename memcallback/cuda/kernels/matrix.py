@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes
+from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
 #: Where the two factors are among the arguments.
 _FACTORS = {
@@ -27,44 +25,35 @@ _FACTORS = {
 }
 
 
-def uses_cublas(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether an operator makes the workspace that cuBLAS keeps for each handle and stream
-    (`DeviceSpec.cublas_workspace_bytes`).
-    """
-    first = _FACTORS.get(op._schema.name.partition("::")[2])
-    return first is not None and all(t.numel() > 0 for t in args[first : first + 2])
+def uses_cublas(call: OpCall) -> bool:
+    """Whether a call needs cuBLAS's workspace (`DeviceSpec.cublas_workspace_bytes`)."""
+    first = _FACTORS.get(call.name)
+    return first is not None and all(t.numel() > 0 for t in call.arguments[first : first + 2])
 
 
-def uses_cublaslt(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether an operator also makes the workspace that cuBLASLt keeps for each handle and stream:
-    1 MiB, after cuBLAS's.
-    """
-    if op._schema.name not in ("aten::addmm", "aten::_addmm_activation") or not uses_cublas(
-        op, args
-    ):
+def uses_cublaslt(call: OpCall) -> bool:
+    """Whether a call needs cuBLASLt's workspace of 1 MiB too, after cuBLAS's."""
+    if call.name not in ("addmm", "_addmm_activation") or not uses_cublas(call):
         return False
-    bias, factor = args[0], args[2]
-    row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)
-    beta = kwargs.get("beta", 1)
+    bias, _, factor, beta = call.arguments[:4]
+    is_row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)
     fits = bias.shape[-1] == factor.shape[1] and min(factor.shape) > 1
-    return row and bias.is_contiguous() and beta == 1 and fits and not bias.dtype.is_complex
+    return is_row and bias.is_contiguous() and beta == 1 and fits and not bias.dtype.is_complex
 
 
-def _product(call: Call) -> Kernel | None:
+def _product(call: OpCall) -> Kernel | None:
     """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of operands whose rows or
     columns are not adjacent.
     """
     first = _FACTORS[call.name]
-    factors = call.args[first : first + 2]
+    factors = call.arguments[first : first + 2]
     if all(_usable(t) for t in factors) or not all(t.numel() for t in factors):
         return None
-    steps = KernelBuilder()
-    steps.make(0)
-    copies = [None if _usable(t) else steps.take(dense_bytes(t)) for t in factors]
-    steps.give(*reversed(copies))
-    return steps.kernel
+    kernel = KernelBuilder()
+    kernel.output(0)
+    copies = [None if _usable(t) else kernel.alloc(dense_bytes(t)) for t in factors]
+    kernel.free(*reversed(copies))
+    return kernel.build()
 
 
 def _usable(matrix: torch.Tensor) -> bool:
@@ -75,11 +64,15 @@ def _usable(matrix: torch.Tensor) -> bool:
     return (across == 1 and along >= max(1, columns)) or (along == 1 and across >= max(1, rows))
 
 
-def _trilinear(call: Call) -> Kernel:
+def _trilinear(call: OpCall) -> Kernel:
     """`_trilinear` (Linear.cpp): at each place of one dimension the product of the first two, and
     that with the third.
     """
-    factors, expanded, (summed, unrolled) = call.args[:3], call.args[3:6], call.args[6:8]
+    factors, expanded, (summed, unrolled) = (
+        call.arguments[:3],
+        call.arguments[3:6],
+        call.arguments[6:8],
+    )
     num_dims = factors[0].ndim + len(expanded[0])
     sizes = [1] * num_dims
     for factor, without in zip(factors, expanded, strict=True):
@@ -98,13 +91,16 @@ def _trilinear(call: Call) -> Kernel:
     }
     of_two = math.prod(size for dim, size in enumerate(sizes) if dim in of_first)
     of_three = math.prod(size for dim, size in enumerate(sizes) if dim not in summed)
-    steps = KernelBuilder()
-    steps.make(0)
+    kernel = KernelBuilder()
+    kernel.output(0)
     for _ in range(num_places if all(factor.numel() for factor in factors) else 0):
-        steps.give(
-            *[steps.take(number * call.outputs[0].element_size()) for number in (of_two, of_three)]
+        kernel.free(
+            *[
+                kernel.alloc(number * call.outputs[0].element_size())
+                for number in (of_two, of_three)
+            ]
         )
-    return steps.kernel
+    return kernel.build()
 
 
 RULES: dict[str, Rule] = {

@@ -5,40 +5,48 @@ from __future__ import annotations
 import torch
 
 from memcallback.core.kernel import Kernel
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, accumulate_bytes, dense_bytes
-from memcallback.cuda.kernels.reduction import Reducer, take_reduction
+from memcallback.core.units import round_down_to_power_of_2
+from memcallback.cuda.kernels.reduction import Reducer, add_reduction
+from memcallback.cuda.op_call import (
+    KernelBuilder,
+    OpCall,
+    Rule,
+    accumulate_bytes,
+    dense_bytes,
+    output_then_copy,
+)
 
 
-def _layer_norm(call: Call) -> Kernel:
+def _layer_norm(call: OpCall) -> Kernel:
     """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of input, weight and bias, then
     the outputs.
     """
-    steps = KernelBuilder()
+    kernel = KernelBuilder()
     copies = [
-        steps.take_copy(t)
+        kernel.alloc_copy(t)
         for t in (
-            call.args[0],
-            call.args[2],
-            call.args[3] if call.name == "native_layer_norm" else None,
+            call.arguments[0],
+            call.arguments[2],
+            call.arguments[3] if call.name == "native_layer_norm" else None,
         )
     ]
-    steps.make(*range(len(call.outputs)))
-    steps.give(*reversed(copies))
-    return steps.kernel
+    kernel.output(*range(len(call.outputs)))
+    kernel.free(*reversed(copies))
+    return kernel.build()
 
 
-def _layer_norm_backward(call: Call) -> Kernel:
+def _layer_norm_backward(call: OpCall) -> Kernel:
     """`layer_norm_backward_cuda` and `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu).
 
     Above 64 Ki rows, where the rows are short, the gradients of weight and bias are summed in two
-    passes: partial sums of 32 rows each, then `sum(0)` of them, whose result takes the place of the
+    passes: partial sums of 32 rows each, then `sum(0)` of them, whose result temps the place of the
     output made first.
     """
-    grad, x, rms = call.args[0], call.args[1], call.name == "_fused_rms_norm_backward"
-    normalized, weight = call.args[2], call.args[4] if rms else call.args[5]
-    mask = call.args[-1]
-    steps = KernelBuilder()
-    copies = [steps.take_copy(t) for t in (x, weight)]
+    grad, x, rms = call.arguments[0], call.arguments[1], call.name == "_fused_rms_norm_backward"
+    normalized, weight = call.arguments[2], call.arguments[4] if rms else call.arguments[5]
+    mask = call.arguments[-1]
+    kernel = KernelBuilder()
+    copies = [kernel.alloc_copy(t) for t in (x, weight)]
     columns = 1
     for size in normalized:
         columns *= size
@@ -48,105 +56,97 @@ def _layer_norm_backward(call: Call) -> Kernel:
         of_weight and rows > 64 * 1024 and columns // 32 < call.device.num_multiprocessors // 2
     )
     if not two_passes:
-        steps.make(*range(len(call.outputs)))
-        steps.give(steps.take_copy(grad), *reversed(copies))
-        return steps.kernel
+        kernel.output(*range(len(call.outputs)))
+        kernel.free(kernel.alloc_copy(grad), *reversed(copies))
+        return kernel.build()
     if mask[0]:
-        steps.make(0)
+        kernel.output(0)
     itemsize = call.outputs[of_weight[0]].element_size()
-    first = [steps.take(columns * itemsize) for _ in of_weight]
+    first = [kernel.alloc(columns * itemsize) for _ in of_weight]
     parts = -(-rows // 32)
-    partial = [steps.take(parts * columns * itemsize) for _ in of_weight]
+    partial = [kernel.alloc(parts * columns * itemsize) for _ in of_weight]
     for output, old in zip(of_weight, first, strict=True):
-        steps.make(output)
+        kernel.output(output)
         reducer = Reducer(accumulate_bytes(call.outputs[output].dtype))
-        take_reduction(
-            steps, call.device, reducer, itemsize, (parts, columns), (columns, 1), (True, False)
+        add_reduction(
+            kernel, call.device, reducer, itemsize, (parts, columns), (columns, 1), (True, False)
         )
-        steps.give(old)
-    steps.give(*reversed(partial), *reversed(copies))
-    return steps.kernel
+        kernel.free(old)
+    kernel.free(*reversed(partial), *reversed(copies))
+    return kernel.build()
 
 
-def _group_norm(call: Call) -> Kernel:
+def _group_norm(call: OpCall) -> Kernel:
     """`GroupNormKernelImplInternal` (group_norm_kernel.cu): a scale and a shift for every sample
     and channel, in the accumulation type.
     """
-    x, weight, bias, n, channels, width = call.args[:6]
-    steps = KernelBuilder()
-    steps.make(0, 1, 2)
+    x, weight, bias, n, channels, width = call.arguments[:6]
+    kernel = KernelBuilder()
+    kernel.output(0, 1, 2)
     if width != 1 and (weight is not None or bias is not None):
-        scale = steps.take(n * channels * accumulate_bytes(x.dtype))
-        shift = steps.take(n * channels * accumulate_bytes(x.dtype))
-        steps.give(shift, scale)
-    return steps.kernel
+        scale = kernel.alloc(n * channels * accumulate_bytes(x.dtype))
+        shift = kernel.alloc(n * channels * accumulate_bytes(x.dtype))
+        kernel.free(shift, scale)
+    return kernel.build()
 
 
-def _group_norm_backward(call: Call) -> Kernel:
+def _group_norm_backward(call: OpCall) -> Kernel:
     """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums a sample and channel,
     three factors for the input's gradient.
     """
-    _, x, _, _, weight, n, channels, width, groups, mask = call.args
+    _, x, _, _, weight, n, channels, width, groups, mask = call.arguments
     wide = accumulate_bytes(x.dtype)
-    steps = KernelBuilder()
-    steps.make(*range(len(call.outputs)))
-    sums = [steps.take(n * channels * wide) for _ in range(2)]
+    kernel = KernelBuilder()
+    kernel.output(*range(len(call.outputs)))
+    sums = [kernel.alloc(n * channels * wide) for _ in range(2)]
     if mask[0]:
-        second, third = steps.take(n * groups * wide), steps.take(n * groups * wide)
-        first = steps.take(n * channels * wide) if weight is not None and width != 1 else None
-        steps.give(third, second, first)
-    steps.give(*reversed(sums))
-    return steps.kernel
+        second, third = kernel.alloc(n * groups * wide), kernel.alloc(n * groups * wide)
+        first = kernel.alloc(n * channels * wide) if weight is not None and width != 1 else None
+        kernel.free(third, second, first)
+    kernel.free(*reversed(sums))
+    return kernel.build()
 
 
-def _softmax(call: Call) -> Kernel:
-    """`host_softmax` (SoftMax.cu): the output, then a contiguous copy of the input."""
-    steps = KernelBuilder()
-    steps.make(0)
-    steps.give(steps.take_copy(call.args[0]))
-    return steps.kernel
-
-
-def _safe_softmax(call: Call) -> Kernel:
+def _safe_softmax(call: OpCall) -> Kernel:
     """`_safe_softmax` (attention.cpp): the softmax, then which rows are masked in all places, and
     the zero that they become.
     """
-    x, output = call.args[0], call.outputs[0]
-    steps = KernelBuilder()
-    steps.make(0)
-    steps.give(steps.take_copy(x))
-    masked = steps.take(x.numel())
-    rows = steps.take(x.numel() // x.shape[call.args[1]] if x.numel() else 0)
-    zero = steps.take(output.element_size())
-    steps.give(zero, rows, masked)
-    return steps.kernel
+    x, output = call.arguments[0], call.outputs[0]
+    kernel = KernelBuilder()
+    kernel.output(0)
+    kernel.free(kernel.alloc_copy(x))
+    masked = kernel.alloc(x.numel())
+    rows = kernel.alloc(x.numel() // x.shape[call.arguments[1]] if x.numel() else 0)
+    zero = kernel.alloc(output.element_size())
+    kernel.free(zero, rows, masked)
+    return kernel.build()
 
 
-def _softmax_backward(call: Call) -> Kernel:
+def _softmax_backward(call: OpCall) -> Kernel:
     """`softmax_backward_cuda_out` (SoftMax.cu): the output, grad * output as a temporary,
     contiguous copies of both for the kernel.
     """
-    grad, y = call.args[:2]
-    steps = KernelBuilder()
-    steps.make(0)
+    grad, y = call.arguments[:2]
+    kernel = KernelBuilder()
+    kernel.output(0)
     product = (
-        steps.take(dense_bytes(torch.empty_like(grad, device="meta")))
+        kernel.alloc(dense_bytes(torch.empty_like(grad, device="meta")))
         if call.name == "_softmax_backward_data"
         else None
     )
-    copies = [steps.take_copy(t) for t in (grad, y)]
-    steps.give(*reversed(copies), product)
-    return steps.kernel
+    copies = [kernel.alloc_copy(t) for t in (grad, y)]
+    kernel.free(*reversed(copies), product)
+    return kernel.build()
 
 
 def batch_norm_grid(rows: int, columns: int) -> tuple[int, int]:
     """Blocks over channels and rows: `flexible_launch_configs` with `coop_flag`
     (Normalization.cuh), tiles of 32 x 16 values a thread.
     """
-    width = min(1 << (columns.bit_length() - 1), 32)
-    height = min(1 << (max(-(-rows // 16), 1).bit_length() - 1), 512 // width)
+    width = min(round_down_to_power_of_2(columns), 32)
+    height = min(round_down_to_power_of_2(-(-rows // 16)), 512 // width)
     if width * height != 512:
-        width = min(1 << (columns.bit_length() - 1), 512 // height)
+        width = min(round_down_to_power_of_2(columns), 512 // height)
     along = min(-(-rows // (height * 16)), 128)
     return -(-columns // width), 1 if along < 8 else along
 
@@ -174,52 +174,54 @@ def _channels_innermost(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _take_staging(steps: KernelBuilder, x: torch.Tensor, values: int) -> None:
+def _add_staging(kernel: KernelBuilder, x: torch.Tensor, values: int) -> None:
     columns = x.shape[1]
     rows = x.numel() // max(columns, 1)
-    staging = steps.take(batch_norm_staging_bytes(values, accumulate_bytes(x.dtype), columns, rows))
-    steps.give(steps.take(batch_norm_semaphore_bytes(columns, rows)), staging)
+    staging = kernel.alloc(
+        batch_norm_staging_bytes(values, accumulate_bytes(x.dtype), columns, rows)
+    )
+    kernel.free(kernel.alloc(batch_norm_semaphore_bytes(columns, rows)), staging)
 
 
-def _batch_norm(call: Call) -> Kernel | None:
+def _batch_norm(call: OpCall) -> Kernel | None:
     """`batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu,
     .cuh): outputs, then what blocks share.
     """
-    x = call.args[0]
+    x = call.arguments[0]
     training = {"_batch_norm_with_update": True}.get(call.name)
     if training is None:
-        training = next(a for a in call.args[3:] if isinstance(a, bool))
+        training = next(a for a in call.arguments[3:] if isinstance(a, bool))
     if not training or not _channels_innermost(x):
         return None
     if (
         call.name == "_batch_norm_with_update"
         and x.ndim == 4
         and x.dtype != torch.bfloat16
-        and call.args[1].dtype == torch.float32
+        and call.arguments[1].dtype == torch.float32
     ):
         return None  # cuDNN's
-    steps = KernelBuilder()
-    steps.make(*range(len(call.outputs)))
-    _take_staging(steps, x, 4)
-    return steps.kernel
+    kernel = KernelBuilder()
+    kernel.output(*range(len(call.outputs)))
+    _add_staging(kernel, x, 4)
+    return kernel.build()
 
 
-def _batch_norm_backward(call: Call) -> Kernel | None:
+def _batch_norm_backward(call: OpCall) -> Kernel | None:
     """`batch_norm_backward_cuda` (Normalization.cu): with channels innermost two sums per channel,
     the inverse deviation in evaluation.
     """
-    x, training, mask = call.args[1], call.args[7], call.args[9]
-    if not (_channels_innermost(x) and _channels_innermost(call.args[0])):
+    x, training, mask = call.arguments[1], call.arguments[7], call.arguments[9]
+    if not (_channels_innermost(x) and _channels_innermost(call.arguments[0])):
         return None
-    steps = KernelBuilder()
+    kernel = KernelBuilder()
     wide = x.shape[1] * accumulate_bytes(x.dtype)
-    takes = [steps.take(wide) for _ in range(2 if training else 3)]
-    steps.make(*range(int(mask[0]), len(call.outputs)))
-    _take_staging(steps, x, 2)
+    temps = [kernel.alloc(wide) for _ in range(2 if training else 3)]
+    kernel.output(*range(int(mask[0]), len(call.outputs)))
+    _add_staging(kernel, x, 2)
     if mask[0]:
-        steps.make(0)
-    steps.give(*reversed(takes))
-    return steps.kernel
+        kernel.output(0)
+    kernel.free(*reversed(temps))
+    return kernel.build()
 
 
 RULES: dict[str, Rule] = {
@@ -233,9 +235,9 @@ RULES: dict[str, Rule] = {
     "_native_batch_norm_legit": _batch_norm,
     "_batch_norm_with_update": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
-    "_softmax": _softmax,
+    "_softmax": output_then_copy,
     "_safe_softmax": _safe_softmax,
-    "_log_softmax": _softmax,
+    "_log_softmax": output_then_copy,
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax_backward_data": _softmax_backward,
 }

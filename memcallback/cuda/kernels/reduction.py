@@ -16,7 +16,13 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.units import round_down_to_power_of_2
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, accumulate_bytes, is_low
+from memcallback.cuda.op_call import (
+    KernelBuilder,
+    OpCall,
+    Rule,
+    accumulate_bytes,
+    is_low,
+)
 from memcallback.devices.catalogue import DeviceSpec
 
 _WARP = 32
@@ -200,10 +206,26 @@ def semaphore_bytes(*arguments: Any) -> int:
     return _buffers(*arguments)[1]
 
 
+def channel_sum_bytes(
+    shape: Sequence[int], strides: Sequence[int], is_double: bool, itemsize: int, device: DeviceSpec
+) -> tuple[int, int]:
+    """Buffer and semaphores of a sum over all dimensions but the channels, in one launch.
+
+    PyTorch splits sums of more than 2^31 elements, which is ignored here.
+    """
+    if 0 in shape:
+        return 0, 0
+    dims = _arranged(shape, strides, [dim != 1 for dim in range(len(shape))])
+    reducer = Reducer(8 if is_double else 4, vector=8 if itemsize == 2 else 4)
+    return _config(
+        dims, itemsize, reducer, device.num_multiprocessors, device.max_threads_per_multiprocessor
+    )
+
+
 def accumulation_bytes(
     itemsize: int, partial_bytes: int, reduced: tuple[bool, ...], *numbers: int
 ) -> int:
-    """The buffer that a half type's outputs are summed in where its input takes more than 2^31 - 1
+    """The buffer that a half type's outputs are summed in where its input temps more than 2^31 - 1
     bytes: `AccumulationBuffer`.
     """
     ndim = len(reduced)
@@ -213,8 +235,8 @@ def accumulation_bytes(
     return partial_bytes * math.prod(s for s, r in zip(shape, reduced, strict=True) if not r)
 
 
-def take_reduction(
-    steps: KernelBuilder,
+def add_reduction(
+    kernel: KernelBuilder,
     device: DeviceSpec,
     reducer: Reducer,
     itemsize: int,
@@ -224,7 +246,7 @@ def take_reduction(
     *,
     accumulates: bool = False,
 ) -> None:
-    """Take and give back what one launch of a reduction takes."""
+    """Take and give back what one launch of a reduction temps."""
     card = (
         device.num_multiprocessors,
         device.max_threads_per_multiprocessor,
@@ -234,50 +256,50 @@ def take_reduction(
     )
     numbers = (*shape, *strides)
     sums = (
-        steps.take(accumulation_bytes(itemsize, reducer.partial_bytes, tuple(reduced), *numbers))
+        kernel.alloc(accumulation_bytes(itemsize, reducer.partial_bytes, tuple(reduced), *numbers))
         if accumulates
         else None
     )
-    buffer = steps.take(buffer_bytes(*card, *numbers))
-    semaphores = steps.take(semaphore_bytes(*card, *numbers))
-    steps.give(semaphores, buffer, sums)
+    buffer = kernel.alloc(buffer_bytes(*card, *numbers))
+    semaphores = kernel.alloc(semaphore_bytes(*card, *numbers))
+    kernel.free(semaphores, buffer, sums)
 
 
 def _dims(value: Any) -> Sequence[int]:
     return [value] if isinstance(value, int) else value or ()
 
 
-def _sum(call: Call) -> Kernel:
+def _sum(call: OpCall) -> Kernel:
     """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input that is not read as the output's
     type is copied to that type first.
     """
-    x, output = call.args[0], call.outputs[0]
-    steps = KernelBuilder()
-    steps.make(0)
+    x, output = call.arguments[0], call.outputs[0]
+    kernel = KernelBuilder()
+    kernel.output(0)
     direct = x.dtype == output.dtype or (is_low(x.dtype) and output.dtype == torch.float32)
-    copy = None if direct else steps.take(x.numel() * output.element_size())
-    _reduce(steps, call, Reducer(accumulate_bytes(output.dtype)), None if direct else output.dtype)
-    steps.give(copy)
-    return steps.kernel
+    copy = None if direct else kernel.alloc(x.numel() * output.element_size())
+    _reduce(kernel, call, Reducer(accumulate_bytes(output.dtype)), None if direct else output.dtype)
+    kernel.free(copy)
+    return kernel.build()
 
 
 def _reduce(
-    steps: KernelBuilder,
-    call: Call,
+    kernel: KernelBuilder,
+    call: OpCall,
     reducer: Reducer,
     dtype: torch.dtype | None = None,
     dims: Any = None,
 ) -> None:
-    x = call.args[0]
-    if dims is None and len(call.args) > 1 and call.name not in ("linalg_vector_norm", "norm"):
-        dims = call.args[1]
+    x = call.arguments[0]
+    if dims is None and len(call.arguments) > 1 and call.name not in ("linalg_vector_norm", "norm"):
+        dims = call.arguments[1]
     dims = _dims(dims) if not isinstance(dims, torch.dtype) else ()
     chosen = {d % max(x.ndim, 1) for d in dims} if len(dims) else set(range(x.ndim))
     strides = x.stride() if dtype is None else torch.empty_like(x, device="meta").stride()
     itemsize = x.element_size() if dtype is None else dtype.itemsize
     same_low = is_low(x.dtype) and call.outputs[0].dtype == x.dtype
-    take_reduction(
-        steps,
+    add_reduction(
+        kernel,
         call.device,
         reducer,
         itemsize,
@@ -291,17 +313,17 @@ def _reduce(
 def _simple(partial: Callable[[torch.dtype], int], vector: int = 4, dims_at: int = 1) -> Rule:
     """Outputs, then one launch; `partial` is the size of `arg_t`."""
 
-    def rule(call: Call) -> Kernel:
-        steps = KernelBuilder()
-        steps.make(*range(len(call.outputs)))
-        dims = call.args[dims_at] if len(call.args) > dims_at else None
+    def rule(call: OpCall) -> Kernel:
+        kernel = KernelBuilder()
+        kernel.output(*range(len(call.outputs)))
+        dims = call.arguments[dims_at] if len(call.arguments) > dims_at else None
         _reduce(
-            steps,
+            kernel,
             call,
-            Reducer(partial(call.args[0].dtype), vector, vector),
+            Reducer(partial(call.arguments[0].dtype), vector, vector),
             dims=() if dims is None else dims,
         )
-        return steps.kernel
+        return kernel.build()
 
     return rule
 

@@ -10,7 +10,7 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.units import round_up
-from memcallback.cuda.kernels.call import Call, KernelBuilder, Rule, dense_bytes
+from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
 #: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by
 #: the bytes of a key with values of 8 bytes; `narrow`: both of 4.
@@ -51,8 +51,8 @@ def scan_bytes(value_bytes: int, count: int) -> int:
     return round_up(states * (16 if value_bytes == 8 else 8), 256) + 511
 
 
-def take_sort(
-    steps: KernelBuilder,
+def alloc_sort(
+    kernel: KernelBuilder,
     major: int,
     key_bytes: int,
     value_bytes: int,
@@ -63,122 +63,122 @@ def take_sort(
     it back by.
     """
     constants = (major, key_bytes, value_bytes, 8 * key_bytes if bits is None else bits)
-    return steps.take(radix_sort_bytes(*constants, count))
+    return kernel.alloc(radix_sort_bytes(*constants, count))
 
 
 def segmented_sort_bytes(key_bytes: int, count: int) -> int:
-    """What CUB's segmented sort takes: keys and positions once more."""
+    """What CUB's segmented sort temps: keys and positions once more."""
     return round_up(count * key_bytes, 256) + round_up(count * 8, 256) + 255
 
 
-#: Values of a row that one block sorts; rows from which on CUB's segmented sort takes them.
+#: Values of a row that one block sorts; rows from which on CUB's segmented sort temps them.
 _ROW, _MANY_ROWS = 4096, 128
 
 
-def _sort(call: Call) -> Kernel:
+def _sort(call: OpCall) -> Kernel:
     """`sort_cuda_kernel` (Sort.cpp) with its outputs; `argsort` drops the values."""
-    x, only_indices = call.args[0], call.name == "argsort"
-    dim = next(a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool))
-    steps = KernelBuilder()
-    values = steps.take(dense_bytes(x)) if only_indices else None
-    steps.make(*range(len(call.outputs)))
-    _take_rows(steps, call, x, dim)
-    steps.give(values)
-    return steps.kernel
+    x, only_indices = call.arguments[0], call.name == "argsort"
+    dim = next(a for a in call.arguments[1:] if isinstance(a, int) and not isinstance(a, bool))
+    kernel = KernelBuilder()
+    values = kernel.alloc(dense_bytes(x)) if only_indices else None
+    kernel.output(*range(len(call.outputs)))
+    _add_row_sort(kernel, call, x, dim)
+    kernel.free(values)
+    return kernel.build()
 
 
-def _take_rows(steps: KernelBuilder, call: Call, x: torch.Tensor, dim: int) -> None:
+def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int) -> None:
     """Take and give back what rows are sorted with (`sort_stable_kernel`, Sort.cu): those of up to
     4,096 values by one block each, longer ones by CUB.
     """
     length = x.shape[dim] if x.ndim else 1
     rows = x.numel() // max(length, 1)
     if length <= _ROW:
-        steps.give(steps.take(length * 8))
+        kernel.free(kernel.alloc(length * 8))
         return
     major, key_bytes = call.device.compute_capability[0], x.element_size()
-    numbers = steps.take(x.numel() * 8)
+    numbers = kernel.alloc(x.numel() * 8)
     if rows == 1 or (rows < _MANY_ROWS and length >= 1_000_000):
-        steps.give(take_sort(steps, major, key_bytes, 8, length), numbers)
+        kernel.free(alloc_sort(kernel, major, key_bytes, 8, length), numbers)
     elif rows < _MANY_ROWS:
         # `segmented_sort_pairs_by_full_sort`: all values, each with its row and place, and then the
         # rows.
-        places, keys = steps.take(x.numel() * 8), steps.take(dense_bytes(x))
-        steps.give(take_sort(steps, major, key_bytes, 8, x.numel()), keys)
+        places, keys = kernel.alloc(x.numel() * 8), kernel.alloc(dense_bytes(x))
+        kernel.free(alloc_sort(kernel, major, key_bytes, 8, x.numel()), keys)
         tiles = -(-x.numel() // _ROW_TILES[min(max(major, 7), 9)])
-        steps.give(steps.take(2048 + tiles * 1024 + 256 + 255), places, numbers)
+        kernel.free(kernel.alloc(2048 + tiles * 1024 + 256 + 255), places, numbers)
     else:
-        steps.give(steps.take(segmented_sort_bytes(key_bytes, x.numel())), numbers)
+        kernel.free(kernel.alloc(segmented_sort_bytes(key_bytes, x.numel())), numbers)
 
 
-def _median(call: Call) -> Kernel | None:
+def _median(call: OpCall) -> Kernel | None:
     """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension
     nothing is taken.
 
     `nanmedian` counts the numbers among them: a sum over a mask, in 8 bytes each.
     """
-    x, steps = call.args[0], KernelBuilder()
+    x, kernel = call.arguments[0], KernelBuilder()
     if len(call.outputs) > 1:
         return None
-    copy = steps.take_copy(x)
+    copy = kernel.alloc_copy(x)
     values, positions, numbers = (
-        steps.take(dense_bytes(x)),
-        steps.take(x.numel() * 8),
-        steps.take(x.numel() * 8),
+        kernel.alloc(dense_bytes(x)),
+        kernel.alloc(x.numel() * 8),
+        kernel.alloc(x.numel() * 8),
     )
     scratch = (
-        take_sort(steps, call.device.compute_capability[0], x.element_size(), 8, x.numel())
+        alloc_sort(kernel, call.device.compute_capability[0], x.element_size(), 8, x.numel())
         if x.numel() > _ROW
         else None
     )
-    steps.give(scratch, numbers, positions, copy)
+    kernel.free(scratch, numbers, positions, copy)
     if call.name == "median":
-        is_no_number = steps.take(1)
-        steps.make(0)
-        steps.give(is_no_number, values)
-        return steps.kernel
-    mask, count = steps.take(x.numel()), steps.take(8)
-    steps.give(steps.take(x.numel() * 8))
-    rest = [steps.take(size) for size in (8, 4, 8)]
-    steps.give(rest[1], rest[0], count, mask)
-    steps.make(0)
-    steps.give(rest[2], values)
-    return steps.kernel
+        is_no_number = kernel.alloc(1)
+        kernel.output(0)
+        kernel.free(is_no_number, values)
+        return kernel.build()
+    mask, count = kernel.alloc(x.numel()), kernel.alloc(8)
+    kernel.free(kernel.alloc(x.numel() * 8))
+    rest = [kernel.alloc(size) for size in (8, 4, 8)]
+    kernel.free(rest[1], rest[0], count, mask)
+    kernel.output(0)
+    kernel.free(rest[2], values)
+    return kernel.build()
 
 
-def _scan(call: Call) -> Kernel:
+def _scan(call: OpCall) -> Kernel:
     """`cumsum_cuda_kernel` and its like (ScanKernels.cpp): another type or layout is copied; a
     single row is scanned by CUB.
     """
-    x, dim, output = call.args[0], call.args[1], call.outputs[0]
-    steps = KernelBuilder()
-    steps.make(0)
+    x, dim, output = call.arguments[0], call.arguments[1], call.outputs[0]
+    kernel = KernelBuilder()
+    kernel.output(0)
     copy = (
-        steps.take(x.numel() * output.element_size())
+        kernel.alloc(x.numel() * output.element_size())
         if x.dtype != output.dtype or not x.is_contiguous()
         else None
     )
     if x.ndim and x.numel() == x.shape[dim]:
-        steps.give(steps.take(scan_bytes(output.element_size(), x.numel())))
-    steps.give(copy)
-    return steps.kernel
+        kernel.free(kernel.alloc(scan_bytes(output.element_size(), x.numel())))
+    kernel.free(copy)
+    return kernel.build()
 
 
-def _masked_scatter(call: Call) -> Kernel:
+def _masked_scatter(call: OpCall) -> Kernel:
     """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): the number of a
     value for each element, a mask of full size, a scan.
     """
-    mask, source, filled = call.args[1], call.args[2], call.outputs[0]
-    steps = KernelBuilder()
-    steps.make(0)
-    numbers = steps.take(filled.numel() * 8)
+    mask, source, filled = call.arguments[1], call.arguments[2], call.outputs[0]
+    kernel = KernelBuilder()
+    kernel.output(0)
+    numbers = kernel.alloc(filled.numel() * 8)
     copies = [
-        steps.take(filled.numel()) if mask.shape != filled.shape else steps.take_copy(mask),
-        steps.take_copy(source),
+        kernel.alloc(filled.numel()) if mask.shape != filled.shape else kernel.alloc_copy(mask),
+        kernel.alloc_copy(source),
     ]
-    scratch = steps.take(scan_bytes(8, filled.numel()))
-    steps.give(scratch, *reversed(copies), numbers)
-    return steps.kernel
+    scratch = kernel.alloc(scan_bytes(8, filled.numel()))
+    kernel.free(scratch, *reversed(copies), numbers)
+    return kernel.build()
 
 
 #: Slices of at least so many values are looked through by several blocks, by how many slices there
@@ -190,11 +190,11 @@ _LEAST_MULTIBLOCK = 400
 _TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
 
 
-def topk_steps(
-    steps: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
+def add_topk(
+    kernel: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
 ) -> None:
-    """Take and give back what `topk` takes beside its outputs: `mbtopk::launch` (TensorTopK.cu); a
-    block for each slice takes nothing.
+    """Take and give back what `topk` temps beside its outputs: `mbtopk::launch` (TensorTopK.cu); a
+    block for each slice temps nothing.
     """
     least = next(
         (at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK
@@ -214,10 +214,10 @@ def topk_steps(
         num_blocks * 4,
         num_blocks * 4,
     )
-    takes = [steps.take(size) for size in sizes]
+    temps = [kernel.alloc(size) for size in sizes]
     for _ in range(2):
-        steps.give(steps.take(scan_by_key_bytes(num_blocks)))
-    steps.give(*reversed(takes))
+        kernel.free(kernel.alloc(scan_by_key_bytes(num_blocks)))
+    kernel.free(*reversed(temps))
 
 
 def scan_by_key_bytes(count: int) -> int:
@@ -227,17 +227,17 @@ def scan_by_key_bytes(count: int) -> int:
     return round_up((-(-count // _SCAN_TILES[4]) + 32) * 16, 256) + 511
 
 
-def _topk(call: Call) -> Kernel:
+def _topk(call: OpCall) -> Kernel:
     """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input; more of
     them than one block sorts are sorted after.
     """
-    x, dim, is_sorted = call.args[0], call.args[2], call.args[4]
+    x, dim, is_sorted = call.arguments[0], call.arguments[2], call.arguments[4]
     length = x.shape[dim] if x.ndim else 1
-    steps = KernelBuilder()
-    steps.make(0, 1)
-    copy = steps.take_copy(x)
-    topk_steps(
-        steps,
+    kernel = KernelBuilder()
+    kernel.output(0, 1)
+    copy = kernel.alloc_copy(x)
+    add_topk(
+        kernel,
         call.device.num_multiprocessors,
         x.element_size(),
         x.numel() // max(length, 1),
@@ -245,12 +245,12 @@ def _topk(call: Call) -> Kernel:
     )
     found = call.outputs[0]
     if is_sorted and found.ndim and found.shape[dim] > _ROW:
-        positions, values = steps.take(found.numel() * 8), steps.take(dense_bytes(found))
-        _take_rows(steps, call, found, dim)
-        gathered = steps.take(found.numel() * 8)
-        steps.give(gathered, values, positions)
-    steps.give(copy)
-    return steps.kernel
+        positions, values = kernel.alloc(found.numel() * 8), kernel.alloc(dense_bytes(found))
+        _add_row_sort(kernel, call, found, dim)
+        gathered = kernel.alloc(found.numel() * 8)
+        kernel.free(gathered, values, positions)
+    kernel.free(copy)
+    return kernel.build()
 
 
 RULES: dict[str, Rule] = {

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from memcallback.trace.dispatch.operators import tensors_of
-
 #: Waits for what another operator has begun; a fake's kernel makes a new tensor of it, a device's
 #: gives back the same.
 WAIT = "_c10d_functional::wait_tensor"
@@ -83,57 +81,6 @@ def temporary_bytes(operator: str, args: Sequence[Any]) -> int:
     return sum(
         tensor.numel() * tensor.element_size() for tensors in args[position] for tensor in tensors
     )
-
-
-#: What a rank sends of a tensor of one byte, times the number of ranks less one over that number
-#: where it says so: nccl-tests, doc/PERFORMANCE.md (bus bandwidth). The position is that of the
-#: tensors that count: what is reduced, scattered or gathered as a whole.
-_SENT: dict[str, tuple[float, bool, int]] = {
-    "allreduce_": (2.0, True, 0),
-    "allgather_": (1.0, True, 0),
-    "_allgather_base_": (1.0, True, 0),
-    "reduce_scatter_": (1.0, True, 1),
-    "_reduce_scatter_base_": (1.0, True, 1),
-    "alltoall_": (1.0, True, 1),
-    "alltoall_base_": (1.0, True, 1),
-    "broadcast_": (1.0, False, 0),
-    "send": (1.0, False, 0),
-    "all_reduce": (2.0, True, 0),
-    "all_reduce_": (2.0, True, 0),
-    "all_gather_into_tensor": (1.0, True, -1),
-    "reduce_scatter_tensor": (1.0, True, 0),
-    "all_to_all_single": (1.0, True, 0),
-}
-
-
-def sent_bytes(operator: str, args: Sequence[Any], outputs: Any) -> int:
-    """How much a rank sends in a collective, by the ring's formulas; 0 for an operator that is
-    none.
-    """
-    namespace, _, name = operator.partition("::")
-    known = _SENT.get(name) if namespace in ("c10d", "_c10d_functional") else None
-    if known is None:
-        return 0
-    factor, is_shared, position = known
-    num_bytes = sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in tensors_of([outputs if position < 0 else args[position]])
-    )
-    num_ranks = _num_ranks(args)
-    return int(factor * num_bytes * ((num_ranks - 1) / num_ranks if is_shared else 1))
-
-
-def _num_ranks(args: Sequence[Any]) -> int:
-    """Of the process group among the arguments: the object, or its name, which comes last."""
-    from torch._C import _distributed_c10d
-    from torch.distributed import distributed_c10d
-
-    c10d: Any = _distributed_c10d
-    groups: Any = distributed_c10d
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return int(c10d.ProcessGroup.unbox(argument).size())
-    return int(groups._resolve_process_group(args[-1]).size())
 
 
 def unwaited(in_flight: InFlight, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from memcallback.core.tensors import dense_parts, sparse_tensor
+from memcallback.cuda.op_call import OpCall
 from memcallback.trace.dispatch.ledger import Entry
 
 _aten = torch.ops.aten
@@ -45,15 +46,13 @@ _COMBINATIONS: dict[Any, Callable[..., bool]] = {
 }
 
 
-def stand_in_value(
-    func: Any, args: Sequence[object], entry: Entry | None
-) -> bool | int | float | complex:
-    """A value read from a tensor: 0, or 1 for a count on the host; for a truth value what is known
-    to hold if that is so.
+def placeholder_value(call: OpCall, entry: Entry | None) -> bool | int | float | complex:
+    """The placeholder for a value read from a tensor: 0, 1 for a count on the host, or the known
+    truth value.
     """
-    tensor = args[0]
+    tensor = call.args[0]
     assert isinstance(tensor, torch.Tensor)
-    if func is _aten.equal.default:
+    if call.op is _aten.equal.default:
         # C++ reads a single truth value by comparing it with true (`is_scalar_tensor_true`,
         # TensorUtils.h).
         return (
@@ -64,15 +63,12 @@ def stand_in_value(
     return _number(tensor, entry)
 
 
-def is_known_to_hold(
-    func: Any, args: Sequence[object], find: Callable[[torch.Tensor], Entry | None]
-) -> bool | None:
-    """What an operator's result is as a truth value, where all values are what stands for them;
-    None if it is none.
+def is_known_to_hold(call: OpCall, find: Callable[[torch.Tensor], Entry | None]) -> bool | None:
+    """The result as a truth value, computed from placeholders; None if it is none.
 
-    That something holds for all values is taken to be so: most often it is asked in order to fail
-    if it is not.
+    A check of all values is taken to pass: most programs check in order to fail.
     """
+    func, args = call.op, call.args
     if func in _HOLD:
         return True
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -128,19 +124,17 @@ class Bounds:
         return growing if self._is_growing[self._num_asked - 1] else fixed
 
 
-def stand_in_shape(
-    func: Any, args: Sequence[object], kwargs: Mapping[str, object], bounds: Bounds
-) -> Any:
-    """The largest result that an operator can have whose result's shape depends on values."""
-    if func is _aten._coalesce.default:
-        return _coalesce(args[0], bounds)  # type: ignore[arg-type]
-    rule = _SHAPES.get(func)
+def placeholder_result(call: OpCall, bounds: Bounds) -> Any:
+    """The largest possible result of an operator whose result's shape depends on values."""
+    if call.op is _aten._coalesce.default:
+        return _coalesce(call.args[0], bounds)
+    rule = _SHAPES.get(call.op)
     if rule is None:
         raise NoStandIn(
-            f"{func} makes a tensor whose shape depends on values, for which no largest size is known. Compute it outside of the step, "
+            f"{call.op} makes a tensor whose shape depends on values, for which no largest size is known. Compute it outside of the step, "
             "or give the operator the size (repeat_interleave takes output_size, bincount minlength)."
         )
-    return rule(*args, **kwargs)
+    return rule(*call.args, **call.kwargs)
 
 
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:

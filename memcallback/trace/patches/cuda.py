@@ -239,9 +239,17 @@ def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
     original: Callable[[FakeTensor], torch.device] = vars(FakeTensor)["device"].fget
 
     def device(tensor: FakeTensor) -> torch.device:
-        if mode.reports_cuda_device and tensor.fake_mode is mode and mode.is_on_device(tensor):
+        if (
+            mode.placement.reports_cuda_device
+            and tensor.fake_mode is mode
+            and mode.placement.is_on_device(tensor)
+        ):
             return CUDA
-        if mode.reports_cuda_device and tensor.fake_mode is mode and mode.is_on_meta(tensor):
+        if (
+            mode.placement.reports_cuda_device
+            and tensor.fake_mode is mode
+            and mode.placement.is_on_meta(tensor)
+        ):
             return _META
         return original(tensor)
 
@@ -293,11 +301,14 @@ def _default_device(mode: TraceMode) -> Callable[..., Any]:
             or kwargs.get("device") is not None
         ):
             return func(*args, **kwargs)
-        before, mode.target = mode.target, "device" if self.device.type == "cuda" else "host"
+        before, mode.placement.target = (
+            mode.placement.target,
+            "device" if self.device.type == "cuda" else "host",
+        )
         try:
             return func(*args, **{**kwargs, "device": _CPU})
         finally:
-            mode.target = before
+            mode.placement.target = before
 
     return function
 
@@ -319,8 +330,8 @@ def cuda_semantics(mode: TraceMode, device: DeviceSpec) -> Iterator[None]:
         stack.enter_context(mode)
         stack.enter_context(functions)
         try:
-            mode.reports_cuda_device = True
+            mode.placement.reports_cuda_device = True
             yield
         finally:
-            mode.reports_cuda_device = False
+            mode.placement.reports_cuda_device = False
             cache.clear()

@@ -126,7 +126,7 @@ def _device_type(mode: TraceMode) -> property:
     def device_type(mesh: DeviceMesh) -> Any:
         if threading.get_ident() != own:
             return original.__get__(mesh)
-        return "cuda" if mode.reports_cuda_device else "cpu"
+        return "cuda" if mode.placement.reports_cuda_device else "cpu"
 
     return property(device_type)
 

@@ -24,17 +24,18 @@ class CudaFunctions(TorchFunctionMode):
 
     def __init__(self, mode: TraceMode) -> None:
         super().__init__()
-        self._mode = mode
+        self._placement = placement = mode.placement
+        is_on_device = placement.is_on_device
         self._special: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: lambda tensor, *args, **kwargs: self._moved(tensor, "device"),
             torch.Tensor.cpu: lambda tensor, *args, **kwargs: self._moved(tensor, "host"),
             torch.Tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
-            torch.Tensor.get_device: lambda tensor: 0 if self._mode.is_on_device(tensor) else -1,
-            torch.Tensor.is_meta.__get__: lambda tensor: self._mode.is_on_meta(tensor),  # type: ignore[attr-defined]
-            torch.Tensor.is_cuda.__get__: lambda tensor: self._mode.is_on_device(tensor),  # type: ignore[attr-defined]
-            torch.Tensor.is_cpu.__get__: lambda tensor: not self._mode.is_on_device(tensor),  # type: ignore[attr-defined]
+            torch.Tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
+            torch.Tensor.is_meta.__get__: placement.is_on_meta,  # type: ignore[attr-defined]
+            torch.Tensor.is_cuda.__get__: is_on_device,  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: lambda tensor: not is_on_device(tensor),  # type: ignore[attr-defined]
         }
 
     def __torch_function__(
@@ -46,36 +47,41 @@ class CudaFunctions(TorchFunctionMode):
     ) -> Any:
         """Run a torch function, with its device understood."""
         kwargs = kwargs or {}
-        mode = self._mode
-        before = mode.call, mode.target, mode.reports_cuda_device
-        mode.call, mode.reports_cuda_device = (*args, *kwargs.values()), False
+        placement = self._placement
+        before = placement.arguments, placement.target, placement.reports_cuda_device
+        placement.arguments = (*args, *kwargs.values())
+        placement.reports_cuda_device = False
         try:
             special = self._special.get(func)
             if special is not None:
                 return special(*args, **kwargs)
             if kwargs.get("device") is not None:
-                mode.target = _place(kwargs["device"])
+                placement.target = _place(kwargs["device"])
                 kwargs = {**kwargs, "device": _CPU}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
             return func(*args, **kwargs)
         finally:
-            mode.call, mode.target, mode.reports_cuda_device = before
+            placement.arguments, placement.target, placement.reports_cuda_device = before
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """User code runs inside, though called from inside of a torch function, where this mode is
         off.
         """
-        mode = self._mode
-        before = mode.call, mode.target, mode.reports_cuda_device
-        mode.call, mode.target, mode.reports_cuda_device = None, None, True
+        placement = self._placement
+        before = placement.arguments, placement.target, placement.reports_cuda_device
+        placement.arguments, placement.target, placement.reports_cuda_device = (
+            None,
+            None,
+            True,
+        )
         is_on = any(other is self for other in _get_current_function_mode_stack())
         try:
             with nullcontext() if is_on else self:
                 yield
         finally:
-            mode.call, mode.target, mode.reports_cuda_device = before
+            placement.arguments, placement.target, placement.reports_cuda_device = before
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to`: a type, a device, both, or another tensor to be like."""
@@ -84,15 +90,18 @@ class CudaFunctions(TorchFunctionMode):
             if isinstance(value, torch.dtype):
                 dtype = value
             elif isinstance(value, torch.Tensor):
-                dtype, place = value.dtype, "device" if self._mode.is_on_device(value) else "host"
+                dtype, place = (
+                    value.dtype,
+                    "device" if self._placement.is_on_device(value) else "host",
+                )
             elif isinstance(value, (str, torch.device)) or (
                 isinstance(value, int) and not isinstance(value, bool)
             ):
                 place = _place(value)
         rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
-        place = place or ("device" if self._mode.is_on_device(tensor) else "host")
-        self._mode.target = place
-        is_there = self._mode.is_on_device(tensor) is (place == "device")
+        place = place or ("device" if self._placement.is_on_device(tensor) else "host")
+        self._placement.target = place
+        is_there = self._placement.is_on_device(tensor) is (place == "device")
         if dtype is not None and dtype != tensor.dtype:
             # CUDA copies to the device first and converts there; the host converts first
             # (Tensor.to, aten/native/TensorConversions.cpp).
@@ -100,8 +109,12 @@ class CudaFunctions(TorchFunctionMode):
         return tensor.to(tensor.dtype, **rest) if is_there else tensor.clone()
 
     def _moved(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
-        self._mode.target = place
-        return tensor if self._mode.is_on_device(tensor) is (place == "device") else tensor.clone()
+        self._placement.target = place
+        return (
+            tensor
+            if self._placement.is_on_device(tensor) is (place == "device")
+            else tensor.clone()
+        )
 
 
 def _place(device: Any) -> str:

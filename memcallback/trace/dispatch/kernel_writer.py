@@ -1,0 +1,84 @@
+"""Write the allocations of a CUDA operator into the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.utils._mode_utils import no_dispatch
+
+from memcallback.core.kernel import (
+    AllocTemp,
+    FreeTemp,
+    Kernel,
+    KernelRule,
+    OpenBlasHandles,
+    completed,
+)
+from memcallback.core.types import Category
+from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
+from memcallback.cuda.op_call import OpCall
+from memcallback.cuda.rules import kernel_rule
+from memcallback.trace.dispatch.ledger import Entry, Ledger
+
+#: What cuBLASLt keeps for each handle and stream: measured on the CUDA build of PyTorch 2.11 for
+#: compute capability 7.5, 8.0 and 9.0.
+CUBLASLT_WORKSPACE_BYTES = 1 << 20
+
+
+class KernelWriter:
+    """Writes the operators of one trace, and knows which library handles are open.
+
+    The first matrix product of a thread in a stream opens handles, whose workspaces stay; the
+    backward pass runs in a thread of its own. There is a workspace for each handle and stream
+    (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+
+    def __init__(self) -> None:
+        self._handles: set[tuple[str, bool, int]] = set()
+        self._kernels: dict[KernelRule, Kernel] = {}
+
+    def write(
+        self, ledger: Ledger, call: OpCall, name: str, node: int, *, is_backward: bool
+    ) -> None:
+        """Write the temporaries of a call, and those outputs that the ledger does not know."""
+        rule = kernel_rule(call)
+        steps = () if rule is None else self._kernel(rule)
+        tensors = call.outputs
+        temps, outputs = list[Entry](), list[Entry | None]([None] * len(tensors))
+        handles = list[Entry]()
+        ledger.begin_call()
+        for step in completed(steps, len(tensors)):
+            if isinstance(step, OpenBlasHandles):
+                if step in steps or uses_cublas(call):
+                    handles = [
+                        ledger.take(size_bytes, Category.WORKSPACE, name)
+                        for size_bytes in self._opened(call, is_backward, ledger.stream)
+                    ]
+            elif isinstance(step, AllocTemp):
+                temps.append(ledger.take_temporary(step.size_bytes, step.category, name))
+            elif isinstance(step, FreeTemp):
+                ledger.give(temps[step.index])
+            elif ledger.find(tensors[step.index]) is None:
+                entry = outputs[step.index] = ledger.add(tensors[step.index], None, name)
+                entry.node = node
+        if rule is not None:
+            ledger.end_call(rule, outputs, handles, name)
+
+    def _kernel(self, rule: KernelRule) -> Kernel:
+        """Evaluate a rule as for any batch size, once for all equal calls of a trace."""
+        kernel = self._kernels.get(rule)
+        if kernel is None:
+            with no_dispatch():
+                kernel = self._kernels[rule] = rule.function(*rule.constants, *rule.numbers)
+        return kernel
+
+    def _opened(self, call: OpCall, is_backward: bool, stream: int) -> Iterator[int]:
+        """Open the handles that a matrix product needs, and give the bytes of new workspaces."""
+        needed = {"cuBLAS": call.device.cublas_workspace_bytes}
+        if uses_cublaslt(call):
+            needed["cuBLASLt"] = CUBLASLT_WORKSPACE_BYTES
+        for library, workspace_bytes in needed.items():
+            handle = (library, is_backward, stream)
+            if handle not in self._handles:
+                self._handles.add(handle)
+                yield workspace_bytes
