@@ -22,7 +22,7 @@ from memcallback.batch_size.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.core.document import for_console
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.devices.catalogue import Device, find_device, names_local_device
-from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, said
+from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -499,7 +499,7 @@ def _errors_in_one_line(failure: str, hint: str = "") -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     except (Exception, SystemExit) as error:  # user code can fail in any way
-        raise UsageError(f"{failure}: {said(error)}.{hint}") from error
+        raise UsageError(f"{failure}: {one_line(error)}.{hint}") from error
 
 
 def _show(result: Any, *, is_json: bool) -> None:

@@ -33,7 +33,8 @@ class Alloc:
     def __post_init__(self) -> None:
         if self.size_bytes < 0:
             raise ValueError(
-                f"allocation {self.id} has size_bytes={self.size_bytes}; a size is 0 or more bytes: give the size of the storage"
+                f"allocation {self.id} has size_bytes={self.size_bytes}; a size is 0 or more "
+                "bytes: give the size of the storage"
             )
 
 
@@ -167,7 +168,8 @@ def _check(events: Sequence[Event]) -> None:
         if isinstance(event, Alloc):
             if event.id in seen:
                 raise ValueError(
-                    f"event {position} allocates {event.id} again; a number belongs to one allocation: number them on"
+                    f"event {position} allocates {event.id} again; a number belongs to one "
+                    "allocation: number them on"
                 )
             seen.add(event.id)
             alive.add(event.id)
@@ -175,7 +177,8 @@ def _check(events: Sequence[Event]) -> None:
             if event.id not in alive:
                 what = "is freed already" if event.id in seen else "was never allocated"
                 raise ValueError(
-                    f"event {position} frees {event.id}, which {what}; a Free follows its own Alloc, once: leave this one out"
+                    f"event {position} frees {event.id}, which {what}; a Free follows its own "
+                    "Alloc, once: leave this one out"
                 )
             alive.remove(event.id)
         elif isinstance(event, (StepStart, StepEnd)):
@@ -188,7 +191,8 @@ def _check(events: Sequence[Event]) -> None:
                     else "that has not started"
                 )
                 raise ValueError(
-                    f"event {position} starts or ends a step {what}; steps do not overlap and hold whole phases: put the mark between phases"
+                    f"event {position} starts or ends a step {what}; steps do not overlap and hold "
+                    "whole phases: put the mark between phases"
                 )
             in_step = not in_step
         else:
@@ -197,7 +201,8 @@ def _check(events: Sequence[Event]) -> None:
         raise ValueError("a step has a start and no end; every step has both: append StepEnd()")
     if phases:
         raise ValueError(
-            f"phase {phases[0].value!r} has a start and no end; every phase has both: append PhaseEnd({phases[0]})"
+            f"phase {phases[0].value!r} has a start and no end; every phase has both: append "
+            f"PhaseEnd({phases[0]})"
         )
 
 
@@ -207,12 +212,14 @@ def _check_mark(position: int, mark: PhaseStart | PhaseEnd, phases: list[Phase])
     if isinstance(mark, PhaseStart):
         if phases:
             raise ValueError(
-                f"event {position} starts phase {mark.phase.value!r} inside {current!r}; phases do not overlap: end the other first"
+                f"event {position} starts phase {mark.phase.value!r} inside {current!r}; phases do "
+                "not overlap: end the other first"
             )
         phases.append(mark.phase)
     elif phases != [mark.phase]:
         raise ValueError(
-            f"event {position} ends phase {mark.phase.value!r} while the current one is {current!r}; start it before"
+            f"event {position} ends phase {mark.phase.value!r} while the current one is "
+            f"{current!r}; start it before"
         )
     else:
         phases.clear()

@@ -76,7 +76,8 @@ def parse_bytes(text: str | int) -> int:
     unit = _UNITS.get(match[3].lower()) if match else None
     if match is None or unit is None:
         raise ValueError(
-            f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as '24GiB'."
+            f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, "
+            "GiB or TiB, such as '24GiB'."
         )
     if match[1]:
         raise ValueError(_negative(text))
@@ -91,12 +92,16 @@ def _whole(value: object) -> int:
     except TypeError:
         pass
     raise TypeError(
-        f"A size must be text or a whole number of bytes, got {value!r}. Give a size with its unit, such as '24GiB'."
+        f"A size must be text or a whole number of bytes, got {value!r}. Give a size with its "
+        "unit, such as '24GiB'."
     )
 
 
 def _negative(given: str | int) -> str:
-    return f"{given!r} is not a size: a size cannot be negative. Give a number of bytes such as 25769803776, or '24GiB'."
+    return (
+        f"{given!r} is not a size: a size cannot be negative. Give a number of bytes such as "
+        "25769803776, or '24GiB'."
+    )
 
 
 def round_up(num_bytes: int, multiple_bytes: int) -> int:

@@ -19,26 +19,21 @@ TARGET_HELP = "an importable module, a colon and a name in it"
 
 
 class UsageError(Exception):
-    """What the person at the command line can mend; becomes one line on stderr."""
+    """A mistake on the command line; printed as one line on stderr."""
 
 
-def said(error: BaseException) -> str:
-    """An error in one line: one of ours says it in words, another one needs the name of its class;
-    without a full stop at the end.
-    """
+def one_line(error: BaseException) -> str:
+    """An error in one line without a full stop, with its class unless this package raised it."""
     text = " ".join(str(error).split()).rstrip(".")
     raised_in, traceback = "", error.__traceback__
     while traceback is not None:
         raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
-    return (
-        text if raised_in.partition(".")[0] == "memcallback" else f"{type(error).__name__}: {text}"
-    )
+    is_ours = raised_in.partition(".")[0] == "memcallback"
+    return text if is_ours else f"{type(error).__name__}: {text}"
 
 
 def load_model(target: str) -> nn.Module:
-    """The model that a target stands for: a model, or what returns one when it is called without
-    arguments.
-    """
+    """Load the model that a target names, or the result of the function that it names."""
     from torch import nn
 
     value = _load(target)
@@ -46,8 +41,8 @@ def load_model(target: str) -> nn.Module:
         value = _called(target, value, "torch.nn.Module")
     if not isinstance(value, nn.Module):
         raise UsageError(
-            f"{target} gives a {type(value).__name__}, not a torch.nn.Module. "
-            "Name a model, a class of models that needs no arguments, or a function that returns a model."
+            f"{target} gives a {type(value).__name__}, not a torch.nn.Module. Name a model, a "
+            "class of models that needs no arguments, or a function that returns a model."
         )
     return value
 
@@ -58,7 +53,8 @@ def _called(target: str, make: Callable[[], Any], kind: str) -> Any:
             return make()
     except (Exception, SystemExit) as error:  # a user's function can fail in any way
         raise UsageError(
-            f"{target} failed: {said(error)}. It is called without arguments and must return a {kind}."
+            f"{target} failed: {one_line(error)}. It is called without arguments and must return a "
+            f"{kind}."
         ) from error
 
 
@@ -66,7 +62,8 @@ def _load(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise UsageError(
-            f"{target!r} names nothing to load. Write {TARGET_HELP}, such as package.module:make_model."
+            f"{target!r} names nothing to load. Write {TARGET_HELP}, such as "
+            "package.module:make_model."
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -75,23 +72,26 @@ def _load(target: str) -> Any:
             value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"No module named {error.name!r}, on importing {module_name!r}. Run memcallback in the folder that has it, or install it."
+            f"No module named {error.name!r}, on importing {module_name!r}. Run memcallback in the "
+            "folder that has it, or install it."
         ) from error
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"Importing {module_name!r} failed: {said(error)}. It must import without running a training."
+            f"Importing {module_name!r} failed: {one_line(error)}. It must import without running "
+            "a training."
         ) from error
     for part in name.split("."):
         if not hasattr(value, part):
             raise UsageError(
-                f"{module_name!r} has no attribute {name!r}. Name a function, class or model that is defined there."
+                f"{module_name!r} has no attribute {name!r}. Name a function, class or model that "
+                "is defined there."
             )
         value = getattr(value, part)
     return value
 
 
 def load_step(target: str) -> TrainingStep:
-    """The training step that a target stands for."""
+    """Load the training step that a target names."""
     value = _load(target)
     from torch import nn
 
@@ -109,7 +109,8 @@ def load_step(target: str) -> TrainingStep:
         return _step_of_module(target, value)
     raise UsageError(
         f"{target} gives a {type(value).__name__}, neither a TrainingStep nor a LightningModule. "
-        "Name a function that returns memcallback.TrainingStep(model, batch, loss=..., optimizer=...)."
+        "Name a function that returns memcallback.TrainingStep(model, batch, loss=..., "
+        "optimizer=...)."
     )
 
 
@@ -121,32 +122,29 @@ def _step_of_module(target: str, module: Any) -> TrainingStep:
             module.setup("fit")
             batch = next(iter(module.train_dataloader()))
             return TrainingStep.from_lightning(module, batch)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a user's data can fail in any way, and a module without any raises Lightning's own error
-        failure = said(error)
+    except (Exception, SystemExit) as error:
+        # A user's data can fail in any way, and a module without data raises Lightning's own error.
+        failure = one_line(error)
     example = getattr(module, "example_input_array", None)
     if example is None:
         raise UsageError(
-            f"{target} has neither a train_dataloader that gives a batch ({failure}) nor an example_input_array. "
-            "Name a function that returns memcallback.TrainingStep.from_lightning(module, batch)."
+            f"{target} has neither a train_dataloader that gives a batch ({failure}) nor an "
+            "example_input_array. Name a function that returns "
+            "memcallback.TrainingStep.from_lightning(module, batch)."
         )
     step = TrainingStep.from_lightning(module, example)
     sum_of_outputs = TrainingStep(module, example).loss
     step.losses = (lambda model, batch: sum_of_outputs(_Spread(model), batch),)
     print(
-        f"memcallback: note: {target} has no train_dataloader that gives a batch ({failure}): its forward is predicted, on its "
-        "example_input_array and without its loss.",
+        f"memcallback: note: {target} has no train_dataloader that gives a batch ({failure}): its "
+        "forward is predicted, on its example_input_array and without its loss.",
         file=sys.stderr,
     )
     return step
 
 
 class _Spread:
-    """A model that takes Lightning's `example_input_array`: of a tuple each part, of a mapping each
-    value by its name.
-    """
+    """Passes an `example_input_array` as Lightning does: unpacked if a tuple or mapping."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -13,22 +13,21 @@ from typing import Any
 import torch
 
 
-class _StandIn:
-    """In place of a Trainer and what it has, while a step is followed on shapes: whatever is asked
-    of it does nothing.
+class _Placeholder:
+    """Replaces a Trainer and its parts while a step is traced: every call does nothing.
 
-    What is asked for that no Trainer is sure to have reads as 1 where a number is needed.
+    An attribute that not every Trainer has reads as 1 where a number is needed.
     """
 
-    def __getattr__(self, name: str) -> _StandIn:
+    def __getattr__(self, name: str) -> _Placeholder:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _StandIn()
+        return _Placeholder()
 
-    def __call__(self, *args: object, **kwargs: object) -> _StandIn:
+    def __call__(self, *args: object, **kwargs: object) -> _Placeholder:
         return self
 
-    def __getitem__(self, key: object) -> _StandIn:
+    def __getitem__(self, key: object) -> _Placeholder:
         return self
 
     def __iter__(self) -> Iterator[object]:
@@ -37,7 +36,7 @@ class _StandIn:
     def __bool__(self) -> bool:
         return True
 
-    def __enter__(self) -> _StandIn:
+    def __enter__(self) -> _Placeholder:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -52,7 +51,7 @@ class _StandIn:
         return 1.0
 
 
-def _calculates(name: str, *, is_reflected: bool) -> Callable[[_StandIn, Any], Any]:
+def _calculates(name: str, *, is_reflected: bool) -> Callable[[_Placeholder, Any], Any]:
     operation = getattr(operator, name)
     return (
         (lambda self, other: operation(other, 1))
@@ -62,14 +61,14 @@ def _calculates(name: str, *, is_reflected: bool) -> Callable[[_StandIn, Any], A
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(_StandIn, f"__{_name}__", _calculates(_name, is_reflected=False))
-    setattr(_StandIn, f"__r{_name}__", _calculates(_name, is_reflected=True))
+    setattr(_Placeholder, f"__{_name}__", _calculates(_name, is_reflected=False))
+    setattr(_Placeholder, f"__r{_name}__", _calculates(_name, is_reflected=True))
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(_StandIn, f"__{_name}__", _calculates(_name, is_reflected=False))
+    setattr(_Placeholder, f"__{_name}__", _calculates(_name, is_reflected=False))
 
 
-class _TrainerStandIn(_StandIn):
-    """In place of a Trainer at the beginning of a training on one device."""
+class _TrainerPlaceholder(_Placeholder):
+    """Replaces a Trainer at the beginning of a training on one device."""
 
     def __init__(self) -> None:
         self.global_step = self.current_epoch = self.global_rank = self.local_rank = (
@@ -96,8 +95,9 @@ class LightningLoop:
 
     @staticmethod
     def autocast_cache_enabled(module: Any) -> bool:
-        """Whether half-precision copies of weights live until autocast is left; not in those
-        versions of Lightning that turn that off.
+        """Whether half-precision copies of weights are live until autocast is left.
+
+        Some versions of Lightning turn that cache off.
         """
         package = next(
             kind.__module__.partition(".core")[0]
@@ -110,7 +110,7 @@ class LightningLoop:
         return bool(plugin.autocast_context_manager()._cache_enabled)
 
     def training_step(self, module: Any, batch: object) -> object:
-        """What `training_step` returns."""
+        """Call `training_step` under the step's default dtype."""
         # Lightning gives batch_idx to whatever takes a second argument, whatever its name.
         takes_batch_idx = len(inspect.signature(module.training_step).parameters) > 1
         before = torch.get_default_dtype()
@@ -124,26 +124,21 @@ class LightningLoop:
 
     @staticmethod
     def zero_grad(module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Let go of gradients as the module does it: its hook `optimizer_zero_grad`."""
+        """Clear gradients through the module's hook `optimizer_zero_grad`."""
         module.optimizer_zero_grad(0, 0, optimizer)
 
     @staticmethod
     def backward(module: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass as the module does it: its hook `backward`, which `manual_backward`
-        gives what it was given.
-        """
+        """Run the backward pass through the module's hook `backward`, as `manual_backward` does."""
         module.backward(loss, *args, **kwargs)
 
     @staticmethod
     def clip_gradients(
         module: Any, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
     ) -> None:
-        """Clip as the module does it: its hook `configure_gradient_clipping`, called with the
-        Trainer's setting.
-        """
-        limit, algorithm = (
-            (norm, "norm") if norm is not None else (value, None if value is None else "value")
-        )
+        """Clip through the module's hook `configure_gradient_clipping`, as the Trainer is set."""
+        limit = value if norm is None else norm
+        algorithm = None if limit is None else "value" if norm is None else "norm"
 
         def clip_gradients(
             optimizer: Any,
@@ -163,7 +158,7 @@ class LightningLoop:
 
     @staticmethod
     def call_through(module: Any, whole: Any) -> None:
-        """Let `training_step` be called by way of what wraps a module, as a strategy does."""
+        """Call `training_step` through the wrapper of a module, as a strategy does."""
         if whole is module:
             return
         training_step, forward = module.training_step, module.forward
@@ -187,22 +182,20 @@ class LightningLoop:
         manual_backward: Callable[..., None],
         update: Callable[..., Any],
     ) -> Iterator[None]:
-        """Let a module's `optimizers()` and `manual_backward` do what they are told, inside the
-        context.
-        """
-        _stand_alone(module)
+        """Inside the context, a module's manual optimization calls these functions."""
+        _detach_from_trainer(module)
         wrapped = [_ManualOptimizer(optimizer, optimizers, update) for optimizer in optimizers]
 
         def optimizers_of_module(use_pl_optimizer: bool = True) -> Any:
-            found: list[Any] = list(wrapped if use_pl_optimizer else optimizers)
-            return found[0] if len(found) == 1 else found
+            own: list[Any] = list(wrapped if use_pl_optimizer else optimizers)
+            return own[0] if len(own) == 1 else own
 
         module.optimizers = optimizers_of_module
         module.manual_backward = manual_backward
         module.clip_gradients = _clip_gradients
 
         def wrapper_of(optimizer: Any) -> Any:
-            return next((one for one in wrapped if one._optimizer is optimizer), optimizer)
+            return next((each for each in wrapped if each._optimizer is optimizer), optimizer)
 
         module.toggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).toggle()
         module.untoggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).untoggle()
@@ -210,16 +203,16 @@ class LightningLoop:
 
 
 class _ManualOptimizer:
-    """What `self.optimizers()` gives under manual optimization."""
+    """An optimizer as `self.optimizers()` returns it under manual optimization."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        every: Sequence[torch.optim.Optimizer],
+        all_optimizers: Sequence[torch.optim.Optimizer],
         update: Callable[..., Any],
     ) -> None:
         self._optimizer = optimizer
-        self._every = every
+        self._all_optimizers = all_optimizers
         self._update = update
         self._toggled: list[tuple[torch.nn.Parameter, bool]] = []
 
@@ -230,17 +223,16 @@ class _ManualOptimizer:
         return self._update(self._optimizer, closure or (lambda: None), **kwargs)
 
     def toggle(self) -> None:
-        """Only this optimizer's parameters require gradients (`LightningModule.toggle_optimizer`)."""
+        """Let only this optimizer's parameters require gradients, as `toggle_optimizer` does."""
         own = {id(parameter) for parameter in _parameters(self._optimizer)}
-        for parameter in (
-            parameter for optimizer in self._every for parameter in _parameters(optimizer)
-        ):
-            self._toggled.append((parameter, parameter.requires_grad))
-            if id(parameter) not in own:
-                parameter.requires_grad = False
+        for optimizer in self._all_optimizers:
+            for parameter in _parameters(optimizer):
+                self._toggled.append((parameter, parameter.requires_grad))
+                if id(parameter) not in own:
+                    parameter.requires_grad = False
 
     def untoggle(self) -> None:
-        """All require them again as before."""
+        """Restore `requires_grad` of all parameters."""
         while self._toggled:
             parameter, requires_grad = self._toggled.pop()
             parameter.requires_grad = requires_grad
@@ -256,10 +248,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _stand_alone(module: Any) -> None:
-    """Let a module do without its Trainer: what it says to it goes nowhere."""
-    nothing = _StandIn()
-    module._trainer = _TrainerStandIn()
+def _detach_from_trainer(module: Any) -> None:
+    """Replace a module's Trainer by a placeholder, and its logging by nothing."""
+    nothing = _Placeholder()
+    module._trainer = _TrainerPlaceholder()
     for name in (
         "log",
         "log_dict",
@@ -279,26 +271,19 @@ def _clip_gradients(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
 ) -> None:
-    """`LightningModule.clip_gradients` where the Trainer has no setting; by norm unless another
-    algorithm is named.
-    """
+    """Clip as `LightningModule.clip_gradients` without a Trainer's setting; by norm by default."""
     if gradient_clip_val is None or gradient_clip_val <= 0:
         return
-    clip = (
-        torch.nn.utils.clip_grad_value_
-        if str(gradient_clip_algorithm) == "value"
-        else torch.nn.utils.clip_grad_norm_
-    )
+    is_by_value = str(gradient_clip_algorithm) == "value"
+    clip = torch.nn.utils.clip_grad_value_ if is_by_value else torch.nn.utils.clip_grad_norm_
     clip(list(_parameters(optimizer)), gradient_clip_val)
 
 
 def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> Any:
-    """Run the training step of a copy that has no Trainer; the loss that it returns, alone or in a
-    dict, or whatever else it does.
-    """
-    nothing = _StandIn()
+    """Run the training step of a copy without a Trainer; returns its loss, or else its result."""
+    nothing = _Placeholder()
     optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
-    _stand_alone(module)
+    _detach_from_trainer(module)
     module.optimizers = lambda *args, **kwargs: optimizers
     output: Any = loop.training_step(module, batch)
     loss = output.get("loss") if isinstance(output, dict) else None
@@ -306,12 +291,10 @@ def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimize
 
 
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that `configure_optimizers` makes: of a module that has no Trainer with one
-    that stands for it.
-    """
+    """The optimizers of `configure_optimizers`; a module without a Trainer gets a placeholder."""
     trainer = module._trainer
     if trainer is None:
-        module._trainer = _TrainerStandIn()
+        module._trainer = _TrainerPlaceholder()
     try:
         return tuple(_configured(module.configure_optimizers()))
     finally:
@@ -319,9 +302,7 @@ def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _configured(configured: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in what `configure_optimizers` may return: one, several, a pair of lists,
-    dicts, or None.
-    """
+    """The optimizers in any form: one, several, a pair of lists, dicts, or None."""
     if configured is None:
         return []
     if isinstance(configured, dict):
@@ -331,5 +312,5 @@ def _configured(configured: Any) -> list[torch.optim.Optimizer]:
     if isinstance(configured, (tuple, list)):
         if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
             return list(configured[0])
-        return [one["optimizer"] if isinstance(one, dict) else one for one in configured]
+        return [each["optimizer"] if isinstance(each, dict) else each for each in configured]
     return [configured]

@@ -34,7 +34,7 @@ def module_named(root: nn.Module, name: str) -> nn.Module:
 
 
 def layer_containers(root: nn.Module) -> list[str]:
-    """The names of the outermost `nn.Sequential`s of several layers and `nn.ModuleList`s of blocks."""
+    """Names of the outermost `nn.Sequential`s of several layers and `nn.ModuleList`s of blocks."""
     names = _containers(root, "")
     if not names:
         modules = listed(name for name, _ in root.named_modules()) or "none"

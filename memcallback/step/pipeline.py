@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-#: Gives a stage's module, of the model, the stage's number from 0 and how many there are.
+#: Returns a stage's module for the model, the stage's number from 0 and the number of stages.
 Split = Callable[[nn.Module, int, int], nn.Module]
-#: Schedules in which the stages of a rank go down the ranks and up again.
+#: Schedules whose stages go down the ranks and up again.
 _THERE_AND_BACK = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 class PipelineError(ValueError):
-    """What cannot be run in a pipeline; the text names the way out."""
+    """Something cannot run in a pipeline; the message says what to do."""
 
 
 class Pipeline(nn.Module):
-    """The stages of a model that one rank has, with the schedule that runs them.
+    """One rank's stages of a model, and the schedule that runs them.
 
     Attributes:
-        schedule: As given.
+        schedule: A schedule of `torch.distributed.pipelining`.
         stages: The modules of this rank's stages.
     """
 
@@ -44,45 +44,42 @@ class Pipeline(nn.Module):
 
     @property
     def pipeline_stages(self) -> list[Any]:
-        """This rank's stages, as PyTorch has them."""
-        return (
-            self.schedule._stages if hasattr(self.schedule, "_stages") else [self.schedule._stage]
-        )
+        """This rank's stages as PyTorch objects."""
+        if hasattr(self.schedule, "_stages"):
+            return self.schedule._stages  # type: ignore[no-any-return]
+        return [self.schedule._stage]
 
     @property
     def named(self) -> nn.Module:
-        """The module in which this rank's parameters have the names of their stage; of several
-        stages those of this one.
-        """
+        """The module that names this rank's parameters: the only stage, or this module."""
         return self.stages[0] if len(self.stages) == 1 else self
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many parts the schedule cuts a batch."""
+        """The number of parts into which the schedule cuts a batch."""
         return int(self.schedule._n_microbatches)
 
     def step(self, loss: Loss, batch: Any) -> list[torch.Tensor]:
-        """The forward and backward passes of all microbatches."""
-        of_stage = self.schedule._loss_fn
-        if not isinstance(of_stage, _LossOfStage):
+        """Run the forward and backward passes of all microbatches."""
+        stage_loss = self.schedule._loss_fn
+        if not isinstance(stage_loss, _StageLoss):
             loss(self.schedule, batch)
             return []
         num_rows = _num_rows(batch, self.num_microbatches)
-        args, kwargs = (
-            _asked_for(loss, batch)
-            if any(stage.is_first for stage in self.pipeline_stages)
-            else ((), {})
-        )
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if any(stage.is_first for stage in self.pipeline_stages):
+            args, kwargs = _model_arguments(loss, batch)
         losses: list[torch.Tensor] = []
         target = None
         if any(stage.is_last for stage in self.pipeline_stages):
-            target = of_stage.begin(loss, batch, num_rows)
+            target = stage_loss.begin(loss, batch, num_rows)
         try:
             self.schedule.step(
                 *args, target=target, losses=losses, return_outputs=self._return_outputs, **kwargs
             )
         finally:
-            of_stage.end()
+            stage_loss.end()
         return losses
 
 
@@ -97,7 +94,7 @@ def in_pipeline(
     return_outputs: bool = True,
     scale_grads: bool = True,
 ) -> nn.Module:
-    """A rank's stages of a model, on the device of a mesh."""
+    """Build a rank's stages of a model, on the device of a mesh."""
     from torch.distributed.pipelining import PipelineStage
 
     kind, is_single = _kind_of(schedule)
@@ -110,7 +107,7 @@ def in_pipeline(
     num_stages = num_ranks * per_rank
 
     def stage(number: int) -> Any:
-        module = (split or _as_many_children)(model, number, num_stages)
+        module = (split or _equal_share)(model, number, num_stages)
         is_on_meta = any(parameter.is_meta for parameter in module.parameters())
         return PipelineStage(
             module.to_empty(device=device) if is_on_meta else module.to(device),
@@ -124,7 +121,7 @@ def in_pipeline(
     run = kind(
         stages[0] if is_single else stages,
         n_microbatches,
-        loss_fn=_LossOfStage(),
+        loss_fn=_StageLoss(),
         scale_grads=scale_grads,
     )
     return Pipeline(run, return_outputs=return_outputs)
@@ -138,15 +135,17 @@ def check_options(
     split: Split | None = None,
     **_: object,
 ) -> None:
-    """See that a pipeline can be had with some options of `in_pipeline`."""
+    """Check options of `in_pipeline`."""
     whole_number("n_microbatches", n_microbatches, "It is into how many parts a batch is cut.")
     if not isinstance(schedule, str):
         raise TypeError(
-            f"schedule must be a name, got {described(schedule)}. Give one of PyTorch's, such as '1F1B' or 'GPipe'."
+            f"schedule must be a name, got {described(schedule)}. Give one of PyTorch's, such as "
+            "'1F1B' or 'GPipe'."
         )
     if split is not None and not callable(split):
         raise TypeError(
-            f"split must be a function of the model, a stage's number and how many there are, got {described(split)}."
+            "split must be a function of the model, a stage's number and how many there are, got "
+            f"{described(split)}."
         )
     kind, is_single = _kind_of(schedule)
     if stages_per_rank is None:
@@ -156,17 +155,18 @@ def check_options(
     )
     if is_single and stages_per_rank > 1:
         raise ValueError(
-            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which has one stage on each rank. Leave it out, or take "
-            "schedule='Interleaved1F1B'."
+            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which "
+            "has one stage on each rank. Leave it out, or take schedule='Interleaved1F1B'."
         )
     if kind.__name__ in _THERE_AND_BACK and stages_per_rank != 2:
         raise ValueError(
-            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which has two on each rank. Leave it out."
+            f"stages_per_rank {stages_per_rank} is not possible with schedule {schedule!r}, which "
+            "has two on each rank. Leave it out."
         )
 
 
 def _kind_of(schedule: str) -> tuple[Any, bool]:
-    """PyTorch's class of that name, and whether it is for one stage on each rank."""
+    """PyTorch's class with a name, and whether it has one stage on each rank."""
     from torch.distributed.pipelining.schedules import (
         PipelineScheduleMulti,
         PipelineScheduleSingle,
@@ -176,48 +176,54 @@ def _kind_of(schedule: str) -> tuple[Any, bool]:
     kind = get_schedule_class(schedule)
     if kind in (PipelineScheduleSingle, PipelineScheduleMulti):
         raise ValueError(
-            f"schedule {schedule!r} is what schedules are made of. Give one of them, such as '1F1B' or 'Interleaved1F1B'."
+            f"schedule {schedule!r} is a base class of schedules. Give a schedule, such as "
+            "'1F1B' or 'Interleaved1F1B'."
         )
     return kind, issubclass(kind, PipelineScheduleSingle)
 
 
-def _as_many_children(model: nn.Module, number: int, num_stages: int) -> nn.Module:
+def _equal_share(model: nn.Module, number: int, num_stages: int) -> nn.Module:
+    """A stage's share of the children of an `nn.Sequential`."""
     children = list(model.named_children())
     if not isinstance(model, nn.Sequential) or len(children) < num_stages:
         raise PipelineError(
-            f"{type(model).__name__} with {len(children)} children cannot be cut into {num_stages} stages without being told how. Give split=..., a "
-            "function of the model, the number of a stage from 0 and how many there are, that gives the stage's module."
+            f"{type(model).__name__} with {len(children)} children cannot be cut into {num_stages} "
+            "stages by default. Give split=..., a function of the model, the number of a stage "
+            "from 0 and how many there are, that returns the stage's module."
         )
-    first, end = (len(children) * one // num_stages for one in (number, number + 1))
-    # With the names that they have in the model.
+    first = len(children) * number // num_stages
+    end = len(children) * (number + 1) // num_stages
+    # The children keep their names in the model.
     return nn.Sequential(OrderedDict(children[first:end]))
 
 
 def _num_rows(batch: Any, num_parts: int) -> int:
-    """How many samples all microbatches have together: the first dimension that most tensors have."""
+    """Samples of all microbatches together: the most frequent first dimension of the tensors."""
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
     if not sizes:
         raise PipelineError(
-            "The batch of a pipeline has no tensor with samples in its first dimension. Give one, which can be cut."
+            "The batch of a pipeline has no tensor with samples in its first dimension. Give a "
+            "batch that can be cut."
         )
     num_rows = sizes.most_common(1)[0][0]
     if num_rows % num_parts:
         raise PipelineError(
-            f"A batch of {num_rows} samples cannot be cut into {num_parts} microbatches of one size. Give a multiple of {num_parts} samples."
+            f"A batch of {num_rows} samples cannot be cut into {num_parts} microbatches of one "
+            f"size. Give a multiple of {num_parts} samples."
         )
     return num_rows
 
 
-class _IsAsked(BaseException):
-    """The model is called. No error, so that a loss that catches errors does not catch it."""
+class _ModelCalled(BaseException):
+    """The loss called the model. No Exception: a loss may catch those."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.args_asked, self.kwargs_asked = args, kwargs
+        self.model_args, self.model_kwargs = args, kwargs
 
 
 class _WholeModel:
-    """What a loss is given for the model of which this rank has a part."""
+    """Passed to a loss as the model, of which this rank has a part."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -227,40 +233,41 @@ class _WholeModel:
 
     def __getattr__(self, name: str) -> Any:
         raise PipelineError(
-            f"The loss of a pipeline asks for {name!r} of the model, of which a rank has a part. Let it only call the model."
+            f"The loss of a pipeline asks for {name!r} of the model, of which a rank has a part. "
+            "Let it only call the model."
         )
 
     def __getitem__(self, key: object) -> Any:
         raise PipelineError(
-            f"The loss of a pipeline asks for [{key!r}] of the model, of which a rank has a part. Let it only call the model."
+            f"The loss of a pipeline asks for [{key!r}] of the model, of which a rank has a part. "
+            "Let it only call the model."
         )
 
 
-def _asked_for(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With which arguments a loss calls the model."""
+def _model_arguments(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which a loss calls the model."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        raise _IsAsked(args, kwargs)
+        raise _ModelCalled(args, kwargs)
 
     try:
         loss(_WholeModel(call), batch)
-    except _IsAsked as asked:
-        return asked.args_asked, asked.kwargs_asked
+    except _ModelCalled as called:
+        return called.model_args, called.model_kwargs
     raise PipelineError(
-        "The loss of a pipeline has to call the model once, and called it 0 times. Give loss=lambda model, batch: ..."
+        "The loss of a pipeline has to call the model once, and called it 0 times. Give "
+        "loss=lambda model, batch: ..."
     )
 
 
-class _LossOfStage:
-    """The loss of a whole model, as a function of what the last stage gave and of what PyTorch has
-    cut of a tensor with a row for each sample.
-    """
+class _StageLoss:
+    """Adapts loss(model, batch) to PyTorch, which calls loss(output, target) per microbatch."""
 
     def __init__(self) -> None:
-        self._of_step: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+        self._of_microbatch: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def begin(self, loss: Loss, batch: Any, num_rows: int) -> torch.Tensor:
-        """A step begins; returns the tensor for PyTorch to cut, on the host."""
+        """Begin a step; returns the target for PyTorch to cut: a tensor with a row per sample."""
 
         def of_microbatch(output: Any, target: torch.Tensor) -> torch.Tensor:
             first, num_calls = target.storage_offset(), 0
@@ -270,29 +277,28 @@ class _LossOfStage:
                 num_calls += 1
                 return output
 
-            part = copy_with(
-                batch,
-                lambda one: (
-                    one.narrow(0, first, len(target)) if one.dim() and len(one) == num_rows else one
-                ),
-            )
-            result = loss(_WholeModel(call), part)
+            def cut(tensor: torch.Tensor) -> torch.Tensor:
+                if tensor.dim() and len(tensor) == num_rows:
+                    return tensor.narrow(0, first, len(target))
+                return tensor
+
+            result = loss(_WholeModel(call), copy_with(batch, cut))
             if num_calls != 1:
                 raise PipelineError(
-                    f"The loss of a pipeline has to call the model once, and called it {num_calls} times. Let it call the model with all inputs at "
-                    "once."
+                    f"The loss of a pipeline has to call the model once, and called it {num_calls} "
+                    "times. Let it call the model with all inputs at once."
                 )
             if wrong := wrong_with_loss(result, nn.Identity(), is_lightning=False):
                 raise PipelineError(f"loss {wrong}")
             return result
 
-        self._of_step = of_microbatch
+        self._of_microbatch = of_microbatch
         return torch.empty(num_rows, dtype=torch.uint8, device="cpu")
 
     def end(self) -> None:
-        """The step is over."""
-        self._of_step = None
+        """End the step, so that the batch does not outlive it."""
+        self._of_microbatch = None
 
     def __call__(self, output: Any, target: torch.Tensor) -> torch.Tensor:
-        assert self._of_step is not None, "PyTorch asks for losses inside of a step"
-        return self._of_step(output, target)
+        assert self._of_microbatch is not None, "PyTorch computes losses only inside a step"
+        return self._of_microbatch(output, target)

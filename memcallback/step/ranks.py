@@ -22,63 +22,60 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-#: PyTorch's distributed engines are asked for much that is not public; with this and 2.13 that was
-#: tried.
+#: We use many private parts of PyTorch's distributed engines; tried with this version and 2.13.
 _OLDEST_TORCH = (2, 11)
-#: Of `DistributedDataParallel`, which gives its first bucket 1 MiB where this was not changed.
+#: `DistributedDataParallel`'s default, with which its first bucket has 1 MiB.
 _DEFAULT_BUCKET_BYTES = 25 * MiB
-#: Spreads a model over the devices of a mesh: changes it, or gives what takes its place.
+#: Spreads a model over the devices of a mesh: changes it in place, or returns its replacement.
 Parallelize = Callable[..., Any]
 
 
 class Ranks:
-    """A job of several ranks with a device each, and which of them is looked at.
+    """A distributed job with one device per rank, and which of its ranks to predict.
 
-    What a rank allocates is not computed but traced: PyTorch's own engines run on a model of fake
-    tensors, in a process group of that size in which nothing is sent.
+    A rank's allocations are traced, not computed: PyTorch's own engines run on a model of fake
+    tensors, in a process group of that size that sends nothing.
 
     - `ddp`: `torch.nn.parallel.DistributedDataParallel`, buckets and communication hooks included.
     - `fsdp2`: `torch.distributed.fsdp.fully_shard` of each layer of the model's outermost
-      containers (`nn.ModuleList`, `nn.Sequential`)
-      and of the whole. Over a mesh of two dimensions it is HSDP: copies over the first, shards over
-      the second.
+      containers (`nn.ModuleList`, `nn.Sequential`) and of the whole model. Over a mesh of two
+      dimensions this is HSDP: replicas over the first, shards over the second.
     - `tensor_parallel`: `torch.distributed.tensor.parallel.parallelize_module` with a `plan`.
     - `pipeline`: a schedule of `torch.distributed.pipelining` over `n_microbatches`. The step's
-      batch is one microbatch of it, as with
-      accumulation, its loss that of the whole model, and every rank has the whole batch on its
-      device.
-    - A function `(model, mesh, **options)` that does what the training does, and gives the model
-      back if it is another object. It has to
-      leave the model on the device. It may give a schedule of `torch.distributed.pipelining`; then
-      the step's loss is called with that and with all microbatches, and calls `schedule.step` as
-      this rank does.
+      batch is one microbatch, as with accumulation. Its loss is that of the whole model, and every
+      rank has the whole batch on its device.
+    - A function `(model, mesh, **options)` that does what the training does, and returns the model
+      if it is another object. It must leave the model on the device. It may return a schedule of
+      `torch.distributed.pipelining`; then the step's loss is called with the schedule and all
+      microbatches, and must call `schedule.step` as this rank does.
 
-    Where the step's model is on a CPU it is moved to the device as the engine does that; one on the
-    meta device comes there after it was sharded (`to_empty`).
+    A model on a CPU is moved to the device as the engine does it. A model on the meta device is
+    moved there after it was sharded (`to_empty`).
 
     Args:
         world_size: How many ranks there are, at least 1.
-        strategy: How the model is spread over them.
+        strategy: How the model is spread over them: one of the names above, or a function.
         rank: Which rank, from 0.
         mesh: Names and sizes of the dimensions of the device mesh; by default `{"dp": world_size}`.
-        options: What the strategy takes, by its names: arguments of `DistributedDataParallel` with
-            `comm_hook` and `comm_state` (`register_comm_hook`), of `fully_shard`, or `plan`; of a
-            pipeline `n_microbatches`, `schedule` (a name of `get_schedule_class`, by default
-            `1F1B`), `split` (a function of the model, a stage's number from 0 and how many there
-            are, which gives the stage's module; by default as many children of an `nn.Sequential`
-            each), `stages_per_rank` (by default 1, or 2 in schedules of several), `return_outputs`
-            and `scale_grads` (as PyTorch's schedules).
+        options: The strategy's options. `ddp`: arguments of `DistributedDataParallel`, and
+            `comm_hook` and `comm_state` (`register_comm_hook`). `fsdp2`: arguments of
+            `fully_shard`. `tensor_parallel`: `plan`. `pipeline`: `n_microbatches`; `schedule`, a
+            name for `get_schedule_class` (default `1F1B`); `split`, a function of the model, a
+            stage's number from 0 and the number of stages, which returns the stage's module (by
+            default an equal share of the children of an `nn.Sequential`); `stages_per_rank`
+            (default 1, or 2 in schedules of several); `return_outputs` and `scale_grads`, as in
+            PyTorch's schedules.
 
     Attributes:
-        world_size: As given.
-        strategy: As given.
-        rank: As given.
-        mesh: The dimensions of the device mesh.
-        options: As given.
+        world_size: How many ranks there are.
+        strategy: The strategy's name, or the function.
+        rank: Which rank, from 0.
+        mesh: Names and sizes of the dimensions of the device mesh.
+        options: The strategy's options.
 
     Raises:
-        ValueError: For a number out of range, an unknown strategy, or a mesh of another size than
-            the world.
+        ValueError: For a number out of range, an unknown strategy, or a mesh whose size is not
+            world_size.
         TypeError: For an option that the strategy does not take.
     """
 
@@ -97,26 +94,29 @@ class Ranks:
         )
         if self.rank >= self.world_size:
             raise ValueError(
-                f"rank must be below world_size, got rank {rank} of {world_size}. Ranks are counted from 0 to {world_size - 1}."
+                f"rank must be below world_size, got rank {rank} of {world_size}. Ranks are "
+                f"counted from 0 to {world_size - 1}."
             )
         self.mesh = {"dp": self.world_size} if mesh is None else dict(mesh)
-        places = math.prod(
+        mesh_size = math.prod(
             whole_number(f"mesh[{name!r}]", size, "It is how many ranks a dimension has.")
             for name, size in self.mesh.items()
         )
-        if places != self.world_size:
+        if mesh_size != self.world_size:
             raise ValueError(
-                f"mesh {self.mesh} has {places} places for {world_size} ranks. The product of its sizes must be world_size, such as "
-                f"{{'dp': {world_size}}}."
+                f"mesh {self.mesh} has {mesh_size} places for {world_size} ranks. The product of "
+                f"its sizes must be world_size, such as {{'dp': {world_size}}}."
             )
         if not callable(strategy) and strategy not in _STRATEGIES:
             raise ValueError(
-                f"strategy must be {', '.join(map(repr, _STRATEGIES))} or a function of the model and the device mesh, got {described(strategy)}."
+                f"strategy must be {', '.join(map(repr, _STRATEGIES))} or a function of the model "
+                f"and the device mesh, got {described(strategy)}."
             )
         if strategy == "pipeline" and len(self.mesh) > 1:
             raise ValueError(
-                f"mesh {self.mesh} has {len(self.mesh)} dimensions, and strategy 'pipeline' is along one. Give a function of the model and the mesh "
-                "that returns the schedule, and spreads each stage over the other dimensions."
+                f"mesh {self.mesh} has {len(self.mesh)} dimensions, and strategy 'pipeline' is "
+                "along one. Give a function of the model and the mesh that returns the schedule, "
+                "and spreads each stage over the other dimensions."
             )
         self.strategy = strategy
         self.options = options
@@ -126,81 +126,75 @@ class Ranks:
     @property
     def name(self) -> str:
         """The strategy's name."""
-        return (
-            getattr(self.strategy, "__name__", "a function")
-            if callable(self.strategy)
-            else self.strategy
-        )
+        if callable(self.strategy):
+            return getattr(self.strategy, "__name__", "a function")
+        return self.strategy
 
     def __repr__(self) -> str:
-        """As it was made, without what is so by default."""
-        given: dict[str, Any] = {"rank": self.rank} if self.rank else {}
-        given |= {"mesh": self.mesh} if self.mesh != {"dp": self.world_size} else {}
+        """The call that makes it, without defaults."""
+        options: dict[str, Any] = {"rank": self.rank} if self.rank else {}
+        options |= {"mesh": self.mesh} if self.mesh != {"dp": self.world_size} else {}
+        options |= self.options
         strategy = self.name if callable(self.strategy) else repr(self.name)
-        return f"Ranks({self.world_size}, {strategy}{''.join(f', {name}={value!r}' for name, value in (given | self.options).items())})"
+        arguments = "".join(f", {name}={value!r}" for name, value in options.items())
+        return f"Ranks({self.world_size}, {strategy}{arguments})"
 
     @property
     def num_updates_to_settle(self) -> int:
-        """After how many updates the next is as all later ones: DistributedDataParallel makes its
-        buckets anew in the second, and a function may.
+        """The number of updates until they repeat.
+
+        2 for DistributedDataParallel, which rebuilds its buckets in the second update, and for a
+        function, which may do so; else 1.
         """
         return 2 if callable(self.strategy) or self.strategy == "ddp" else 1
 
     @property
     def num_at_one_batch(self) -> int:
-        """How many ranks are at one batch together: all with tensor parallel layers and in a
-        pipeline; else each has its own.
-        """
+        """How many ranks share a batch: all with tensor parallel layers or a pipeline, else 1."""
         return self.world_size if self.strategy in ("tensor_parallel", "pipeline") else 1
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a pipeline cuts a batch; 1 for what is none, and for a
-        function, which a trace can tell.
-        """
+        """Microbatches of a pipeline; 1 for other strategies, and for a function until traced."""
         return int(self.options["n_microbatches"]) if self.strategy == "pipeline" else 1
 
     @property
     def unlike(self) -> tuple[int, ...]:
-        """The ranks that hold unlike things: in a pipeline all of them; else this one stands for
-        the others.
-        """
+        """The ranks with different memory: all of a pipeline; else this one represents all."""
         return tuple(range(self.world_size)) if self.strategy == "pipeline" else (self.rank,)
 
     def as_rank(self, rank: int) -> Ranks:
-        """The same job, seen from another rank."""
+        """The same job with another rank."""
         other = copy.copy(self)
         other.rank = rank
         return other
 
     @contextmanager
     def world(self) -> Iterator[None]:
-        """Be that rank, inside the context: torch.distributed has a process group of that size, in
-        which nothing is sent.
-        """
+        """Give torch.distributed a process group of this rank that sends nothing."""
         from memcallback.step.fake_world import fake_world
 
         with fake_world(self.world_size, self.rank):
             yield
 
     def parallelize(self, model: nn.Module, device_type: str) -> nn.Module:
-        """Spread a model over the ranks of the process group that is there: a real one to train
-        with, or that of `world`.
+        """Spread a model over the ranks of the current process group: a real one, or `world`'s.
 
         Args:
             model: The model, which is changed.
             device_type: `cuda` or `cpu`.
 
         Returns:
-            What takes its place; its parameters are on the device. A `Pipeline` has no forward pass
-            but `step(loss, batch)`, which runs the forward and backward passes of all microbatches.
+            The model's replacement, with its parameters on the device. A `Pipeline` has no forward
+            pass but `step(loss, batch)`, which runs both passes of all microbatches.
 
         Raises:
             PipelineError: For a pipeline with a PyTorch that is too old for it.
         """
         if self.strategy == "pipeline" and (needed := newer_torch_needed()):
             raise PipelineError(
-                f"A pipeline is made with PyTorch {needed} or later, and this is {torch.__version__}. Install a later one."
+                f"A pipeline is made with PyTorch {needed} or later, and this is "
+                f"{torch.__version__}. Install a later one."
             )
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -215,16 +209,12 @@ class Ranks:
 
 
 def newer_torch_needed() -> str:
-    """The oldest PyTorch with which a rank is predicted and a pipeline made, where this one is
-    older; else nothing.
-    """
+    """The oldest PyTorch that predicts ranks and makes pipelines, if this one is older; else ""."""
     return ".".join(map(str, _OLDEST_TORCH)) if torch_version() < _OLDEST_TORCH else ""
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The job that a model is trained in, as `DistributedDataParallel` says; None for any other
-    model.
-    """
+    """The job of a `DistributedDataParallel`; None for any other model."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
     wrapped: Any = model
@@ -237,7 +227,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
             "static_graph",
         )
     }
-    # Where the capacity of buckets is kept differs between PyTorch 2.11 and 2.13.
+    # PyTorch 2.13 keeps the capacity of buckets elsewhere than 2.11.
     capacity_bytes = getattr(wrapped, "_bucket_config", wrapped).bucket_bytes_cap
     if capacity_bytes != _DEFAULT_BUCKET_BYTES:
         options["bucket_cap_mb"] = capacity_bytes / MiB
@@ -247,7 +237,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
-    """See that a strategy takes what it was given."""
+    """Check that a strategy takes its options."""
     from torch.distributed.fsdp import fully_shard
 
     known = {
@@ -265,7 +255,8 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
             )
     if strategy == "tensor_parallel" and "plan" not in options:
         raise TypeError(
-            "strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as parallelize_plan."
+            "strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as "
+            "parallelize_plan."
         )
     if strategy == "pipeline":
         if "n_microbatches" not in options:
@@ -283,7 +274,7 @@ def in_ddp(
     comm_state: Any = None,
     **options: Any,
 ) -> nn.Module:
-    """A model in `DistributedDataParallel`, on the device of a mesh."""
+    """Wrap a model in `DistributedDataParallel`, on the device of a mesh."""
     wrapped = nn.parallel.DistributedDataParallel(model.to(mesh.device_type), **options)
     if comm_hook is not None:
         wrapped.register_comm_hook(comm_state, comm_hook)
@@ -298,15 +289,12 @@ def _fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     if is_on_meta:
-        model.to_empty(
-            device="cpu"
-            if isinstance(options.get("offload_policy"), CPUOffloadPolicy)
-            else mesh.device_type
-        )
+        is_offloaded = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+        model.to_empty(device="cpu" if is_offloaded else mesh.device_type)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the outermost containers that have parameters: each is gathered on its own."""
+    """The layers with parameters in the outermost containers: each is gathered separately."""
     try:
         names = layer_containers(model)
     except ValueError:

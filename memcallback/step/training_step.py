@@ -24,8 +24,7 @@ from memcallback.step.ranks import Ranks, ranks_of
 
 Prepare = Callable[[nn.Module, Any], Any]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
-#: Lightning's names for precisions -> the type that autocast computes in; None where autocast is
-#: off.
+#: Lightning's names for precisions -> the dtype that autocast computes in; None if it is off.
 AUTOCAST = {
     "16-mixed": torch.float16,
     "bf16-mixed": torch.bfloat16,
@@ -34,8 +33,7 @@ AUTOCAST = {
     "32-true": None,
     "64-true": None,
 }
-#: Lightning's names -> the type of tensors that a training step makes without naming one, where it
-#: is not PyTorch's default.
+#: Lightning's names -> the default dtype inside a training step, where it is not PyTorch's.
 _DEFAULT_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -44,54 +42,52 @@ class TrainingStep:
     """One training step: forward pass and loss, backward pass, optimizer update.
 
     Args:
-        model: The model, on any device; it is never changed. Of a `DistributedDataParallel` the
-            module in it is taken, with `ranks` as it says.
+        model: The model, on any device; it is never changed. A `DistributedDataParallel` is
+            unwrapped, and `ranks` is read from it.
         batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors
             in it.
-        loss: A function of the model and the batch that gives the loss, a scalar tensor; by default
-            the `loss` that `model(batch)` returns, as models of transformers do, or else the sum of
-            its floating-point tensors. There a mapping whose keys are arguments of the model's
-            `forward` is handed over as `model(**batch)`. Several of them, with as many optimizers,
+        loss: A function of the model and the batch that returns the loss, a scalar tensor. The
+            default is the `loss` that `model(batch)` returns, as models of transformers do, or else
+            the sum of its floating-point tensors; a mapping whose keys are arguments of the model's
+            `forward` is passed as `model(**batch)`. Give a list of losses, with as many optimizers,
             for a step of several updates (a GAN).
         optimizer: An optimizer of this model, several of them, or a function from parameters to a
             new one; None for none.
         precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`,
             `bf16-true` or `64-true`. Only the mixed ones change anything here: a model of another
-            type already has that type. With `16-mixed` a GradScaler scales the loss.
-        batch_size: Samples in the batch, if they are not to be inferred from it.
-        sequence_length: How long the batch's sequences are: the size of every dimension but the
-            first of the batch's tensors that is to vary. With it a prediction tells of other
-            lengths.
+            dtype already has that dtype. With `16-mixed` a GradScaler scales the loss.
+        batch_size: Samples in the batch; inferred from it by default.
+        sequence_length: How long the batch's sequences are. Every dimension of this size, but the
+            first, of the batch's tensors varies when other lengths are predicted.
         accumulate: Batches whose gradients are summed before an update, at least 1.
         clip_grad_norm: The largest norm of all gradients together
             (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
         clip_grad_value: The largest value in a gradient (`torch.nn.utils.clip_grad_value_`), None
             for no clipping.
-        ranks: The job of several ranks that the step is trained in, and which of them is looked at;
-            None for one device.
+        ranks: The distributed job that trains the step, and which of its ranks to predict; None for
+            one device.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
-            gives the batch; None to leave them.
-        change_optimizers: Gives the optimizers to trace in place of copies of the step's; None to
-            leave them.
+            returns the batch; None changes nothing.
+        change_optimizers: Returns the optimizers to trace instead of copies of the step's; None
+            changes nothing.
         losses: The loss, or several: each is followed by its backward pass and the update of the
-            optimizer at its place.
+            optimizer at the same position.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most
-            loops do. Lightning clears them after it, so they live through it. Cleared they are let
-            go of (`set_to_none=True`, PyTorch's default), by Lightning as the module's
-            `optimizer_zero_grad` does it.
-        has_accumulation: Whether the batches of an update come from `memcallback.accumulate`, which
-            clears gradients before it gives the first one and divides the loss in its backward
-            pass, whose caller keeps the undivided one; and not as in `loss = loss / accumulate`, or
-            Lightning.
+            loops do. Lightning clears them after it, so they are live during it. Clearing frees
+            them (`set_to_none=True`, PyTorch's default); Lightning calls the module's
+            `optimizer_zero_grad`.
+        has_accumulation: Whether the batches of an update come from `memcallback.accumulate`. It
+            clears gradients before the first batch, and divides the loss inside its backward pass,
+            so the caller keeps the undivided loss. `loss = loss / accumulate` and Lightning do not.
 
     Raises:
-        ValueError: For an unknown precision, a number that is out of range, a sequence length that
-            no tensor has, no loss in a list, or an optimizer of another model.
-        TypeError: For anything that is not of its kind, and a function that cannot be called with
-            what it is to be given.
+        ValueError: For an unknown precision, a number out of range, a sequence length that no
+            tensor has, an empty list of losses, or an optimizer of another model.
+        TypeError: For an argument of the wrong type, or a function that cannot be called with its
+            arguments.
     """
 
     def __init__(
@@ -156,36 +152,37 @@ class TrainingStep:
 
     @property
     def given_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers of this very model that were given, rather than functions that make them."""
-        given = self._optimizer if isinstance(self._optimizer, Sequence) else (self._optimizer,)
-        return tuple(one for one in given if isinstance(one, torch.optim.Optimizer))
+        """The user's optimizers of this model, without functions that make one."""
+        passed = self._optimizer if isinstance(self._optimizer, Sequence) else (self._optimizer,)
+        return tuple(each for each in passed if isinstance(each, torch.optim.Optimizer))
 
     def check_predictable(self) -> int:
-        """See that the step's batch size is known and that its model is whole.
+        """Check that the batch size is known and the model is not sharded.
 
         Returns:
             Samples in the batch.
 
         Raises:
-            PredictionError: If one of them is not so; the text names the way out.
+            PredictionError: If one of them is not so; the message says what to do.
         """
         if self.batch_size.batch_size is None:
             raise PredictionError(
-                "The batch size cannot be inferred: no tensor in the batch has a first dimension. Give it: batch_size=32 to TrainingStep or "
-                "MemoryCallback."
+                "The batch size cannot be inferred: no tensor in the batch has a first dimension. "
+                "Give it: batch_size=32 to TrainingStep or MemoryCallback."
             )
         if is_sharded(self.model):
             raise PredictionError(
-                "The model is sharded over several devices already. Give the module as it was before, and how it is sharded: "
-                "TrainingStep(module, batch, ranks=memcallback.Ranks(world_size, 'fsdp2'))."
+                "The model is sharded over several devices already. Give the module as it was "
+                "before, and how it is sharded: TrainingStep(module, batch, "
+                "ranks=memcallback.Ranks(world_size, 'fsdp2'))."
             )
         return self.batch_size.batch_size
 
     def of_rank(self, rank: int) -> TrainingStep:
-        """The step as another rank of its job has it.
+        """The step of another rank of its job.
 
         Args:
-            rank: Which rank.
+            rank: The rank's number, from 0.
         """
         if self.ranks is None or rank == self.ranks.rank:
             return self
@@ -193,7 +190,7 @@ class TrainingStep:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The type that autocast computes in, None where it is off."""
+        """The dtype that autocast computes in; None if it is off."""
         return AUTOCAST[self.precision]
 
     @classmethod
@@ -214,9 +211,9 @@ class TrainingStep:
         """The step that a LightningModule's `training_step` describes.
 
         Args:
-            module: A LightningModule of either package.
+            module: A LightningModule of `lightning` or `pytorch_lightning`.
             batch: As for `TrainingStep`.
-            optimizer: As for `TrainingStep`; by default what `module.configure_optimizers` makes.
+            optimizer: As for `TrainingStep`; by default those of `module.configure_optimizers`.
             precision: As for `TrainingStep`.
             batch_size: As for `TrainingStep`.
             sequence_length: As for `TrainingStep`.
@@ -226,18 +223,20 @@ class TrainingStep:
             ranks: As for `TrainingStep`.
 
         Raises:
-            TypeError: If the module has no `training_step`; and as `TrainingStep`.
-            ValueError: As `TrainingStep`; and for clipping both by norm and by value, or for
+            TypeError: As for `TrainingStep`, and if the module has no `training_step`.
+            ValueError: As for `TrainingStep`, for clipping both by norm and by value, and for
                 clipping or accumulation with manual optimization, which Lightning refuses too.
         """
         if not callable(getattr(module, "training_step", None)):
             raise TypeError(
-                f"module must be a LightningModule, got {described(module)}, which has no training_step. For another loop give "
-                "TrainingStep(model, batch, loss=..., optimizer=...)."
+                f"module must be a LightningModule, got {described(module)}, which has no "
+                "training_step. For another loop give TrainingStep(model, batch, loss=..., "
+                "optimizer=...)."
             )
         if clip_grad_norm is not None and clip_grad_value is not None:
             raise ValueError(
-                f"clip_grad_norm is {clip_grad_norm} and clip_grad_value is {clip_grad_value}; a Trainer clips in one of these ways: give one."
+                f"clip_grad_norm is {clip_grad_norm} and clip_grad_value is {clip_grad_value}; a "
+                "Trainer clips in one of these ways: give one."
             )
         if not getattr(module, "automatic_optimization", True):
             _check_manual_optimization(
@@ -258,8 +257,8 @@ class TrainingStep:
             ranks=ranks,
         )
         loop = step.lightning = LightningLoop(_DEFAULT_DTYPES.get(step.precision))
-        # Not through the step: that would be a cycle, and keep the batch alive until garbage is
-        # collected.
+        # The loss does not refer to the step: such a cycle would keep the batch alive until
+        # Python's garbage collection.
         step.losses = (
             lambda copy, fakes: lightning_loss(
                 loop, copy, fakes, len(optimizers_for(copy, optimizer, is_lightning=True))
@@ -277,13 +276,13 @@ class TrainingStep:
         change_optimizers: ChangeOptimizers | None = None,
         **changes: Any,
     ) -> TrainingStep:
-        """The same step, some things of it otherwise.
+        """A copy of this step with some changes.
 
         Args:
-            zero_grad_before_forward: As the attribute; None to leave it.
-            has_accumulation: As the attribute; None to leave it.
-            prepare: As the attribute, after what this step has; None to leave it.
-            change_optimizers: As the attribute; None to leave it.
+            zero_grad_before_forward: The new attribute; None keeps it.
+            has_accumulation: The new attribute; None keeps it.
+            prepare: Runs after this step's own `prepare`; None keeps it.
+            change_optimizers: The new attribute; None keeps it.
             changes: Arguments of `TrainingStep`.
         """
         arguments = {
@@ -316,9 +315,7 @@ class TrainingStep:
         return step
 
     def optimizers_of(self, model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-        """The step's optimizers: the given ones, or new ones for a model, which may be a copy of
-        the step's.
-        """
+        """The user's optimizers, or new ones for a model, which may be a copy of the step's."""
         return optimizers_for(model, self._optimizer, is_lightning=self.lightning is not None)
 
 
@@ -329,7 +326,7 @@ def _in_sequence(first: Prepare | None, second: Prepare | None) -> Prepare | Non
 
 
 def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | None]:
-    """Check both; the module in a `DistributedDataParallel`, which says what its ranks are."""
+    """Check both, and unwrap a `DistributedDataParallel`, from which the ranks are read."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {described(model)}. "

@@ -169,8 +169,8 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise _CannotBeFake(
-            f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for it. "
-            "Run the model once on a real batch first."
+            f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for "
+            "it. Run the model once on a real batch first."
         )
     is_jagged = tensor.layout is torch.jagged and tensor._lengths is None  # type: ignore[attr-defined]
     own_dispatch = (
@@ -185,10 +185,12 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
     )
     if is_other and not is_jagged:
         raise _CannotBeFake(
-            f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout {tensor.layout} cannot be made "
-            "fake: only strided tensors with a storage of their own can, sparse ones (COO), and nested ones (torch.jagged) without gaps. "
-            "Convert it first, for instance with .to_sparse_coo(), .to_dense(), torch.nested.nested_tensor(..., layout=torch.jagged), "
-            ".contiguous(), .dequantize() or .to_local(), or leave it out of the model and the batch."
+            f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout "
+            f"{tensor.layout} cannot be made fake: only strided tensors with a storage of their "
+            "own can, sparse ones (COO), and nested ones (torch.jagged) without gaps. Convert it "
+            "first, for instance with .to_sparse_coo(), .to_dense(), "
+            "torch.nested.nested_tensor(..., layout=torch.jagged), .contiguous(), .dequantize() or "
+            ".to_local(), or leave it out of the model and the batch."
         )
 
 
