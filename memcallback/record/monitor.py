@@ -279,12 +279,12 @@ class Monitor:
             and step.held_bytes is not None
             and step.windows[0].start.allocated_bytes is not None
         ):
-            self._sinks.log_image(STEP_IMAGE_TAG, step_by_category(step, prediction), number)
+            self._sinks.log_image(STEP_IMAGE_TAG, number, step_by_category, step, prediction)
         if advice is not None:
-            self._sinks.log_image(CURVE_IMAGE_TAG, batch_size_curve(advice, prediction), number)
+            self._sinks.log_image(CURVE_IMAGE_TAG, number, batch_size_curve, advice, prediction)
         modules = self._recorder.modules
         if modules is not None:
             predicted = predicted_modules(self.prediction, modules.batch_size)
             self._say(modules.to_text(predicted))
             self._sinks.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
-            self._sinks.log_image(MODULES_IMAGE_TAG, module_icicle(modules, predicted), number)
+            self._sinks.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)

@@ -1,18 +1,14 @@
-"""Plots (better name: plots.py).
+"""Plots: a step by category, the batch-size curve, savings, modules.
 
-Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are;
-and in a thread of its own, since the parser of matplotlib's labels keeps exceptions, whose frames
-would keep the training's batch alive.
+Drawn without pyplot, so that a program's own figures and its choice of backend stay as they are.
 """
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from memcallback.batch_size.advice import BatchSizeAdvice
 from memcallback.core.module_table import ModuleMemory, ModuleTable
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _COLOURS = {
     Category.PARAMETER: "#4e79a7",
     Category.BUFFER: "#a0cbe8",
@@ -61,16 +55,6 @@ _NUM_LEVELS = 7
 _SHARE_WITH_NAME = 0.035
 
 
-def _in_own_thread(draw: Callable[_P, _T]) -> Callable[_P, _T]:
-    @functools.wraps(draw)
-    def threaded(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(draw, *args, **kwargs).result()
-
-    return threaded
-
-
-@_in_own_thread
 def step_by_category(
     measured: StepMemory, prediction: StepPrediction | None
 ) -> npt.NDArray[np.uint8]:
@@ -167,7 +151,6 @@ def _draw_peaks(
             )
 
 
-@_in_own_thread
 def batch_size_curve(
     advice: BatchSizeAdvice, prediction: StepPrediction | None
 ) -> npt.NDArray[np.uint8]:
@@ -224,7 +207,6 @@ def batch_size_curve(
     return _pixels(figure)
 
 
-@_in_own_thread
 def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
     """The peak with each saving beside the present one, with the largest batch size that fits then."""
     rows = [row for row in plan.rows if row.peak_bytes is not None][:_NUM_BARS]
@@ -270,7 +252,6 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
     return _pixels(figure)
 
 
-@_in_own_thread
 def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.NDArray[np.uint8]:
     """What each module's forward pass left allocated, as wide as it is much; below each module
     those inside it.

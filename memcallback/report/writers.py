@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.report.tensorboard import write_layout, write_scalars
@@ -14,6 +15,8 @@ from memcallback.report.tensorboard import write_layout, write_scalars
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+_P = ParamSpec("_P")
 
 
 class Writers:
@@ -85,8 +88,21 @@ class Writers:
                 step,
             )
 
-    def log_image(self, tag: str, image: npt.NDArray[np.uint8], step: int) -> None:
-        """Give every TensorBoard run a picture of shape (height, width, 3)."""
+    def log_image(
+        self,
+        tag: str,
+        step: int,
+        draw: Callable[_P, npt.NDArray[np.uint8]],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        """Draw a picture of shape (height, width, 3) and write it to every TensorBoard run."""
+        if not self._writers:
+            return
+        # In a thread of its own: matplotlib's label parser caches exceptions, and their frames
+        # would keep the callers' variables alive, the training's batch among them.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            image = pool.submit(draw, *args, **kwargs).result()
         for writer in self._writers:
             self._attempt(
                 f"write the image {tag!r}",

@@ -487,7 +487,7 @@ class MemoryCallback(Callback):
             return
         say_beside(pl_module)(self.plan.to_text())
         self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), step_number(trainer))
-        self._sinks.log_image(WHAT_IF_IMAGE_TAG, what_if_bars(self.plan), step_number(trainer))
+        self._sinks.log_image(WHAT_IF_IMAGE_TAG, step_number(trainer), what_if_bars, self.plan)
 
     def _completed(self, report: Report, accumulate: int) -> Report:
         """A report with what the savings change, and what they save."""
