@@ -1,5 +1,5 @@
-"""Memory from a table of layers and a formula, for steps that cannot be traced: an upper and a
-lower bound.
+"""The fallback for steps that cannot be traced: upper and lower bounds from a table of layers.
 
-Start with `law`, then `shape_pass`.
+May import `core`, `devices`, `step` and the rest of `prediction`. Start with `law`, then `predict`,
+then `shape_pass`, which is also the public `layers()`.
 """

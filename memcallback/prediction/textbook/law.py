@@ -1,4 +1,4 @@
-"""TextbookPrediction: memory linear in the batch size."""
+"""TextbookPrediction: memory of a step that is linear in the batch size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LinearBytes:
     """A size in bytes that is linear in the batch size.
 
     Attributes:
-        fixed_bytes: At batch size 0.
-        per_sample_bytes: More for each sample.
+        fixed_bytes: The size at batch size 0.
+        per_sample_bytes: What each sample adds.
     """
 
     fixed_bytes: int
@@ -32,29 +32,27 @@ class LinearBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class TextbookPrediction(Printable):
-    """What one steady step will hold: model memory + batch size * memory per sample.
+    """Memory of a steady step: model memory + batch size * memory per sample.
 
-    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch;
-    every layer's output does, and counts twice in the backward pass, where the gradients of the
-    outputs join the outputs. What else autograd keeps for the backward pass (the mask of a dropout)
-    counts once. It is an upper estimate, since not every output is kept and not all gradients of
-    outputs live at the same time; the lower edge counts only what autograd saves for the backward
-    pass, once.
+    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch.
+    Every layer's output does; it counts twice in the backward pass, for itself and its gradient.
+    Anything else that autograd saves, such as a dropout's mask, counts once. This is an upper
+    bound: not every output is kept, and not all gradients of outputs are live at the same time. The
+    lower bound counts only what autograd saves for the backward pass, once.
 
     Attributes:
-        source: How it was worked out.
-        device_name: What it is for.
-        capacity_bytes: The device's memory, None if unknown.
+        source: Where the numbers come from.
+        device_name: The device's name.
+        capacity_bytes: The device's memory; None if unknown.
         batch_size: Samples in the batch.
         held: Bytes of parameters, buffers, gradients and optimizer state.
         input: Bytes of the batch.
-        outputs: Bytes of all layers' outputs together; in-place operations and views add none.
-        kept: Bytes of all layers' outputs and of what else autograd keeps.
+        outputs: Bytes of all layers' outputs; in-place operations and views add none.
+        kept: Bytes of all layers' outputs, and of everything else that autograd saves.
         saved: Bytes that autograd saves for the backward pass.
-        optimizer_transient_bytes: What the update itself needs for a moment.
-        workspace_bytes: What the device's libraries keep in the allocator from the first step on.
-        gradients_live_in_forward: Whether gradients of the step before are still there in the
-            forward pass.
+        optimizer_transient_bytes: Temporary memory of the update.
+        workspace_bytes: Persistent workspaces of the device's libraries.
+        gradients_live_in_forward: Whether the last step's gradients are live in the forward pass.
         caveats: What was assumed or left out, one sentence each.
     """
 
@@ -77,13 +75,16 @@ class TextbookPrediction(Printable):
 
         Raises:
             ValueError: If `batch_size` is below 1.
-            TypeError: If it is no whole number.
+            TypeError: If it is not a whole number.
         """
         return replace(self, batch_size=whole_number("batch_size", batch_size, SAMPLES))
 
     def to_text(self) -> str:
         """For a console: the step by phase, what a further sample adds, and what was assumed."""
-        per_sample = f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the peak, which is an upper estimate."
+        per_sample = (
+            f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the peak, which is "
+            "an upper estimate."
+        )
         return "\n".join([f"{self.step}\n", per_sample, *self.caveats]) + "\n"
 
     @property
@@ -95,7 +96,7 @@ class TextbookPrediction(Printable):
 
     @property
     def step(self) -> StepMemory:
-        """The step, in the type in which measured steps are."""
+        """The predicted step, of the same type as a measured one."""
         before = dict(self.held) | {Category.INPUT: self.input.at(self.batch_size)}
         without_gradients = before | {Category.GRADIENT: 0}
         outputs, kept, saved = (
@@ -144,19 +145,19 @@ class TextbookPrediction(Printable):
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The largest allocated figure of the step."""
+        """Peak allocated memory of the step."""
         peak = self.step.peak_allocated_bytes
         assert peak is not None
         return peak
 
     @property
     def peak_reserved_bytes(self) -> None:
-        """The law knows nothing of the allocator, so reserved memory is unknown."""
+        """None: the formula does not know the allocator."""
         return None
 
     @property
     def by_category(self) -> Mapping[Category, int]:
-        """What stands at the peak."""
+        """Bytes live at the peak, by category."""
         peak = max(self.step.windows, key=lambda window: window.peak_allocated_bytes or 0)
         held = dict(self.held) | {
             Category.INPUT: self.input.at(self.batch_size),
@@ -172,7 +173,7 @@ class TextbookPrediction(Printable):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak stays within the device's capacity; None if that is unknown."""
+        """Whether the peak is within the device's capacity; None if that is unknown."""
         return (
             None
             if self.capacity_bytes is None

@@ -1,4 +1,4 @@
-"""Layer and LayerTable."""
+"""LayerTable: the layers of a forward pass with their parameters, outputs and FLOPs, as data."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ class Layer:
     """One call of a layer.
 
     A layer is a module without child modules, or a function called outside of such a module. A
-    module with children has a row of its own only where it owns parameters that nothing used.
+    module with children has a row only for parameters of its own that no layer used.
 
     Attributes:
         name: The module's FQN, "" for the root; for a function `<FQN of the module that calls
             it>/<function>`.
         kind: The module's class name, such as `Conv2d`, or the function's name, such as `relu`.
-        output_shape: Of the first tensor in the output; None if there is none.
-        num_parameters: Elements of its parameters. A parameter that several layers use counts at
-            the first that uses it.
-        parameter_bytes: Their bytes, counted alike.
-        output_bytes: Storages that the call made and returned. 0 for a view and for an in-place
-            operation.
-        num_flops: As torch.utils.flop_counter counts: two for a multiply-add of matrix products,
-            convolutions and attention, and 0 for what it has no formula for, such as activations,
-            pooling and normalisation.
+        output_shape: Shape of the first tensor in the output; None without tensors.
+        num_parameters: Elements of its parameters. A shared parameter counts at the first layer
+            that uses it.
+        parameter_bytes: Bytes of the same parameters.
+        output_bytes: Bytes of new storages in the output; 0 for views and in-place operations.
+        num_flops: Floating-point operations by torch.utils.flop_counter: two for a multiply-add of
+            matrix products, convolutions and attention; 0 for operators without a formula, such as
+            activations, pooling and normalisation.
         num_multiply_adds: Half of `num_flops`.
-        read_bytes: Parameters and other tensors from outside of the call that it read, each once
-            and as a whole.
-        written_bytes: What it returned in new storages, and what it changed in place, each once.
+        read_bytes: Bytes of parameters and other tensors from outside that it read, each once.
+        written_bytes: Bytes of new storages in the output and of tensors changed in place, each
+            once.
     """
 
     name: str
@@ -52,11 +51,11 @@ class LayerTable(Printable):
     """The layers of one forward pass, in the order in which they ran, and their sums.
 
     Attributes:
-        layers: One for every call. Modules whose parameters no call used come last.
-        saved_bytes: Storages made in the pass that autograd keeps for the backward pass;
-            parameters, buffers and inputs are not among them. 0 in a pass without gradients.
-        kept_bytes: Storages of all outputs, and what else autograd keeps (the mask of a dropout,
-            say).
+        layers: One for each call; modules with unused parameters come last.
+        saved_bytes: Bytes of new storages that autograd saves for the backward pass, without
+            parameters, buffers and inputs; 0 without gradients.
+        kept_bytes: Bytes of all outputs, and of everything else that autograd saves, such as a
+            dropout's mask.
     """
 
     layers: tuple[Layer, ...]
@@ -65,22 +64,22 @@ class LayerTable(Printable):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, shared ones once."""
+        """Elements of all parameters; shared ones count once."""
         return sum(layer.num_parameters for layer in self.layers)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters, shared ones once."""
+        """Bytes of all parameters; shared ones count once."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all outputs, as if every one were kept."""
+        """Bytes of all outputs."""
         return sum(layer.output_bytes for layer in self.layers)
 
     @property
     def num_flops(self) -> int:
-        """Floating-point operations; see `Layer.num_flops` for what counts."""
+        """Floating-point operations, counted as `Layer.num_flops`."""
         return sum(layer.num_flops for layer in self.layers)
 
     @property
@@ -99,17 +98,17 @@ class LayerTable(Printable):
         return sum(layer.written_bytes for layer in self.layers)
 
     def share(self, layer: Layer) -> float:
-        """The layer's part of `output_bytes`, from 0 to 1; 0 where there are no outputs at all."""
+        """The layer's part of `output_bytes`, from 0 to 1; 0 without outputs."""
         return layer.output_bytes / self.output_bytes if self.output_bytes else 0.0
 
     def to_table(self) -> Table:
-        """The table to show, with the sums in the last row."""
+        """The table, with the sums in the last row."""
         rows = [
             (
                 layer.name or "(root)",
                 layer.kind,
                 _shape_text(layer.output_shape),
-                *_figures(layer, self.share(layer)),
+                *_values(layer, self.share(layer)),
             )
             for layer in self.layers
         ]
@@ -129,7 +128,7 @@ class LayerTable(Printable):
                 "read",
                 "written",
             ),
-            rows=(*rows, ("total", "", "", *_figures(self, total_share))),
+            rows=(*rows, ("total", "", "", *_values(self, total_share))),
             left_columns=frozenset({"kind", "output shape"}),
             totals=True,
         )
@@ -164,7 +163,7 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape)) if shape else "-" if shape is None else "scalar"
 
 
-def _figures(source: Layer | LayerTable, share: float) -> tuple[str, ...]:
+def _values(source: Layer | LayerTable, share: float) -> tuple[str, ...]:
     return (
         f"{source.num_parameters:,}",
         format_bytes(source.parameter_bytes),

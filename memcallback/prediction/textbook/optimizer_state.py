@@ -1,4 +1,4 @@
-"""Size of an optimizer's state: as it is, or after one `step()` of a copy on meta tensors."""
+"""The size of an optimizer's state: as it is, or after one step of a copy on meta tensors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _device_type_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _device_type(tensor: torch.Tensor, group: Mapping[str, Any], device_type: str | None) -> str:
-    """Where existing state will be; scalars such as `step` stay on the CPU if torch keeps them there."""
+    """The device of existing state; scalars such as `step` stay on the CPU where torch keeps them."""
     is_on_host = (
         tensor.device.type == "cpu"
         and tensor.dim() == 0

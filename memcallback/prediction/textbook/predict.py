@@ -1,4 +1,4 @@
-"""Closed-form prediction from layer outputs and optimizer state."""
+"""Predicts a step by the textbook law: layer outputs from a pass over shapes, persistent memory."""
 
 from __future__ import annotations
 
@@ -32,46 +32,33 @@ SOURCE = "textbook law"
 def predict(
     step: TrainingStep, *, device: str | int | None = None, device_name: str | None = None
 ) -> TextbookPrediction:
-    """Predict the memory of a steady training step, on a copy without data; nothing runs and
-    nothing of the user's changes.
-
-    Args:
-        step: The step.
-        device: The capacity of the device, as `24GiB` or in bytes; None if it does not matter.
-        device_name: What to call it.
-
-    Returns:
-        The prediction, an upper estimate with a lower edge (see `TextbookPrediction`), and what was
-        assumed in its `caveats`.
-
-    Raises:
-        PredictionError: If the step cannot be followed on shapes alone, or its batch size is
-            unknown.
-        ValueError: If `device` is not a size.
-    """
+    """Bound the memory of a steady step, with copies on fake tensors: nothing else changes."""
     capacity = parse_bytes(device) if device is not None else None
     batch_size = step.check_predictable()
     caveats = [
-        "Convolution workspaces, temporaries inside operators and the allocator's rounding are left out."
+        "Convolution workspaces, temporaries inside operators and the allocator's rounding are "
+        "left out."
     ]
     if step.batch_size.is_ambiguous:
         caveats.append(
-            f"The tensors of the batch differ in their first dimension; {batch_size}, the most frequent, was taken for the batch size."
+            f"The tensors of the batch differ in their first dimension; {batch_size}, the most "
+            "frequent, was taken for the batch size."
         )
     if not getattr(step.model, "automatic_optimization", True):
         caveats.append(
-            "Manual optimization: the forward passes of one batch were taken to stand at the same time."
+            "Manual optimization: all forward passes of one batch were assumed to be live at once."
         )
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
-        caveats.append("A compiled module was followed as it would run without compilation.")
+        caveats.append("A compiled module was predicted as it runs without compilation.")
     if step.autocast_dtype is not None:
         caveats.append(
-            "Autocast was followed by the CPU's lists of operators, which differ from CUDA's (layer norm, softmax, losses)."
+            "Autocast used the CPU's lists of operators, which differ from CUDA's (layer norm, "
+            "softmax, losses)."
         )
     here = _shape_pass(step, batch_size, caveats)
     if here is None:
         raise PredictionError(
-            f"The step could not be followed on shapes alone, neither as a whole nor its model's forward. {caveats[-1]}"
+            f"Neither the step nor its model's forward pass can run on fake tensors. {caveats[-1]}"
         )
     more = _shape_pass(step, batch_size + 1, caveats)
     held, transient = _held(step, caveats)
@@ -93,9 +80,7 @@ def predict(
 
 
 def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> LinearBytes:
-    """The line through the sizes at two neighbouring batch sizes; through the origin if there is
-    only one.
-    """
+    """The line through sizes at two neighbouring batch sizes, or through one and the origin."""
     if more_bytes is None or not 0 <= more_bytes - here_bytes <= here_bytes:
         return LinearBytes(fixed_bytes=0, per_sample_bytes=-(-here_bytes // batch_size))
     per_sample = more_bytes - here_bytes
@@ -105,53 +90,43 @@ def _law(here_bytes: int, more_bytes: int | None, batch_size: int) -> LinearByte
 
 
 def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> LayerTable | None:
-    """Follow the step, or failing that its model's forward, on shapes at a batch size; None and a
-    caveat if neither goes.
-    """
-    given = step.batch_size.batch_size
-    assert given is not None
+    """Run the step on fakes, else its model's forward alone; None and a caveat if both fail."""
+    own_batch_size = step.batch_size.batch_size
+    assert own_batch_size is not None
     failure = ""
-    for attempt in ("training step", "forward"):
+    for is_whole_step in (True, False):
         with quietly(), untouched_globals(), untouched_variables(step.model, step.losses):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 model, batch = fake_copy((step.model, step.batch), fake_mode)
-                batch = resize_batch(batch, given, batch_size)
+                batch = resize_batch(batch, own_batch_size, batch_size)
+                forward = partial(step.loss if is_whole_step else _forward, model, batch)
                 with fake_mode, torch.enable_grad():
-                    if attempt == "training step":
-                        table = shape_pass(
-                            model,
-                            partial(step.loss, model, batch),
-                            autocast_dtype=step.autocast_dtype,
-                        )
-                    else:
-                        table = shape_pass(
-                            model,
-                            partial(_forward, model, batch),
-                            autocast_dtype=step.autocast_dtype,
-                        )
+                    table = shape_pass(model, forward, autocast_dtype=step.autocast_dtype)
             except Exception as error:  # user code on fakes can fail in any way
                 failure = (
                     failure
                     or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 )
                 continue
-        if attempt == "forward":
+        if not is_whole_step:
             caveats.append(
-                f"The step could not be followed on shapes alone ({failure}): the model's forward was, so its loss is left out."
+                f"The step cannot run on fake tensors ({failure}): the model's forward pass was "
+                "used instead, so the loss is left out."
             )
         return table
-    if batch_size == given:
+    if batch_size == own_batch_size:
         caveats.append(f"It failed with {failure}.")
     else:
         caveats.append(
-            f"The step could not be followed at batch size {batch_size} ({failure}): all outputs were taken to be proportional to the batch size."
+            f"The step cannot run on fake tensors at batch size {batch_size} ({failure}): all "
+            "outputs were assumed to be proportional to the batch size."
         )
     return None
 
 
 def _forward(model: torch.nn.Module, batch: Any) -> object:
-    """The model on a batch, or on the first part of it, which is its input."""
+    """Call the model with the batch, or with its first part, which usually is the input."""
     if isinstance(batch, Sequence) and len(batch) > 0:
         with suppress(TypeError, AttributeError):
             return model(batch[0])
@@ -166,9 +141,7 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], int]:
-    """Bytes of parameters, buffers, gradients and optimizer state on the model's device; and what
-    the update needs for a moment.
-    """
+    """Persistent bytes on the model's device by category, and temporary bytes of the update."""
     device = _device_of(step.model)
     now = holdings([step.model], (), None, device).by_category
     trainable = [p for p in step.model.parameters() if p.requires_grad and is_on(p.device, device)]
@@ -182,8 +155,8 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
     for optimizer, steady in zip(optimizers, states, strict=True):
         if steady is None:
             text = (
-                f"The state of the optimizer {type(optimizer).__name__} is not known before its first step and counts as none in the "
-                "prediction. Predict again after a step, when its own state can be read."
+                f"The state of the optimizer {type(optimizer).__name__} is unknown before its "
+                "first step and counts as 0 bytes in the prediction. Predict again after a step."
             )
             caveats.append(text)
             warn(text)
@@ -200,11 +173,11 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
 
 
 def _transient_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """What an update needs for a moment.
+    """Temporary bytes of an update.
 
-    A foreach update works on all parameters at once and holds one intermediate of each (the default
-    on CUDA, torch/optim/optimizer.py `_default_to_fused_or_foreach`); a loop over parameters at
-    most two of the largest (the square root and its quotient in Adam); a fused update and plain SGD
+    A foreach update holds one intermediate for each parameter at once (the default on CUDA,
+    torch/optim/optimizer.py `_default_to_fused_or_foreach`). A loop over parameters holds at most
+    two of the largest (the square root and its quotient in Adam), a fused update and plain SGD
     none.
     """
     sizes = [
@@ -224,7 +197,7 @@ def _transient_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     return sum(sizes) if foreach or (foreach is None and device.type == "cuda") else 2 * max(sizes)
 
 
-#: Kinds of layers and functions that multiply matrices, for which CUDA has a cuBLAS handle.
+#: Layers and functions that multiply matrices and so create a cuBLAS handle.
 _MATRIX_PRODUCTS = frozenset(
     {
         "Linear",

@@ -1,4 +1,4 @@
-"""layers(): per-layer table from a forward pass on fake tensors."""
+"""layers(): a table of a model's layers, from a forward pass on fake tensors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def layers(
     input_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> LayerTable:
-    """Tabulate the layers of a model, without running it: a copy of it runs on tensors that have
-    shapes and no data.
+    """Tabulate the layers of a model without running it: a copy runs on fake tensors.
 
     Args:
-        model: The model, in the mode (training or evaluation) to look at. It is not touched.
-        *inputs: What it is called with: tensors (on any device, `meta` as well), containers of tensors, or anything else.
+        model: The model, in training or evaluation mode as wanted. It is not changed.
+        *inputs: The model's inputs: tensors (on any device, also `meta`), containers of tensors, or
+            anything else.
         input_size: Instead of inputs, the size of a tensor such as (1, 3, 224, 224), or a list of
             sizes, one for each input. The tensors have the dtype of the model's first
             floating-point parameter.
@@ -47,8 +47,8 @@ def layers(
         One row for each call of a layer, and the sums.
 
     Raises:
-        ValueError: If both or neither of inputs and `input_size` are given, a size is not one, or
-            the model reads values.
+        ValueError: If both or neither of inputs and `input_size` are given, a size is invalid, or
+            the model reads the values of a tensor.
 
     Examples:
         >>> table = layers(nn.Linear(3, 4), input_size=(2, 3))
@@ -76,9 +76,7 @@ def layers(
 
 
 def input_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first floating-point parameter, in which its input most likely is;
-    float32 if it has none.
-    """
+    """The likely dtype of a model's input: that of its first floating-point parameter."""
     return next(
         (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()),
         torch.float32,
@@ -88,9 +86,7 @@ def input_dtype(model: nn.Module) -> torch.dtype:
 def shape_pass(
     model: nn.Module, forward: Callable[[], object], *, autocast_dtype: torch.dtype | None = None
 ) -> LayerTable:
-    """Run a forward pass on fake tensors and tabulate what it does; a loss in it gives rows as
-    well.
-    """
+    """Run a forward pass on fake tensors and tabulate it; a loss in it has rows too."""
     recorder = _Recorder(model)
     autocast = (
         torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
@@ -112,20 +108,21 @@ def shape_pass(
         if operator is None:
             raise
         raise ValueError(
-            f"The operator {operator} in module {recorder.module_name!r} needs the values of a tensor, and a pass over shapes has none. "
-            "Leave it out of the forward pass, for instance behind an argument of the model, or tabulate the submodules around it."
+            f"The operator {operator} in module {recorder.module_name!r} reads the values of a "
+            "tensor, and fake tensors have none. Leave it out of the forward pass, for instance "
+            "behind an argument of the model, or tabulate the submodules around it."
         ) from error
     return recorder.table()
 
 
 def _value_reader(error: Exception) -> str | None:
+    """The operator that failed because it reads values; None for another error."""
     if isinstance(
         error,
         (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException),
     ):
         return str(error.func)
-    # The text of the error with which torch/_tensor.py and python_variable_methods.cpp refuse a
-    # fake tensor.
+    # The message of torch/_tensor.py and python_variable_methods.cpp for a fake tensor.
     return (
         "Tensor.numpy" if ".numpy() is not supported for tensor subclasses" in str(error) else None
     )
@@ -133,8 +130,8 @@ def _value_reader(error: Exception) -> str | None:
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    # With oneDNN on, the CPU runs a recurrent layer as one operator for which the FLOP counter has
-    # no formula. torch.backends.mkldnn.flags would set the TF32 flag as well, and warn of it.
+    # With oneDNN, a recurrent layer on the CPU is one operator, which the FLOP counter does not
+    # know. torch.backends.mkldnn.flags would also set the TF32 flag, and warn of it.
     was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -150,21 +147,18 @@ def _sdpa_flop(
     return flops
 
 
-# torch.utils.flop_counter (2.13) lists CUDA's attention operators; this one, with the same
-# arguments, is what a CPU runs.
+# torch.utils.flop_counter (2.13) knows CUDA's attention operators; the CPU's has their arguments.
 _CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_flop}
 
 
 class _Row:
-    """A layer's call while it runs. Storages are held until it ends, so that no address is given
-    out twice.
-    """
+    """A layer's call while it runs; it holds new storages, so that no address is reused."""
 
     def __init__(self, name: str, kind: str, num_flops_before: int) -> None:
         self.name = name
         self.kind = kind
         self.num_flops_before = num_flops_before
-        self.made: dict[int, torch.UntypedStorage] = {}
+        self.new_storages: dict[int, torch.UntypedStorage] = {}
         self.read: dict[tuple[int, int, int], int] = {}
         self.changed: dict[tuple[int, int, int], int] = {}
         self.num_parameters = 0
@@ -175,7 +169,7 @@ class _Row:
         tensors = _tensors(output)
         storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         output_bytes = sum(
-            num_bytes for address, num_bytes in storages.items() if address in self.made
+            num_bytes for address, num_bytes in storages.items() if address in self.new_storages
         )
         num_flops -= self.num_flops_before
         return Layer(
@@ -193,7 +187,7 @@ class _Row:
 
 
 class _Recorder(TorchDispatchMode):
-    """Assigns every operator to the layer that runs it."""
+    """Assigns each operator to the layer that runs it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,12 +196,11 @@ class _Recorder(TorchDispatchMode):
         self._modules: list[tuple[str, _Row | None]] = [("", None)]
         self._rows: list[_Row] = []
         self._layers: list[Layer] = []
-        self._uncounted = {_place(parameter) for parameter in model.parameters()}
-        self._made: set[int] = set()
+        self._uncounted = {_view_key(parameter) for parameter in model.parameters()}
+        self._new_addresses: set[int] = set()
         self._saved: dict[int, torch.UntypedStorage] = {}
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Held to the end, so that a saved storage is not taken for an output that had its address
-        # before.
+        # Held to the end: else a saved storage could reuse the address of an earlier output.
         self._outputs: dict[int, torch.UntypedStorage] = {}
         self._is_saving = False
 
@@ -231,7 +224,7 @@ class _Recorder(TorchDispatchMode):
                 {
                     _address(t): t.untyped_storage()
                     for t in _tensors(output)
-                    if _address(t) in row.made
+                    if _address(t) in row.new_storages
                 }
             )
             self._layers.append(row.finish(output, self.flop_counter.get_total_flops()))
@@ -240,10 +233,9 @@ class _Recorder(TorchDispatchMode):
         self._is_saving = True
         try:
             for part in dense_parts(tensor):
-                if _address(part) in self._made:
+                if _address(part) in self._new_addresses:
                     self._saved[_address(part)] = part.untyped_storage()
-            # An output that its own node saved would keep itself alive if it were returned as it
-            # is.
+            # An output saved by its own node would keep itself alive, so autograd gets an alias.
             return tensor.detach()
         finally:
             self._is_saving = False
@@ -262,7 +254,7 @@ class _Recorder(TorchDispatchMode):
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            # A user's own module without children is as many layers as it calls functions.
+            # A user's module without children has a row for each function it calls instead.
             is_leaf = (
                 next(module.children(), None) is None
                 and type(module).__module__.partition(".")[0] == "torch"
@@ -277,7 +269,7 @@ class _Recorder(TorchDispatchMode):
 
     def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # Modules that an exception left, which the model then caught, are still on the stack.
+            # A module that raised is still on the stack if the model caught its exception.
             while self._modules[-1][0] != name:
                 self._modules.pop()
             _, row = self._modules.pop()
@@ -287,8 +279,8 @@ class _Recorder(TorchDispatchMode):
         return hook
 
     def _count(self, tensor: torch.Tensor, row: _Row) -> None:
-        if _place(tensor) in self._uncounted:
-            self._uncounted.remove(_place(tensor))
+        if _view_key(tensor) in self._uncounted:
+            self._uncounted.remove(_view_key(tensor))
             row.num_parameters += tensor.numel()
             row.parameter_bytes += _num_bytes(tensor)
 
@@ -317,14 +309,12 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake for a real tensor, such as one that the model's code has from elsewhere: no
-        operator shall change the user's.
-        """
+        """A fake in place of a real tensor, such as a global one, which no operator may change."""
         if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return tensor
         if id(tensor) not in self._fakes:
-            # The real one is kept, so that its id is not given out again. The fake mode, under
-            # which this runs, makes the other.
+            # The real tensor is kept so that its id is not reused. The active fake mode makes the
+            # new tensor a fake.
             self._fakes[id(tensor)] = (
                 tensor,
                 torch.empty_strided(
@@ -340,21 +330,21 @@ class _Recorder(TorchDispatchMode):
         inputs = _tensors((args, kwargs))
         changed = _changed_arguments(func, args, kwargs)
         known = {_address(tensor) for tensor in inputs}
-        made = [tensor for tensor in _tensors(output) if _address(tensor) not in known]
-        for tensor in made:
-            row.made[_address(tensor)] = tensor.untyped_storage()
-            self._made.add(_address(tensor))
+        new = [tensor for tensor in _tensors(output) if _address(tensor) not in known]
+        for tensor in new:
+            row.new_storages[_address(tensor)] = tensor.untyped_storage()
+            self._new_addresses.add(_address(tensor))
         for tensor in inputs:
             self._count(tensor, row)
-            is_read = made or changed
-            if is_read and _address(tensor) not in row.made:
-                row.read[_place(tensor)] = _num_bytes(tensor)
+            is_read = new or changed
+            if is_read and _address(tensor) not in row.new_storages:
+                row.read[_view_key(tensor)] = _num_bytes(tensor)
         for tensor in changed:
-            if _address(tensor) not in row.made:
-                row.changed[_place(tensor)] = _num_bytes(tensor)
+            if _address(tensor) not in row.new_storages:
+                row.changed[_view_key(tensor)] = _num_bytes(tensor)
 
     def table(self) -> LayerTable:
-        """What was recorded, and rows for the parameters that no operator used."""
+        """The recorded layers, and rows for parameters that no layer used."""
         for name, module in self._model.named_modules():
             row = _Row(name, type(module).__name__, self.flop_counter.get_total_flops())
             for parameter in module.parameters(recurse=False):
@@ -369,9 +359,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Gives a call such as `torch.relu(x)`, `x.relu()` or `x + y` a row, if it runs outside of
-    every layer.
-    """
+    """Adds rows for functions called outside of layers: `torch.relu(x)`, `x.relu()`, `x + y`."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -386,14 +374,14 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            # A pass is forward alone, and by hand a training step calls this.
+            # Only the forward pass counts; with manual optimization, the training step calls this.
             return None
         if self._recorder.in_row:
             return func(*args, **kwargs)
         kind = _function_name(func)
         row = self._recorder.open(f"{self._recorder.module_name}/{kind}", kind)
         output = func(*args, **kwargs)
-        # Most calls, such as the reading of a shape, run no operator.
+        # Most calls, such as reading a shape, run no operator.
         self._recorder.close(row, output, keep=row.has_operators)
         return output
 
@@ -416,13 +404,13 @@ def _changed_arguments(
     if schema is None or not schema.is_mutable:
         return []
     names = [argument.name for argument in schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     is_written = {
         argument.name
         for argument in schema.arguments
         if argument.alias_info and argument.alias_info.is_write
     }
-    return _tensors([value for name, value in given.items() if name in is_written])
+    return _tensors([value for name, value in arguments.items() if name in is_written])
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -439,7 +427,7 @@ def _address(tensor: torch.Tensor) -> int:
     return address
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _view_key(tensor: torch.Tensor) -> tuple[int, int, int]:
     return _address(tensor), int(tensor.storage_offset()), tensor.numel()
 
 
@@ -459,6 +447,7 @@ def _sizes(input_size: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[in
             or not all(isinstance(item, int) and item >= 0 for item in size)
         ):
             raise ValueError(
-                f"input_size must be a size such as (1, 3, 224, 224) with whole numbers from 0 up, or a list of sizes, got {input_size!r}."
+                "input_size must be a size such as (1, 3, 224, 224) of whole numbers from 0 on, or "
+                f"a list of sizes, got {input_size!r}."
             )
     return [tuple(size) for size in several]  # type: ignore[arg-type]
