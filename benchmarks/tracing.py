@@ -79,7 +79,7 @@ from memcallback import __version__, format_bytes  # noqa: E402
 from memcallback.batch_size.estimate import TracedPeak  # noqa: E402
 from memcallback.devices.catalogue import DeviceSpec, find_device  # noqa: E402
 from memcallback.prediction.predict import predict  # noqa: E402
-from memcallback.trace.tracer import trace  # noqa: E402
+from memcallback.trace.tracer import TraceRequest, trace  # noqa: E402
 
 MEASURED = latest_result("nvidia-h200-virtual", "accuracy.json.gz")
 GPT2_8 = "gpt2-adamw-32-true, batch 8 x 512"
@@ -278,7 +278,7 @@ def our_trace(config: Config, parts: Parts) -> None:
     """Two steps by our tracer, for the card."""
     spec = find_device(DEVICE)
     assert isinstance(spec, DeviceSpec)
-    trace(training_step(config, parts), spec, num_windows=NUM_STEPS)
+    trace(TraceRequest(training_step(config, parts), spec, num_updates=NUM_STEPS))
 
 
 WAYS: dict[str, Callable[[Config, Parts], object]] = {

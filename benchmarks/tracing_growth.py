@@ -36,7 +36,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from memcallback import TrainingStep, format_bytes
 from memcallback.devices.catalogue import DeviceSpec, find_device
 from memcallback.step.copies.fakes import fake_copy
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 DEVICE = "NVIDIA H200"
 NUM_STEPS = 2
@@ -207,7 +207,9 @@ def point(shape: Shape, way: str) -> Point:
         spec = find_device(DEVICE)
         assert isinstance(spec, DeviceSpec)
         before_bytes, began = resident_bytes(), time.process_time()
-        num_events: int | None = len(trace(step, spec, num_windows=NUM_STEPS).trace.events)
+        num_events: int | None = len(
+            trace(TraceRequest(step, spec, num_updates=NUM_STEPS)).trace.events
+        )
     else:
         parts = shape.parts()
         num_parameters, num_events = (

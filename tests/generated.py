@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
 from memcallback import MemoryRecorder, Phase, TrainingStep
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 NUM_CLASSES = 5
 NUM_TOKENS = 30
@@ -274,7 +274,7 @@ def predicted(program):
     """Bytes alive at the start and the end of each phase, step by step, of two updates."""
     torch.manual_seed(0)
     model = Model(program)
-    return boundaries(trace(step_of(program, model, batch_of(program)), None))
+    return boundaries(trace(TraceRequest(step_of(program, model, batch_of(program)), None)))
 
 
 def train(program, recorder=None):

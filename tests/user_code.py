@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.loops.loop import run_window
-from memcallback.trace.loops.passes import Copies
+from memcallback.trace.loops.passes import Training
 
 STEPS = {}
 NEEDS_CUDA = set()
@@ -1589,7 +1589,7 @@ class _Marks:
         yield
         self.steps[-1].append(self.at_boundary())
 
-    def runs(self, phase):
+    def set_phase(self, phase):
         return phase
 
     def boundary(self):
@@ -1639,7 +1639,8 @@ def run(make_step, device, at_boundary, num_windows=2):
             module.device = torch.device(device)
     optimizers = step.optimizers_of(model)
     marks = _Marks(step.batch, device, at_boundary)
-    copies = Copies(
+    training = Training(
+        step=step,
         model=model,
         optimizers=optimizers,
         new_batch=marks.new_batch,
@@ -1647,7 +1648,7 @@ def run(make_step, device, at_boundary, num_windows=2):
         device_type=device,
     )
     for _ in range(num_windows):
-        run_window(step, copies)
+        run_window(training)
     return marks.steps
 
 

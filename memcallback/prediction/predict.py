@@ -27,7 +27,7 @@ from memcallback.step.copies.resizing import has_samples
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.dispatch.placeholders import Bounds
 from memcallback.trace.traced_step import TracedStep
-from memcallback.trace.tracer import _caveats, trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 #: How often traces that take long say how far they are.
 SLOW_S = 2.0
@@ -193,16 +193,18 @@ class Traces:
         """The step there."""
         with quietly():
             traced = trace(
-                self._step,
-                self._card,
-                batch_size=batch_size,
-                sequence_length=sequence_length,
-                bounds=self._bounds,
+                TraceRequest(
+                    step=self._step,
+                    device=self._card,
+                    batch_size=batch_size,
+                    sequence_length=sequence_length,
+                    bounds=self._bounds,
+                )
             )
         self._num_done += 1
         if self._progress is not None and self._num_done < self._num_traces:
             self._progress(self._num_done, self._num_traces)
-        return replace(traced, caveats=(*_caveats(self._step, traced), *traced.caveats))
+        return traced
 
 
 def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:

@@ -11,7 +11,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.step.training_step import TrainingStep
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 CARD = find_device("NVIDIA A100-SXM4-80GB")
 
@@ -63,22 +63,24 @@ def packed_rows(traced):
 @pytest.mark.parametrize("device", [CARD, None])
 def test_sequences_of_unknown_lengths_are_as_long_as_can_be(device):
     unknown = step(lambda batch: batch["lengths"].cpu())
-    traced = trace(unknown, device)
+    traced = trace(TraceRequest(unknown, device))
     assert packed_rows(traced) == 4 * 6
     assert (
         "Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"
         in traced.caveats
     )
     fitted = BatchTrace.fit(
-        traced, trace(unknown, device, batch_size=5), trace(unknown, device, batch_size=11)
+        traced,
+        trace(TraceRequest(unknown, device, batch_size=5)),
+        trace(TraceRequest(unknown, device, batch_size=11)),
     )
-    assert fitted.at(8) == trace(unknown, device, batch_size=8).trace
+    assert fitted.at(8) == trace(TraceRequest(unknown, device, batch_size=8)).trace
 
 
 @pytest.mark.parametrize("device", [CARD, None])
 @pytest.mark.parametrize("lengths", [[2, 5, 1, 3], torch.tensor([2, 5, 1, 3])])
 def test_lengths_on_the_host_are_read(device, lengths):
-    traced = trace(step(lambda batch: lengths), device)
+    traced = trace(TraceRequest(step(lambda batch: lengths), device))
     assert packed_rows(traced) == 2 + 5 + 1 + 3
     assert not any("Sequences of unknown lengths" in caveat for caveat in traced.caveats)
 
@@ -87,13 +89,13 @@ def test_lengths_for_another_number_of_sequences_are_an_error():
     with pytest.raises(
         PredictionError, match="4 lengths are given for 5 packed sequences: give one for each"
     ):
-        trace(step(lambda batch: [5, 3, 2, 1], is_sorted=True), CARD, batch_size=5)
+        trace(TraceRequest(step(lambda batch: [5, 3, 2, 1], is_sorted=True), CARD, batch_size=5))
 
 
 def test_without_cudnn_a_packed_layer_is_run_step_by_step(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    known = trace(step(lambda batch: [2, 5, 1, 3]), CARD)
-    with_cudnn = trace(step(lambda batch: [2, 5, 1, 3]), None)
+    known = trace(TraceRequest(step(lambda batch: [2, 5, 1, 3]), CARD))
+    with_cudnn = trace(TraceRequest(step(lambda batch: [2, 5, 1, 3]), None))
     names = [
         {event.operator for event in traced.trace.events if isinstance(event, Alloc)}
         for traced in (known, with_cudnn)

@@ -13,7 +13,7 @@ from memcallback.prediction.length_trace import UnknownSequenceLength
 from memcallback.prediction.predict import predict
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.training_step import TrainingStep
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 CARD = "NVIDIA A100-SXM4-80GB"
 WORDS, WIDTH, HEADS, LONGEST = 96, 32, 2, 2048
@@ -72,7 +72,9 @@ def make_step(length, count=4, *, model=None, fused=True, precision="32-true", *
 def traced(step, device=CARD):
     """The prediction from a trace of this very step."""
     spec = find_device(device)
-    return Prediction.of(BatchTrace.single(trace(step, None if device == "cpu" else spec)), spec)
+    return Prediction.of(
+        BatchTrace.single(trace(TraceRequest(step, None if device == "cpu" else spec))), spec
+    )
 
 
 def check(predicted, expected):

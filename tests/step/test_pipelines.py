@@ -188,7 +188,7 @@ def waits_for_ever(model, mesh):
 
 def test_a_rank_that_waits_for_what_nobody_sends_is_told():
     with pytest.raises(
-        mc.PredictionError, match="rank 1 waits for an object from rank 0, which sends it none"
+        mc.PredictionError, match="rank 1 waits for an object from rank 0, which sends none"
     ):
         predicted(mc.Ranks(2, waits_for_ever, rank=1))
 

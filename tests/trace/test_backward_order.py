@@ -8,7 +8,7 @@ from torch import nn
 
 from memcallback import TrainingStep
 from memcallback.devices.catalogue import find_device
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_nodes_of_a_backward_pass_run_before_or_after_all_others(
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
     )
-    trace(step, find_device("NVIDIA H200"))
+    trace(TraceRequest(step, find_device("NVIDIA H200")))
     # What a step's functions put into lists is taken out again.
     assert capsys.readouterr().out.split()[-3:] == order

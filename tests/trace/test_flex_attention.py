@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as flex
 from memcallback import Category, TrainingStep, predict
 from memcallback.core.allocation_trace import Alloc
 from memcallback.devices.catalogue import find_device
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 HEADS, LENGTH, SIZE = 4, 256, 16
 WIDTH = HEADS * SIZE
@@ -147,7 +147,11 @@ def test_the_kernels_make_outputs_gradients_and_figures_of_each_query(key_heads,
         heads * LENGTH * SIZE * (4 if precision == "32-true" else 2) for heads in (HEADS, key_heads)
     )
     traced = trace(
-        step(Attention(key_heads=key_heads), precision), find_device("NVIDIA H200"), num_windows=1
+        TraceRequest(
+            step(Attention(key_heads=key_heads), precision),
+            find_device("NVIDIA H200"),
+            num_updates=1,
+        )
     )
     assert made(traced) == [figures, figures, query, figures, query, key, key]
 

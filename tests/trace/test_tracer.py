@@ -25,7 +25,7 @@ from memcallback.step.training_step import TrainingStep
 from memcallback.trace.dispatch.kernel_writer import CUBLASLT_WORKSPACE_BYTES
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 CARD = find_device("NVIDIA A100-SXM4-80GB")
 
@@ -156,20 +156,24 @@ def measured(model, batch, make_optimizer, clip):
 def test_on_a_cpu_bytes_alive_at_every_boundary_are_those_of_the_real_run(model, batch, optimizer):
     made, data = model(), batch()
     traced = trace(
-        TrainingStep(
-            made, data, loss=cross_entropy, optimizer=OPTIMIZERS[optimizer], clip_grad_norm=1.0
-        ),
-        None,
+        TraceRequest(
+            TrainingStep(
+                made, data, loss=cross_entropy, optimizer=OPTIMIZERS[optimizer], clip_grad_norm=1.0
+            ),
+            None,
+        )
     )
     assert boundaries(traced) == measured(made, data, OPTIMIZERS[optimizer], 1.0)
 
 
 def on_card(model, batch, loss=cross_entropy, optimizer=None, **options):
     return trace(
-        TrainingStep(
-            model, batch, loss=loss, optimizer=optimizer or OPTIMIZERS["adamw"], **options
-        ),
-        CARD,
+        TraceRequest(
+            TrainingStep(
+                model, batch, loss=loss, optimizer=optimizer or OPTIMIZERS["adamw"], **options
+            ),
+            CARD,
+        )
     )
 
 
@@ -354,7 +358,7 @@ def test_memory_that_is_held_back_for_another_stream_than_its_own_is_listed(
         x.record_stream(streams[stream_of_use])
         return cross_entropy(model, (x, batch[1]))
 
-    caveats = trace(TrainingStep(mlp(), vectors(), loss=loss), CARD).caveats
+    caveats = trace(TraceRequest(TrainingStep(mlp(), vectors(), loss=loss), CARD)).caveats
     is_held_back = any("Tensor.record_stream holds memory back" in caveat for caveat in caveats)
     assert is_held_back is (stream_of_tensor != stream_of_use)
 
@@ -366,7 +370,9 @@ def test_the_backward_pass_runs_in_the_streams_of_the_forward_pass_and_each_has_
         return F.cross_entropy(model[1](hidden), batch[1])
 
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 10, bias=False))
-    events = trace(TrainingStep(model, vectors(), loss=loss), CARD, num_windows=1).trace.events
+    events = trace(
+        TraceRequest(TrainingStep(model, vectors(), loss=loss), CARD, num_updates=1)
+    ).trace.events
     workspaces = [
         event.stream
         for event in events
@@ -434,7 +440,7 @@ def test_what_ran_before_the_step_is_not_what_failed():
         PredictionError,
         match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division by zero\.",
     ):
-        trace(TrainingStep.from_lightning(Module(), vectors()), CARD)
+        trace(TraceRequest(TrainingStep.from_lightning(Module(), vectors()), CARD))
 
 
 def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
@@ -449,8 +455,12 @@ def test_nothing_of_the_users_is_changed_and_nothing_stays_behind():
     random, kernels = torch.get_rng_state(), torch._C._dispatch_dump("aten::dropout")
     device, autocast = vars(type(torch.empty(0))).get("device"), torch.autocast
     trace(
-        TrainingStep(model, batch, loss=cross_entropy, optimizer=optimizer, precision="16-mixed"),
-        CARD,
+        TraceRequest(
+            TrainingStep(
+                model, batch, loss=cross_entropy, optimizer=optimizer, precision="16-mixed"
+            ),
+            CARD,
+        )
     )
     after = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -472,7 +482,9 @@ def test_an_optimizer_with_state_keeps_it_and_a_scheduler_of_it_does_not_run():
     optimizer.step()
     scheduler.step()
     weights = [p.detach().clone() for p in model.parameters()]
-    traced = trace(TrainingStep(model, batch, loss=cross_entropy, optimizer=optimizer), CARD)
+    traced = trace(
+        TraceRequest(TrainingStep(model, batch, loss=cross_entropy, optimizer=optimizer), CARD)
+    )
     assert all(
         torch.equal(one, other) for one, other in zip(weights, model.parameters(), strict=True)
     )
@@ -490,7 +502,7 @@ def test_gradient_accumulation_has_a_step_for_each_batch_and_one_update():
 
 def test_another_batch_size_is_traced_with_other_sizes_in_the_same_order():
     step = TrainingStep(mlp(), vectors(), loss=cross_entropy, optimizer=OPTIMIZERS["adamw"])
-    small, large = trace(step, CARD), trace(step, CARD, batch_size=64)
+    small, large = trace(TraceRequest(step, CARD)), trace(TraceRequest(step, CARD, batch_size=64))
     assert large.batch_size == 64
     assert [e.operator for e in allocations(small)] == [e.operator for e in allocations(large)]
     assert sum(e.size_bytes for e in allocations(large)) > sum(
@@ -506,7 +518,9 @@ def test_tensors_from_elsewhere_are_not_written_to():
         return cross_entropy(model, batch) + elsewhere.mean()
 
     for card in (CARD, None):
-        trace(TrainingStep(model, batch, loss=loss, optimizer=OPTIMIZERS["sgd"]), card)
+        trace(
+            TraceRequest(TrainingStep(model, batch, loss=loss, optimizer=OPTIMIZERS["sgd"]), card)
+        )
     assert torch.equal(elsewhere, torch.zeros(64))
 
 
@@ -524,7 +538,7 @@ def test_under_lightning_a_weight_that_is_used_twice_has_as_many_copies_as_light
 
     def num_copies(step):
         in_forward, phase = [], None
-        for event in trace(step, CARD, num_windows=1).trace.events:
+        for event in trace(TraceRequest(step, CARD, num_updates=1)).trace.events:
             phase = event.phase if isinstance(event, PhaseStart) else phase
             if (
                 isinstance(event, Alloc)
@@ -567,10 +581,14 @@ def test_arithmetic_of_attention_with_few_keys_and_values_is_that_with_all_heads
             ).sum()
 
         return trace(
-            TrainingStep(
-                nn.Linear(256, 256).half(), torch.zeros(2, 64, 256, dtype=torch.float16), loss=loss
-            ),
-            CARD,
+            TraceRequest(
+                TrainingStep(
+                    nn.Linear(256, 256).half(),
+                    torch.zeros(2, 64, 256, dtype=torch.float16),
+                    loss=loss,
+                ),
+                CARD,
+            )
         ).num_flops
 
     assert counted(2) == counted(8) > 0
@@ -581,5 +599,5 @@ def test_a_formula_for_arithmetic_that_fails_stops_no_trace(monkeypatch):
         raise AssertionError("shapes are incompatible")
 
     monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.addmm, refuse)
-    traced = trace(TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8)), CARD)
+    traced = trace(TraceRequest(TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8)), CARD))
     assert traced.trace.events

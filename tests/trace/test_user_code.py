@@ -16,7 +16,7 @@ from memcallback.core.allocation_trace import Alloc
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.trace.dispatch.placeholders import Bounds
-from memcallback.trace.tracer import trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "user_code.json").read_text())
 CARD = find_device(RECORDED["device"])
@@ -64,7 +64,7 @@ def real():
     "name", [name for name in STEPS if name not in NEEDS_CUDA | NOT_ON_A_CPU.keys()]
 )
 def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
-    traced = boundaries(trace(STEPS[name](), None))
+    traced = boundaries(trace(TraceRequest(STEPS[name](), None)))
     measured = real[name]
     assert [len(step) for step in traced] == [len(step) for step in measured]
     differences = {
@@ -84,7 +84,7 @@ def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ON_A_CARD)
 def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
-    traced = steady(boundaries(trace(STEPS[name](), CARD)))
+    traced = steady(boundaries(trace(TraceRequest(STEPS[name](), CARD))))
     if name not in NOT_RECORDED:
         assert traced == RECORDED["steps"][name]
 
@@ -107,16 +107,19 @@ RESIZED = [
 def test_a_sparse_or_nested_step_at_another_batch_size_is_what_is_traced_there(name, device):
     step, bounds = STEPS[name](), Bounds()
     fitted = BatchTrace.fit(
-        *(trace(step, device, batch_size=size, bounds=bounds) for size in (16, 17, 23))
+        *(
+            trace(TraceRequest(step, device, batch_size=size, bounds=bounds))
+            for size in (16, 17, 23)
+        )
     )
-    assert fitted.at(32) == trace(step, device, batch_size=32, bounds=bounds).trace
+    assert fitted.at(32) == trace(TraceRequest(step, device, batch_size=32, bounds=bounds)).trace
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_more_rows_than_there_are_have_sparse_gradients_once_these_are_coalesced():
     step = STEPS["a_sparse_embedding_with_sparse_adam"]()
     for batch_size, rows in ((16, 80), (100, 200)):
-        traced = trace(step, CARD, batch_size=batch_size)
+        traced = trace(TraceRequest(step, CARD, batch_size=batch_size))
         coalesced = {
             event.size_bytes
             for event in traced.trace.events
@@ -135,7 +138,7 @@ def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypa
     step = STEPS[name]()
     # The first trace fills the memory of operators, the second is made from it, the third goes
     # without.
-    trace(step, CARD)
-    remembered = trace(step, CARD)
+    trace(TraceRequest(step, CARD))
+    remembered = trace(TraceRequest(step, CARD))
     monkeypatch.setattr("memcallback.trace.dispatch.output_cache.OutputCache.ask", lambda *_: None)
-    assert trace(step, CARD) == remembered
+    assert trace(TraceRequest(step, CARD)) == remembered

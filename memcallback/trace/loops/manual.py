@@ -1,4 +1,4 @@
-"""Lightning's manual optimization."""
+"""Lightning's manual optimization: the module calls `manual_backward` and its optimizers itself."""
 
 from __future__ import annotations
 
@@ -18,96 +18,92 @@ from memcallback.core.phase_spans import (
 )
 from memcallback.core.types import Phase
 from memcallback.step.lightning_loop import LightningLoop
-from memcallback.step.training_step import TrainingStep
-from memcallback.trace.loops.passes import Copies, autocast
+from memcallback.trace.loops.passes import Training
 
 
-def step_by_hand(step: TrainingStep, copies: Copies, lightning: LightningLoop) -> None:
-    """A LightningModule that calls `manual_backward` and its optimizers itself; its phases are
-    marked by what `MemoryCallback` is told.
-    """
-    marks, module = copies.marks, copies.model
+def manual_step(training: Training, lightning: LightningLoop) -> None:
+    """Run `training_step`, with phases from the same signals as `MemoryCallback` gets."""
+    marks, module, scaler = training.marks, training.model, training.scaler
     phases = PhaseSpans(marks.boundary)
 
     def manual_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        scaled = copies.scaler.scale(loss) if copies.scaler else loss
+        scaled = training.scaled(loss)
         begin_backward(phases)
-        before = marks.runs(Phase.BACKWARD)
+        before = marks.set_phase(Phase.BACKWARD)
         lightning.backward(module, scaled, *args, **kwargs)
-        marks.runs(before)
+        marks.set_phase(before)
         end_backward(phases, is_manual=True)
 
     def update(optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Lightning's `Precision.optimizer_step`, and that of `MixedPrecision` with a scaler."""
+        """Lightning's `Precision.optimizer_step`, or that of `MixedPrecision` with a scaler."""
 
-        def then_begin() -> Any:
+        def closure_and_begin() -> Any:
             result = closure()
             begin_update(phases, is_manual=True)
             return result
 
-        if copies.scaler is None:
-            return optimizer.step(closure=then_begin, **kwargs)
+        if scaler is None:
+            return optimizer.step(closure=closure_and_begin, **kwargs)
         closure()
-        marks.runs(Phase.OPTIMIZER_STEP)
-        copies.scaler.unscale_(optimizer)
+        marks.set_phase(Phase.OPTIMIZER_STEP)
+        scaler.unscale_(optimizer)
         begin_update(phases, is_manual=True)
-        result = copies.scaler.step(optimizer, **kwargs)
-        copies.scaler.update()
-        marks.runs(Phase.FORWARD)
+        result = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        marks.set_phase(Phase.FORWARD)
         return result
 
     with marks.step():
-        batch = copies.new_batch()
+        batch = training.new_batch()
         phases.open_phase(Phase.FORWARD)
-        marks.runs(Phase.FORWARD)
+        marks.set_phase(Phase.FORWARD)
         with (
-            _updates_marked(copies, phases),
-            lightning.manual(module, copies.optimizers, manual_backward, update),
-            autocast(step, copies),
+            _updates_marked(training, phases),
+            lightning.manual(module, training.optimizers, manual_backward, update),
+            training.autocast(),
         ):
             lightning.training_step(module, batch)
         end_manual_step(phases)
         phases.end_step()
-        marks.runs(None)
+        marks.set_phase(None)
         marks.add_windows(phases.windows)
         del batch
 
 
 @contextmanager
-def _updates_marked(copies: Copies, phases: PhaseSpans) -> Iterator[None]:
-    """Mark where updates of the optimizers begin and end, whoever makes them."""
-    marks = copies.marks
+def _updates_marked(training: Training, phases: PhaseSpans) -> Iterator[None]:
+    """Mark each optimizer's updates, whoever calls them."""
+    marks = training.marks
 
-    def begins(
+    def begin(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         begin_update(phases, is_manual=True)
-        marks.runs(Phase.OPTIMIZER_STEP)
-        return tuple(map(with_phase, args)), {
-            name: with_phase(value) for name, value in kwargs.items()
-        }
+        marks.set_phase(Phase.OPTIMIZER_STEP)
+        named = {name: with_phase(value) for name, value in kwargs.items()}
+        return tuple(map(with_phase, args)), named
 
     def with_phase(closure: Any) -> Any:
-        """A closure, which runs the forward pass."""
+        """A closure that sets the phase of the forward pass in it; other arguments as they are."""
         if not callable(closure):
             return closure
 
         def run() -> Any:
-            before = marks.runs(Phase.FORWARD)
+            before = marks.set_phase(Phase.FORWARD)
             result = closure()
-            marks.runs(before)
+            marks.set_phase(before)
             return result
 
         return run
 
-    def ends(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
         marks.label_states((optimizer,))
         end_update(phases, is_manual=True)
-        marks.runs(Phase.FORWARD)
+        marks.set_phase(Phase.FORWARD)
 
     hooks: list[Any] = []
-    for optimizer in copies.optimizers:
-        hooks += [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
+    for optimizer in training.optimizers:
+        hooks += [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
     try:
         yield
     finally:

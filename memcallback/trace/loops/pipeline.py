@@ -1,4 +1,4 @@
-"""Pipeline schedules."""
+"""One step of a pipeline: the passes of all microbatches in the order of PyTorch's schedule."""
 
 from __future__ import annotations
 
@@ -14,76 +14,82 @@ from memcallback.core.phase_spans import PhaseSpans, begin_backward, begin_updat
 from memcallback.core.types import Phase
 from memcallback.step.hooks import listen
 from memcallback.step.pipeline import Pipeline
-from memcallback.step.training_step import TrainingStep
-from memcallback.trace.loops.passes import Copies, Marks, autocast, update_all, zero_grad
+from memcallback.trace.loops.passes import Training
+from memcallback.trace.marks import TraceMarks
 
 
-def pipelined_step(step: TrainingStep, copies: Copies, pipeline: Pipeline) -> None:
-    """The forward and backward passes of all microbatches, in the order of the pipeline's schedule,
-    and an update.
-    """
-    if wrong := _not_in_pipeline(step, copies):
+def pipelined_step(training: Training, pipeline: Pipeline) -> None:
+    """Run forward and backward passes of all microbatches, and an update."""
+    if wrong := _not_in_pipeline(training):
         raise PredictionError(f"A step in a pipeline with {wrong}")
-    marks, phases = copies.marks, PhaseSpans(copies.marks.boundary)
+    marks, phases = training.marks, PhaseSpans(training.marks.boundary)
     with marks.step():
-        batch = copies.new_batch()
-        zero_grad(step, copies)
-        with _Microbatches(marks, phases).marked(pipeline), autocast(step, copies):
-            _run_microbatches(step, pipeline, batch)
+        batch = training.new_batch()
+        training.zero_grad()
+        with _MicrobatchMarks(marks, phases).on(pipeline), training.autocast():
+            _run_microbatches(training, pipeline, batch)
         if not phases.windows and phases.current_phase is None:
             raise PredictionError(
-                "The step's loss ran no stage of the pipeline. Give loss=lambda schedule, batch: schedule.step(...) as on this rank."
+                "The step's loss ran no stage of the pipeline. "
+                "Give loss=lambda schedule, batch: schedule.step(...) as on this rank."
             )
-        if copies.optimizers:
+        if training.optimizers:
             begin_update(phases, is_manual=True)
-            marks.runs(Phase.OPTIMIZER_STEP)
-            update_all(step, copies, copies.optimizers)
+            marks.set_phase(Phase.OPTIMIZER_STEP)
+            training.update(training.optimizers)
         phases.end_step()
-        marks.runs(None)
+        marks.set_phase(None)
         marks.add_windows(phases.windows)
         del batch
 
 
-def _not_in_pipeline(step: TrainingStep, copies: Copies) -> str | None:
-    """What of a step is not known in a pipeline, and the way out; None if all is."""
+def _not_in_pipeline(training: Training) -> str | None:
+    """An option of the step that is not supported in a pipeline, and the way out."""
+    step = training.step
     if step.accumulate > 1:
-        return f"accumulate={step.accumulate} is not known: its microbatches are what is accumulated. Leave it out, and give n_microbatches."
+        return (
+            f"accumulate={step.accumulate} is not known: its microbatches are what is accumulated. "
+            "Leave it out, and give n_microbatches."
+        )
     if len(step.losses) > 1:
         return f"{len(step.losses)} losses is not known. Give one."
-    if copies.scaler is not None:
-        return f"precision {step.precision!r} is not known: a GradScaler sees the gradients of one stage alone. Give 'bf16-mixed'."
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in copies.optimizers):
+    if training.scaler is not None:
+        return (
+            f"precision {step.precision!r} is not known: a GradScaler sees the gradients of one "
+            "stage alone. Give 'bf16-mixed'."
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in training.optimizers):
         return "LBFGS is not known: it runs the forward pass itself. Give another optimizer."
     return None
 
 
-def _run_microbatches(step: TrainingStep, pipeline: Pipeline, batch: Any) -> None:
+def _run_microbatches(training: Training, pipeline: Pipeline, batch: Any) -> None:
     try:
-        pipeline.step(step.loss, batch)
+        pipeline.step(training.step.loss, batch)
+        return
     except RuntimeError as error:
         # PyTorch hides what failed in a stage behind an error of its own.
-        hides = any(
-            text in str(error) for text in ("failed to run forward", "Failed to run stage backward")
-        )
-        raise (error.__cause__ if hides and error.__cause__ else error)  # noqa: B904
+        hiding = ("failed to run forward", "Failed to run stage backward")
+        if error.__cause__ is None or not any(text in str(error) for text in hiding):
+            raise
+        hidden = error.__cause__
+    raise hidden
 
 
-class _Microbatches:
-    """Marks the passes of a pipeline's microbatches as a `Watch` does: a forward pass goes on until
-    a backward pass begins.
-    """
+class _MicrobatchMarks:
+    """Marks the passes of microbatches as `Watch` does: a forward pass until a backward begins."""
 
-    def __init__(self, marks: Marks, phases: PhaseSpans) -> None:
+    def __init__(self, marks: TraceMarks, phases: PhaseSpans) -> None:
         self._marks, self._phases, self._thread = marks, phases, threading.get_ident()
-        # A mode of torch functions passes the call on to itself.
+        # Calls of backward inside each other: a mode of torch functions calls it once more.
         self._depth = 0
 
     @contextmanager
-    def marked(self, pipeline: Pipeline) -> Iterator[None]:
-        """The passes inside are marked."""
+    def on(self, pipeline: Pipeline) -> Iterator[None]:
+        """Mark the passes of a pipeline's stages inside the context."""
         end = listen(self)
         hooks = [
-            module.register_forward_pre_hook(self.forward_begins, prepend=True)
+            module.register_forward_pre_hook(self._forward_begins, prepend=True)
             for module in pipeline.stages
         ]
         try:
@@ -93,27 +99,25 @@ class _Microbatches:
             for hook in hooks:
                 hook.remove()
 
-    def forward_begins(self, *_: object) -> None:
-        """A stage is called; without gradients for the shapes that it gives, and by checkpointing
-        inside a backward pass.
-        """
+    def _forward_begins(self, *_: object) -> None:
+        # Not without gradients, when shapes are inferred, and not in a recomputed forward pass.
         if torch.is_grad_enabled() and self._phases.current_phase is None:
             self._phases.open_phase(Phase.FORWARD)
-            self._marks.runs(Phase.FORWARD)
+            self._marks.set_phase(Phase.FORWARD)
 
     def backward_begins(self) -> bool:
-        """As `BackwardListener`."""
+        """Mark the beginning of a backward pass of this thread."""
         if threading.get_ident() != self._thread:
             return False
         self._depth += 1
         if self._depth == 1:
             begin_backward(self._phases)
-            self._marks.runs(Phase.BACKWARD)
+            self._marks.set_phase(Phase.BACKWARD)
         return True
 
     def backward_ends(self, *, is_interrupted: bool) -> None:
-        """As `BackwardListener`."""
+        """Mark its end."""
         self._depth -= 1
         if not self._depth:
             end_backward(self._phases, is_manual=False)
-            self._marks.runs(None)
+            self._marks.set_phase(None)

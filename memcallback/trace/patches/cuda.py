@@ -1,14 +1,11 @@
-"""Everything patched in torch.cuda while a step is traced; the context manager that does it."""
+"""Makes fake tensors on the CPU behave as CUDA tensors, for the Python code of a step."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nested._internal.sdpa
@@ -18,260 +15,223 @@ import torch.utils._foreach_utils
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memcallback.cuda.decompositions.attention_backend import jagged_choices
 from memcallback.cuda.decompositions.registry import registered
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
-from memcallback.trace.patches import autocast as cuda_autocast
-from memcallback.trace.patches.autocast import AutocastCache
+from memcallback.trace.patches import autocast
 from memcallback.trace.patches.backward_order import BackwardNodes
-from memcallback.trace.patches.flex_attention import flex_attention_answers
-from memcallback.trace.patches.functions import CudaFunctions
-from memcallback.trace.patches.patching import thread_local_patch
-from memcallback.trace.patches.streams import Event, Streams, about_streams
+from memcallback.trace.patches.cuda_api import Streams, cuda_api_patches
+from memcallback.trace.patches.flex_attention import flex_attention_patches
+from memcallback.trace.patches.patching import Patch, in_this_thread, patched
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-#: Where PyTorch decides between loops over tensors and foreach operators.
-_WITH_FOREACH = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
+_GENERATOR = torch.Generator
+#: The modules that choose between loops over tensors and foreach operators, CUDA's default.
+_FOREACH_MODULES = (
+    "torch.utils._foreach_utils",
+    "torch.optim.optimizer",
+    "torch.nn.utils.clip_grad",
+)
 
 
-def answers(
-    mode: TraceMode, device: DeviceSpec, cache: AutocastCache, functions: CudaFunctions
-) -> Iterator[tuple[Any, str, Any]]:
-    """What stands in for functions of torch that ask for a device, as (where, name, in its place);
-    for this thread alone.
+@contextmanager
+def cuda_semantics(mode: TraceMode, device: DeviceSpec) -> Iterator[None]:
+    """Let a mode's fake tensors behave as CUDA tensors; one such context at a time in a process."""
+    cache, functions = autocast.AutocastCache(), CudaFunctions(mode)
+    with (
+        autocast.registered(cache),
+        registered(device),
+        patched(_patches(mode, device, cache, functions)),
+        mode,
+        functions,
+    ):
+        try:
+            mode.placement.reports_cuda_device = True
+            yield
+        finally:
+            mode.placement.reports_cuda_device = False
+            cache.clear()
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Understands devices in calls of torch functions: `device="cuda"`, `.cuda()`, `.to(...)`.
+
+    It sees the calls that Python makes, not those inside C++ or inside another torch function.
     """
-    for target, given in _by_target(mode, device, cache, functions):
-        for name, answer in given.items():
-            if hasattr(target, name):
-                yield target, name, thread_local_patch(target, name, answer)
-    # A fake parameter is of another class than a real one. Only the names of a class and of a
-    # property: no other thread has such fakes.
-    for module in map(sys.modules.get, _WITH_FOREACH):
-        yield module, "_foreach_supported_types", _kinds(module)
+
+    def __init__(self, mode: TraceMode) -> None:
+        super().__init__()
+        self._placement = placement = mode.placement
+        is_on_device = placement.is_on_device
+        tensor: Any = torch.Tensor
+        self._special: dict[Any, Callable[..., Any]] = {
+            tensor.to: self._to,
+            tensor.cuda: lambda tensor, *args, **kwargs: self._moved(tensor, "device"),
+            tensor.cpu: lambda tensor, *args, **kwargs: self._moved(tensor, "host"),
+            tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
+            tensor.is_pinned: lambda tensor, *args, **kwargs: False,
+            tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
+            tensor.is_meta.__get__: placement.is_on_meta,
+            tensor.is_cuda.__get__: is_on_device,
+            tensor.is_cpu.__get__: lambda tensor: not is_on_device(tensor),
+        }
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch function with CUDA devices replaced by the CPU, on which the fakes are."""
+        kwargs = kwargs or {}
+        placement = self._placement
+        before = placement.arguments, placement.target, placement.reports_cuda_device
+        placement.arguments = (*args, *kwargs.values())
+        placement.reports_cuda_device = False
+        try:
+            special = self._special.get(func)
+            if special is not None:
+                return special(*args, **kwargs)
+            if kwargs.get("device") is not None:
+                placement.target = _target_of(kwargs["device"])
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        finally:
+            placement.arguments, placement.target, placement.reports_cuda_device = before
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Understand devices also in user code that is called from inside a torch function."""
+        placement = self._placement
+        before = placement.arguments, placement.target, placement.reports_cuda_device
+        placement.arguments = placement.target = None
+        placement.reports_cuda_device = True
+        is_on = any(other is self for other in _get_current_function_mode_stack())
+        try:
+            with nullcontext() if is_on else self:
+                yield
+        finally:
+            placement.arguments, placement.target, placement.reports_cuda_device = before
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`Tensor.to`: a dtype, a device, both, or another tensor to be like."""
+        target, dtype = None, kwargs.get("dtype")
+        for value in (*args, kwargs.get("device"), kwargs.get("other")):
+            if isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, torch.Tensor):
+                dtype, target = value.dtype, self._target_of_tensor(value)
+            elif isinstance(value, (str, torch.device)) or (
+                isinstance(value, int) and not isinstance(value, bool)
+            ):
+                target = _target_of(value)
+        rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
+        now = self._target_of_tensor(tensor)
+        self._placement.target = target = target or now
+        if dtype is not None and dtype != tensor.dtype:
+            # CUDA copies to the device first and converts there; the host converts first
+            # (Tensor.to, aten/native/TensorConversions.cpp).
+            return tensor.to(dtype, **rest)
+        return tensor.to(tensor.dtype, **rest) if target == now else tensor.clone()
+
+    def _moved(self, tensor: torch.Tensor, target: str) -> torch.Tensor:
+        self._placement.target = target
+        return tensor if self._target_of_tensor(tensor) == target else tensor.clone()
+
+    def _target_of_tensor(self, tensor: torch.Tensor) -> str:
+        return "device" if self._placement.is_on_device(tensor) else "host"
+
+
+def _target_of(device: Any) -> str:
+    is_cuda = isinstance(device, int) or torch.device(device).type == "cuda"
+    return "device" if is_cuda else "host"
+
+
+def _patches(
+    mode: TraceMode, device: DeviceSpec, cache: autocast.AutocastCache, functions: CudaFunctions
+) -> Iterator[Patch]:
+    for module in map(sys.modules.get, _FOREACH_MODULES):
+        replacements = {
+            "_get_foreach_kernels_supported_devices": lambda: ["cuda", "cpu"],
+            "_get_fused_kernels_supported_devices": lambda: ["cuda", "cpu"],
+            "_has_foreach_support": lambda tensors, device: True,
+            "_device_has_foreach_support": lambda device: True,
+            # A fake parameter has another class than a real one.
+            "_foreach_supported_types": _foreach_types(module),
+        }
+        for name, replacement in replacements.items():
+            if hasattr(module, name):
+                yield module, name, replacement
+    streams = Streams(mode)
+    yield torch, "clear_autocast_cache", cache.clear
+    yield torch, "Generator", _generator_class()
+    yield torch.autograd, "_engine_run_backward", _backward(mode, functions, streams)
+    yield torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks(functions)
+    yield torch.utils._device.DeviceContext, "__torch_function__", _default_device(mode)
     yield FakeTensor, "device", property(_device_of(mode))
-    yield (
-        torch,
-        "Generator",
-        _generators(thread_local_patch(torch, "Generator", lambda device=None: _OWN_GENERATOR())),
-    )
+    # Checkpointing keeps the states of random number generators, which fakes do not have.
+    yield torch.utils.checkpoint, "get_device_states", lambda *args: ([], [])
+    yield torch.utils.checkpoint, "set_device_states", lambda *args, **kwargs: None
+    for name, replacement in jagged_choices(device).items():
+        yield torch.nested._internal.sdpa, name, replacement
+    yield from cuda_api_patches(device, streams)
+    yield from flex_attention_patches(mode)
 
 
-def _kinds(module: Any) -> list[type]:
-    """The classes of tensors that foreach operators take."""
+def _foreach_types(module: Any) -> list[type]:
     known = getattr(module, "_foreach_supported_types", [])
     return [*dict.fromkeys((torch.Tensor, nn.Parameter, FakeTensor, *known))]
 
 
-def _by_target(
-    mode: TraceMode, device: DeviceSpec, cache: AutocastCache, functions: CudaFunctions
-) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
-    # The foreach implementations are the default on CUDA.
-    for module in map(sys.modules.get, _WITH_FOREACH):
-        yield (
-            module,
-            {
-                "_get_foreach_kernels_supported_devices": lambda: ["cuda", "cpu"],
-                "_get_fused_kernels_supported_devices": lambda: ["cuda", "cpu"],
-                "_has_foreach_support": lambda tensors, device: True,
-                "_device_has_foreach_support": lambda device: True,
-            },
-        )
-    streams = Streams(mode)
-    yield torch, {"clear_autocast_cache": cache.clear}
-    yield torch.autograd, {"_engine_run_backward": _backward(mode, functions, streams)}
-    yield torch.autograd.graph.saved_tensors_hooks, {"__init__": _hooks_of_saved_tensors(functions)}
-    yield torch.utils._device.DeviceContext, {"__torch_function__": _default_device(mode)}
-    # Checkpointing keeps the states of random number generators, of which the fakes have none.
-    yield (
-        torch.utils.checkpoint,
-        {"get_device_states": lambda *args: ([], []), "set_device_states": _nothing},
-    )
-    yield (
-        torch.cuda,
-        {
-            **_about_devices(device),
-            **about_streams(streams),
-            **_about_memory(device),
-            **_about_random_numbers(),
-        },
-    )
-    yield torch.cuda.memory, _about_memory(device)
-    yield (
-        torch.cuda.nvtx,
-        dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing),
-    )
-    yield torch.cuda.Stream, {"__new__": lambda kind, *args, **kwargs: streams.new()}
-    yield torch.cuda.Event, {"__new__": lambda kind, *args, **kwargs: Event()}
-    yield FakeTensor, {"record_stream": streams.hold_back}
-    yield torch.backends.cuda, {"is_built": lambda: True}
-    yield torch.nested._internal.sdpa, jagged_choices(device)
-    yield from flex_attention_answers(mode)
-    if hasattr(torch, "accelerator"):
-        yield (
-            torch.accelerator,
-            {
-                "is_available": lambda: True,
-                "device_count": lambda: 1,
-                "current_accelerator": lambda check_available=False: torch.device("cuda"),
-                "current_device_index": lambda: 0,
-                "current_stream": lambda device=None: streams.current,
-                "set_stream": streams.set,
-                "synchronize": _nothing,
-                "set_device_index": _nothing,
-                **_about_memory(device),
-            },
-        )
+def _generator_class() -> type:
+    """`torch.Generator` that makes CPU generators in this thread; fakes draw no numbers."""
+    make = in_this_thread(lambda device=None: _GENERATOR(), torch.Generator)
 
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _about_devices(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
-    major, minor = device.compute_capability
-    properties = SimpleNamespace(
-        name=device.name,
-        major=major,
-        minor=minor,
-        total_memory=device.capacity_bytes,
-        multi_processor_count=device.num_multiprocessors,
-        max_threads_per_multi_processor=device.max_threads_per_multiprocessor,
-        shared_memory_per_block=device.shared_memory_per_block_bytes,
-        shared_memory_per_block_optin=device.shared_memory_per_block_optin_bytes,
-        warp_size=32,
-        is_integrated=False,
-    )
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": _nothing,
-        "_lazy_init": _nothing,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": _nothing,
-        "_exchange_device": lambda index: 0,
-        "_maybe_exchange_device": lambda index: 0,
-        "get_device_capability": lambda device=None: (major, minor),
-        "get_device_name": lambda device=None: properties.name,
-        "get_device_properties": lambda device=None: properties,
-        "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "can_device_access_peer": lambda device, peer_device: False,
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
-        "is_tf32_supported": lambda: major >= 8,
-        "ipc_collect": _nothing,
-        "_sleep": _nothing,
-    }
-
-
-def _about_memory(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
-    """An empty device: code that trains differently when memory is short goes its usual way."""
-    reads = (
-        *(
-            "memory_allocated",
-            "max_memory_allocated",
-            "memory_reserved",
-            "max_memory_reserved",
-            "memory_cached",
-            "max_memory_cached",
-        ),
-        "device_memory_used",
-    )
-    resets = (
-        *(
-            "empty_cache",
-            "reset_peak_memory_stats",
-            "reset_accumulated_memory_stats",
-            "reset_max_memory_allocated",
-        ),
-        *("reset_max_memory_cached", "set_per_process_memory_fraction"),
-    )
-    capacity = device.capacity_bytes
-    return {
-        **dict.fromkeys(reads, lambda *args, **kwargs: 0),
-        **dict.fromkeys(resets, _nothing),
-        "memory_stats": lambda *args: defaultdict(int),
-        "memory_summary": lambda *args, **kwargs: "",
-        "mem_get_info": lambda *args: (capacity, capacity),
-        "get_memory_info": lambda *args: (capacity, capacity),
-    }
-
-
-def _about_random_numbers() -> dict[str, Callable[..., Any]]:
-    return {
-        **dict.fromkeys(
-            (
-                "manual_seed",
-                "manual_seed_all",
-                "seed",
-                "seed_all",
-                "set_rng_state",
-                "set_rng_state_all",
-            ),
-            _nothing,
-        ),
-        "initial_seed": lambda: 0,
-        "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda: [torch.empty(16, dtype=torch.uint8)],
-    }
-
-
-_OWN_GENERATOR = torch.Generator
-
-
-def _generators(make: Callable[..., Any]) -> type:
-    """`torch.Generator`, whose generators are the CPU's in this thread; fakes draw no numbers from
-    them.
-    """
-
-    class _Kind(type(_OWN_GENERATOR)):  # type: ignore[misc]
+    class _Meta(type(_GENERATOR)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, _OWN_GENERATOR)
+            return isinstance(instance, _GENERATOR)
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return make(*args, **kwargs)
 
-    return _Kind("Generator", (_OWN_GENERATOR,), {})
+    return _Meta("Generator", (_GENERATOR,), {})
 
 
 def _device_of(mode: TraceMode) -> Callable[[FakeTensor], torch.device]:
     original: Callable[[FakeTensor], torch.device] = vars(FakeTensor)["device"].fget
+    placement = mode.placement
 
     def device(tensor: FakeTensor) -> torch.device:
-        if (
-            mode.placement.reports_cuda_device
-            and tensor.fake_mode is mode
-            and mode.placement.is_on_device(tensor)
-        ):
-            return CUDA
-        if (
-            mode.placement.reports_cuda_device
-            and tensor.fake_mode is mode
-            and mode.placement.is_on_meta(tensor)
-        ):
-            return _META
+        if placement.reports_cuda_device and tensor.fake_mode is mode:
+            if placement.is_on_device(tensor):
+                return CUDA
+            if placement.is_on_meta(tensor):
+                return _META
         return original(tensor)
 
     return device
 
 
 def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Callable[..., Any]:
-    """User code runs inside a backward pass: hooks, backward passes of its own, forward passes
-    again where they were checkpointed.
-    """
+    """Understand devices in user code inside a backward pass: hooks, recomputed forward passes."""
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     nodes = BackwardNodes()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with functions.user_code(), mode.in_backward(), streams.unchanged():
+        with functions.user_code(), mode.in_backward(), streams.kept():
             return nodes.run(original, *args, **kwargs)
 
     return run
 
 
-def _hooks_of_saved_tensors(functions: CudaFunctions) -> Callable[..., None]:
-    """What saves a tensor is called from inside of torch functions."""
+def _saved_tensors_hooks(functions: CudaFunctions) -> Callable[..., None]:
+    """Understand devices in pack hooks, which are called from inside torch functions."""
 
     def init(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
         def pack(tensor: torch.Tensor) -> Any:
@@ -284,9 +244,11 @@ def _hooks_of_saved_tensors(functions: CudaFunctions) -> Callable[..., None]:
 
 
 def _default_device(mode: TraceMode) -> Callable[..., Any]:
-    """`with torch.device("cuda")` and `torch.set_default_device`, whose mode is called after that
-    for torch functions.
+    """Understand `with torch.device("cuda")` and `torch.set_default_device`.
+
+    Their mode is called after `CudaFunctions`.
     """
+    placement = mode.placement
 
     def function(
         self: Any,
@@ -296,42 +258,13 @@ def _default_device(mode: TraceMode) -> Callable[..., Any]:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func not in torch.utils._device._device_constructors()
-            or kwargs.get("device") is not None
-        ):
+        makes_tensor = func in torch.utils._device._device_constructors()
+        if not makes_tensor or kwargs.get("device") is not None:
             return func(*args, **kwargs)
-        before, mode.placement.target = (
-            mode.placement.target,
-            "device" if self.device.type == "cuda" else "host",
-        )
+        before, placement.target = placement.target, _target_of(self.device)
         try:
             return func(*args, **{**kwargs, "device": _CPU})
         finally:
-            mode.placement.target = before
+            placement.target = before
 
     return function
-
-
-@contextmanager
-def cuda_semantics(mode: TraceMode, device: DeviceSpec) -> Iterator[None]:
-    """Let fake tensors of a mode behave as CUDA tensors, until the end of the context.
-
-    Only one such context may be open in a process.
-    """
-    cache = cuda_autocast.AutocastCache()
-    functions = CudaFunctions(mode)
-    with ExitStack() as stack:
-        stack.enter_context(cuda_autocast.registered(cache))
-        stack.enter_context(registered(device))
-        for target, name, value in answers(mode, device, cache, functions):
-            if hasattr(target, name):
-                stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mode)
-        stack.enter_context(functions)
-        try:
-            mode.placement.reports_cuda_device = True
-            yield
-        finally:
-            mode.placement.reports_cuda_device = False
-            cache.clear()

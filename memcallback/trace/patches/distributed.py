@@ -1,17 +1,14 @@
-"""torch.distributed, FSDP2, DDP, DeviceMesh on fakes."""
+"""Lets PyTorch's distributed engines (DDP, FSDP2, DTensor, DeviceMesh) run on fake tensors."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
 import torch.distributed.tensor._sharding_prop as sharding
 from torch import nn
@@ -23,134 +20,68 @@ from torch.utils._pytree import tree_map_only
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.collectives import unwaited
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.patches.patching import thread_local_patch
-from memcallback.trace.patches.rank_messages import Messages
+from memcallback.trace.patches.patching import Patch
 
-#: Numbers that no thread has.
+#: Thread numbers that no thread has.
 _THREADS = count(-1, -1)
 
 
-@contextmanager
-def rank_answers(mode: TraceMode, messages: Messages) -> Iterator[None]:
-    """Let PyTorch's own distributed engines run on the fakes of a mode, until the end of the
-    context.
-    """
-    with ExitStack() as stack:
-        for target, name, answer in (*_answers(mode), *_letters(messages)):
-            stack.enter_context(
-                mock.patch.object(target, name, thread_local_patch(target, name, answer))
-            )
-        if mode.spec is not None:
-            # Where fakes say that they are on the card, so do meshes.
-            stack.enter_context(mock.patch.object(DeviceMesh, "device_type", _device_type(mode)))
-        yield
-
-
-def _answers(mode: TraceMode) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def rank_patches(mode: TraceMode) -> Iterator[Patch]:
+    """Let PyTorch's distributed engines run on a mode's fakes."""
+    ddp = DistributedDataParallel
     # Compares the shapes of all ranks.
-    yield (
-        nn.parallel.distributed,
-        "_verify_param_shape_across_processes",
-        lambda *args, **kwargs: None,
-    )
-    yield (
-        DistributedDataParallel,
-        "_ddp_init_helper",
-        _with_numbers(mode, DistributedDataParallel._ddp_init_helper),
-    )
-    yield (
-        DistributedDataParallel,
-        "_pre_forward",
-        _with_numbers(mode, DistributedDataParallel._pre_forward),
-    )
-    yield (
-        DistributedDataParallel,
-        "register_comm_hook",
-        _register(mode, DistributedDataParallel.register_comm_hook),
-    )
-    yield DeviceMesh, "__init__", _mesh_of_cpus(DeviceMesh.__init__)
-    # The shapes of a DTensor's whole are followed on fakes of another mode, which is nothing that a
-    # rank does.
+    verify = "_verify_param_shape_across_processes"
+    yield nn.parallel.distributed, verify, lambda *args, **kwargs: None
+    yield ddp, "_ddp_init_helper", _with_numbers(mode, ddp._ddp_init_helper)
+    yield ddp, "_pre_forward", _with_numbers(mode, ddp._pre_forward)
+    yield ddp, "register_comm_hook", _register_comm_hook(mode, ddp.register_comm_hook)
+    yield DeviceMesh, "__init__", _mesh_on_cpu(DeviceMesh.__init__)
+    if mode.spec is not None:
+        # Fakes report the card, and so do meshes.
+        yield DeviceMesh, "device_type", _device_type(mode)
+    # DTensor infers the shape of the whole on fakes of another mode, which no rank does.
     yield sharding, "detect_fake_mode", lambda *args: None
     yield torch.UntypedStorage, "resize_", _resize(mode, torch.UntypedStorage.resize_)
-    # Of a parameter's parts a rank takes its own and asks the first for its size; of a thousand,
-    # fakes of all take longer than the rest.
-    yield fsdp2, "_chunk_with_empty", _Parts
-    yield fsdp2.FSDPParam, "reset_sharded_param", _reset(fsdp2.FSDPParam.reset_sharded_param)
+    # A rank takes its own chunk of a parameter and asks the first for its size: fakes of all the
+    # chunks of a thousand ranks take longer than the rest of the trace.
     yield (
-        fsdp2.FSDPParam,
-        "init_all_gather_outputs",
-        _gathered(mode, fsdp2.FSDPParam.init_all_gather_outputs),
+        fsdp2,
+        "_chunk_with_empty",
+        lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim),
     )
-
-
-def _letters(messages: Messages) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    def send(
-        objects: list[Any],
-        dst: int | None = None,
-        group: Any = None,
-        device: Any = None,
-        group_dst: int | None = None,
-        **_: Any,
-    ) -> None:
-        messages.send(objects, _global_rank(group, dst, group_dst))
-
-    def receive(
-        objects: list[Any],
-        src: int | None = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: int | None = None,
-        **_: Any,
-    ) -> int:
-        sender = _global_rank(group, src, group_src)
-        messages.receive(objects, sender)
-        return sender
-
-    yield dist, "send_object_list", send
-    yield dist, "recv_object_list", receive
-
-
-def _global_rank(group: Any, rank: int | None, group_rank: int | None) -> int:
-    if rank is not None:
-        return rank
-    if group_rank is None:
-        raise NotImplementedError("objects from whichever rank comes first: say from which")
-    whole: Any = group or dist.group.WORLD
-    return dist.get_global_rank(whole, group_rank)
+    parameter = fsdp2.FSDPParam
+    yield parameter, "reset_sharded_param", _reset_sharded_param(parameter.reset_sharded_param)
+    original = parameter.init_all_gather_outputs
+    yield parameter, "init_all_gather_outputs", _init_all_gather_outputs(mode, original)
 
 
 def _device_type(mode: TraceMode) -> property:
-    own, original = threading.get_ident(), DeviceMesh.__dict__["device_type"]
+    thread, original = threading.get_ident(), DeviceMesh.__dict__["device_type"]
 
     def device_type(mesh: DeviceMesh) -> Any:
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             return original.__get__(mesh)
         return "cuda" if mode.placement.reports_cuda_device else "cpu"
 
     return property(device_type)
 
 
-class _Parts:
-    """The parts of a tensor that FSDP makes for the ranks of a mesh (`_chunk_with_empty`), each
-    when it is asked for.
-    """
+class _Chunks:
+    """The chunks of a tensor for the ranks of a mesh (`_chunk_with_empty`), created when read."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
         self._size = -(-tensor.size(dim) // num_chunks)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        start = index * self._size
-        if start >= self._tensor.size(self._dim) and index:
+        start, end = index * self._size, self._tensor.size(self._dim)
+        if start >= end and index:
             return self._tensor.new_empty(0)
-        return self._tensor.narrow(
-            self._dim, start, min(self._size, self._tensor.size(self._dim) - start)
-        )
+        return self._tensor.narrow(self._dim, start, min(self._size, end - start))
 
 
 def _with_numbers(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP's reducer puts numbers into tensors, sends them round and reads them."""
+    """Keep values meanwhile: DDP's reducer writes numbers into tensors, sends and reads them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         before, mode.keeps_numbers = mode.keeps_numbers, True
@@ -162,26 +93,26 @@ def _with_numbers(mode: TraceMode, original: Callable[..., Any]) -> Callable[...
     return call
 
 
-def _register(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+def _register_comm_hook(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
     def register(model: Any, state: object, hook: Callable[..., Any]) -> Any:
         return original(model, state, functools.wraps(hook)(unwaited(mode.in_flight, hook)))
 
     return register
 
 
-def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fakes lie on the CPU, and so do meshes of them.
+def _mesh_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Create meshes on the CPU, where the fakes are, and unlike those of any other trace.
 
-    DTensor remembers how tensors are spread by meshes that are equal, and with them whose process
-    groups they are. By its thread a mesh of a trace is unlike any other, of the user's training and
-    of the next trace.
+    DTensor caches sharding decisions, and the process groups in them, by equal meshes. A thread
+    number of its own keeps a trace's meshes apart from those of the user's training and of the next
+    trace.
     """
     number = next(_THREADS)
 
     def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         # DTensor keeps meshes for ever: one that held a fake would keep the mode, and with it all
         # of the trace.
-        args, kwargs = tree_map_only(FakeTensor, _with_numbers_of, (args, kwargs))
+        args, kwargs = tree_map_only(FakeTensor, _constant_of, (args, kwargs))
         with unset_fake_temporarily():
             original(mesh, "cpu", *args, **kwargs)
         mesh._thread_id, mesh._hash = number, None
@@ -189,23 +120,23 @@ def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _with_numbers_of(fake: FakeTensor) -> torch.Tensor:
-    """A tensor of the whole numbers that a fake is known to have; itself if they are not known."""
+def _constant_of(fake: FakeTensor) -> torch.Tensor:
+    """A real tensor with a fake's values if they are known, else the fake."""
     return fake if fake.constant is None else fake.constant
 
 
-def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP fills up a shard unless it is still the one that it has filled up, which it asks by an
-    address. Fakes have none.
+def _reset_sharded_param(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pad a shard unless the padded one is in place.
+
+    FSDP compares addresses to find out; fakes have none, so this compares storages.
     """
 
     def reset(parameter: Any) -> None:
         info, padded = parameter._module_info, getattr(parameter, "_sharded_param_data", None)
         current = getattr(info.module, info.param_name)
-        is_known = current is parameter.sharded_param
         if (
             padded is None
-            or not is_known
+            or current is not parameter.sharded_param
             or padded.untyped_storage()._cdata != current._local_tensor.untyped_storage()._cdata
         ):
             original(parameter)
@@ -214,7 +145,7 @@ def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resize(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP frees gathered parameters by making their storages empty."""
+    """Record resized storages: FSDP frees gathered parameters by resizing their storages to 0."""
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
@@ -225,13 +156,13 @@ def _resize(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]
     return resize
 
 
-def _gathered(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+def _init_all_gather_outputs(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Label what is gathered as parameters of the running module."""
+
     def init(parameter: Any, *args: Any, **kwargs: Any) -> None:
         original(parameter, *args, **kwargs)
+        gathered = ((mode.ledger.module, tensor) for tensor in parameter.all_gather_outputs)
         with torch._C.DisableTorchFunction():
-            mode.ledger.label(
-                ((mode.ledger.module, tensor) for tensor in parameter.all_gather_outputs),
-                Category.PARAMETER,
-            )
+            mode.ledger.label(gathered, Category.PARAMETER)
 
     return init

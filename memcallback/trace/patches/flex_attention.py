@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memcallback.trace.dispatch.mode import TraceMode
+from memcallback.trace.patches.patching import Patch
 
 _MODULE = "torch.nn.attention.flex_attention"
 _AS_COMPILED = (
@@ -25,10 +26,8 @@ _AS_COMPILED = (
 )
 
 
-def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
-    """What stands in for functions of the module of `flex_attention`, where a program has imported
-    it.
-    """
+def flex_attention_patches(mode: TraceMode) -> Iterator[Patch]:
+    """Replace functions of flex_attention's module if the program has imported it."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return
@@ -65,9 +64,10 @@ def flex_attention_answers(mode: TraceMode) -> Iterator[tuple[Any, dict[str, Cal
             kept += [tensor for tensor in of_score if not tensor.requires_grad] + of_mask
         return _FlexAttention.apply(len(trained), query, key, value, *trained, *kept)[:num_outputs]  # type: ignore[no-untyped-call]
 
-    # It would tell those who do compile it that they should: nothing is compiled while a step is
-    # traced.
-    yield module, {"flex_attention_hop": operator, "_warn_once": lambda *args, **kwargs: None}
+    yield module, "flex_attention_hop", operator
+    if hasattr(module, "_warn_once"):
+        # PyTorch would advise to compile the call, also if it is compiled: a trace compiles nothing.
+        yield module, "_warn_once", lambda *args, **kwargs: None
 
 
 class _FlexAttention(torch.autograd.Function):

@@ -1,21 +1,55 @@
-"""Patch a function for the current thread only."""
+"""Replaces attributes of PyTorch and of other libraries until the end of a context."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 
-def thread_local_patch(target: Any, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that answers to the thread that calls this, and does to all others what it does
-    now.
+from memcallback.core.errors import PredictionError
+
+#: An owner (a module or class), the name of an attribute, and the replacement.
+Patch = tuple[Any, str, Any]
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply patches one after the other, and undo them at the end.
+
+    A replaced function is replaced for this thread alone. A replaced class, property or list is
+    replaced for all threads.
     """
-    own, original = threading.get_ident(), getattr(target, name)
+    with ExitStack() as stack:
+        for owner, name, replacement in patches:
+            if not hasattr(owner, name):
+                raise PredictionError(
+                    f"A step cannot be traced with PyTorch {torch.__version__}, which has no "
+                    f"{owner.__name__}.{name}. Install a version that memcallback is tested with."
+                )
+            # An inherited attribute is replaced in the class itself, and removed from it again.
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            if callable(replacement) and not isinstance(replacement, type):
+                replacement = in_this_thread(replacement, getattr(owner, name))
+            setattr(owner, name, replacement)
+        yield
 
-    @functools.wraps(answer)
+
+def in_this_thread(
+    replacement: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Call the replacement in the thread that is running now, and the original in all others."""
+    thread = threading.get_ident()
+
+    @functools.wraps(replacement)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (answer if threading.get_ident() == own else original)(*args, **kwargs)
+        run = replacement if threading.get_ident() == thread else original
+        return run(*args, **kwargs)
 
     return function
