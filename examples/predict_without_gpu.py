@@ -108,7 +108,7 @@ def main() -> None:
         print(
             f"  {phase.label:28}{mc.format_bytes(memory.peak_allocated_bytes or 0):>13} allocated at most"
         )
-    print(f"What stands at the peak, in {prediction.peak_phase.label}:")
+    print(f"Live at the peak ({prediction.peak_phase.label}):")
     for category, size in sorted(prediction.by_category.items(), key=lambda item: -item[1]):
         print(f"  {category.label:28}{mc.format_bytes(size):>13}")
     print("Modules with most of it:")

@@ -479,13 +479,13 @@ def _ask(
 ) -> _Answer:
     """What a function of the package answers for the step and the device on the command line."""
     from memcallback.devices.local import resolve
-    from memcallback.prediction.predict import how_far
+    from memcallback.prediction.predict import report_progress
 
     step = load_step(arguments.target)
     device = arguments.device
     if isinstance(device, str):
         device = _resolved(device, resolve)
-    progress = how_far(lambda part: print(f"memcallback: {part}", file=sys.stderr), unit)
+    progress = report_progress(lambda part: print(f"memcallback: {part}", file=sys.stderr), unit)
     with _errors_in_one_line(f"{arguments.target} cannot be predicted"):
         return function(step, device=device, progress=progress, **options)
 

@@ -271,7 +271,7 @@ class StandIn:
     def __init__(self):
         self.steps, self.sequence_lengths = [], []
 
-    def how_far(self, say, of="traces"):
+    def report_progress(self, say, of="traces"):
         say("1 of 3 traces after 2.5 s")
 
     def predict(self, step, *, device, batch_size=None, sequence_length=None, progress=None):

@@ -19,8 +19,7 @@ from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import share
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.search import BatchReplays
 from memcallback.prediction.textbook.law import TextbookPrediction
 

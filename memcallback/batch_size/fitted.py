@@ -10,7 +10,7 @@ from memcallback.batch_size.estimate import TracedPeak
 from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 
 #: What is held throughout a step, whatever the batch size.
 _HELD = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)

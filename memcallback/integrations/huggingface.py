@@ -22,7 +22,7 @@ from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
 from memcallback.prediction.predict_or_warn import predict_or_warn
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.memory_log import rank_here, say_here
 from memcallback.record.monitor import Monitor
 from memcallback.record.rank_exchange import RankExchange

@@ -150,7 +150,7 @@ def predict_once(
     )
 
 
-def how_far(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
+def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
     """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more
     than 2 s have passed.
     """

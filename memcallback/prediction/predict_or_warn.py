@@ -1,4 +1,4 @@
-"""Predict before the first step of a loop: trace, else the textbook formula, else a warning."""
+"""Predicts the steps of a training loop: by a trace, else by the textbook law, else with a warning."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from time import perf_counter
 import torch
 
 from memcallback.core.errors import PredictionError, reason_of, warn_and_go_on
+from memcallback.core.module_table import ModuleTable
+from memcallback.core.step_memory import StepMemory
 from memcallback.prediction import predict as tracing
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.textbook import predict as textbook
 from memcallback.step.model import devices_of
 from memcallback.step.training_step import TrainingStep
@@ -25,14 +26,12 @@ def predict_or_warn(
     say: Callable[[str], None],
     without: str,
 ) -> StepPrediction | None:
-    """Predict a step: trace it; if it cannot be traced, the textbook law stands in, with a warning
-    that says why.
-    """
+    """Predict a step before it first runs. Never raises: failures become warnings."""
     try:
         step = make_step()
         step.check_predictable()
     except Exception as error:  # a loop's plugins can be of any kind
-        _warn_of_none(reason_of(error), without)
+        _warn_unpredicted(reason_of(error), without)
         return None
     try:
         return traced(step, device, say)
@@ -41,9 +40,9 @@ def predict_or_warn(
     try:
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
     except Exception:
-        _warn_of_none(reason, without)
+        _warn_unpredicted(reason, without)
         return None
-    warn_and_go_on(f"{reason} The textbook law stands in: an upper estimate with a lower edge.")
+    warn_and_go_on(f"{reason} Falling back to a rough formula (upper bound with a lower bound).")
     return law
 
 
@@ -52,17 +51,53 @@ def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None])
     devices = devices_of(step.model)
     if len(devices) > 1:
         raise PredictionError(
-            f"The step was not traced: its model is on {len(devices)} devices ({', '.join(devices)}), and a trace has one."
+            f"The step was not traced: its model is on {len(devices)} devices "
+            f"({', '.join(devices)}), and a trace has one."
         )
     start = perf_counter()
-    progress = tracing.how_far(lambda part: say(f"Tracing the step before it first runs: {part}."))
+    progress = tracing.report_progress(
+        lambda part: say(f"Tracing the step before it first runs: {part}.")
+    )
     prediction = tracing.predict(step, device=device, progress=progress)
     num_events = len(prediction.trace.traced.trace.events)
     say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
     return prediction
 
 
-def _warn_of_none(reason: str, without: str) -> None:
+def _warn_unpredicted(reason: str, without: str) -> None:
     warn_and_go_on(
-        f"The step's memory is recorded and not predicted. {reason} {without} leaves the prediction out."
+        f"Memory is recorded but not predicted. {reason} {without} turns the prediction off."
     )
+
+
+class PredictedSteps:
+    """A prediction at each batch size that a training comes to, predicted once each."""
+
+    def __init__(self, prediction: StepPrediction | None) -> None:
+        self._prediction = prediction
+        self._steps: dict[int, StepMemory | None] = {}
+
+    def at(self, batch_size: int | None) -> StepMemory | None:
+        """The step at a batch size, by default the prediction's own; None if it is not known."""
+        if self._prediction is None:
+            return None
+        size = self._prediction.batch_size if batch_size is None else batch_size
+        if size not in self._steps:
+            try:
+                self._steps[size] = self._prediction.at(size).step
+            except ValueError:
+                self._steps[size] = None
+        return self._steps[size]
+
+
+def predicted_modules(
+    prediction: StepPrediction | None, batch_size: int | None
+) -> ModuleTable | None:
+    """The predicted memory by module at a batch size; None if it is not known."""
+    if not isinstance(prediction, Prediction):
+        return None
+    try:
+        modules = prediction.at(batch_size).modules
+    except ValueError:  # the trace does not know this batch size
+        return None
+    return modules if modules.ran else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from memcallback.core.allocation_trace import Alloc, StepEnd
 from memcallback.core.document import Document, Printable
@@ -18,13 +17,14 @@ from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
-from memcallback.prediction import text as prediction_text
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
 from memcallback.prediction.search import BatchReplays
+from memcallback.prediction.text import peak_table, phase_table, step_dict
+from memcallback.prediction.textbook.law import TextbookPrediction
 from memcallback.trace.traced_step import SAMPLES
 
 SOURCE = "traced step"
@@ -108,7 +108,7 @@ class Prediction(Printable):
             isinstance(event, StepEnd) for event in reversed(self.trace.traced.trace.events)
         ):
             raise ValueError(
-                "the trace has no step, so there is none to predict: put StepStart() and StepEnd() around each"
+                "the trace has no step to predict: put StepStart() and StepEnd() around each step"
             )
         trace = self.trace.at(self.batch_size)
         capacity_bytes = self.device.allocator_capacity_bytes
@@ -201,8 +201,8 @@ class Prediction(Printable):
             return self if batch_size == self.batch_size else replace(self, batch_size=batch_size)
         if self.lengths is None:
             raise UnknownSequenceLength(
-                f"sequence length {sequence_length} is not known: the step does not say how long its sequences are. Give it: "
-                "sequence_length=... to TrainingStep."
+                f"sequence length {sequence_length} is unknown: the step does not say how long its "
+                "sequences are. Give it: TrainingStep(..., sequence_length=...)."
             )
         other = replace(
             self,
@@ -230,8 +230,8 @@ class Prediction(Printable):
         spec = find_device(device, like=traced_for if isinstance(traced_for, DeviceSpec) else None)
         if isinstance(spec, HostSpec) != isinstance(traced_for, HostSpec):
             raise ValueError(
-                f"a step that was traced for {traced_for.name} says nothing of {spec.name}: what operators allocate differs. Trace it for that: "
-                "memcallback.predict(step, device=...)."
+                f"a step traced for {traced_for.name} cannot be put on {spec.name}: operators "
+                "allocate differently there. Trace it again: memcallback.predict(step, device=...)."
             )
         other = replace(self, device=spec, traced_for=traced_for)
         return other if self.limits is None else other._search_limits()
@@ -252,11 +252,73 @@ class Prediction(Printable):
 
     def document(self) -> Document:
         """Each phase, what is live at the peak, whether it fits, and what was assumed."""
-        return prediction_text.document(self)
+        return Document(
+            phase_table(self.steps, self.sequence_length),
+            peak_table(
+                self.peak_phase, self.peak_allocated_bytes, self.by_category, self.by_module
+            ),
+            *self.verdict(),
+            *self.caveats,
+        )
+
+    def verdict(self) -> tuple[str, ...]:
+        """Whether it fits, and up to which batch size, one sentence each."""
+        is_host = isinstance(self.device, HostSpec)
+        if self.capacity_bytes is None:
+            return ("Whether it fits is unknown: the capacity of the CPU was not given.",)
+        capacity = format_bytes(self.capacity_bytes)
+        available = f"The CPU has {capacity}."
+        if not is_host:
+            allocatable = format_bytes(self.device.allocator_capacity_bytes or 0)
+            available = f"The allocator can have {allocatable} of {capacity}."
+        if not self.fits:
+            lines = [f"Does not fit: out of memory in {self.out_of_memory} {available}"]
+        elif is_host:
+            lines = [f"Fits. {available}"]
+        elif self.fits_without_retry:
+            lines = [f"Fits without a retry. {available}"]
+        else:
+            lines = [f"Fits, but the allocator must free its cache, which is slow. {available}"]
+        if not self.trace.is_any_batch_size_known:
+            lines.append("The largest batch size is unknown: only this batch size was traced.")
+        elif self.limit is not None and self.limit_without_retry is not None:
+            limits = f"{self.limit:,}"
+            if not is_host:
+                limits = f"{self.limit_without_retry:,} without a retry, {limits} with retries"
+            assumed = "A larger batch is assumed to need no less memory"
+            if self.trace.is_far(self.limit):
+                assumed += (
+                    f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
+                )
+            lines.append(f"Largest batch size: {limits}, with nothing kept free. {assumed}.")
+        return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Data for json; names of sizes end in `_bytes`, of numbers of samples in `batch_size`."""
-        return prediction_text.to_dict(self)
+        return {
+            "source": self.source,
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+            "device_name": self.device_name,
+            "capacity_bytes": self.capacity_bytes,
+            "context_bytes": self.device.context_bytes,
+            "communication_bytes": self.device.outside_bytes - self.device.context_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "fits": self.fits,
+            "fits_without_retry": self.fits_without_retry,
+            "out_of_memory": self.out_of_memory,
+            "limit_batch_size": self.limit,
+            "limit_without_retry_batch_size": self.limit_without_retry,
+            "steps": [step_dict(step) for step in self.steps],
+            "peak_phase": self.peak_phase.value,
+            "at_peak_by_category_bytes": {
+                category.value: size for category, size in self.by_category.items()
+            },
+            "at_peak_by_module_bytes": dict(self.by_module),
+            "at_peak_by_operator_bytes": dict(self.by_operator),
+            "caveats": list(self.caveats),
+        }
 
     @property
     def device_name(self) -> str:
@@ -295,23 +357,21 @@ class Prediction(Printable):
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The largest allocated figure in the phases of the steady step."""
+        """The allocated peak in the phases of the steady step."""
         return self.step.peak_allocated_bytes or 0
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """The largest reserved figure in the phases of the steady step; None on a CPU."""
+        """The reserved peak in the phases of the steady step; None on a CPU."""
         return self.step.peak_reserved_bytes
 
     def origin_of(self, alloc: Alloc) -> AllocationSource | None:
-        """The tensor that an allocation is for, and by which line of the program; None if no tensor
-        stands for it.
+        """The tensor that an allocation is for, and the line of code that made it; None if unknown.
 
-        Of a step at another sequence length than the traced one the shape is that of the traced
-        one.
+        At another sequence length than the traced one, the shape is still the traced one.
 
         Args:
-            alloc: One of the trace's, such as those of `at_peak`.
+            alloc: An allocation of the trace, such as those of `at_peak`.
         """
         return self.trace.origin(alloc.id, self.batch_size)
 
@@ -322,22 +382,18 @@ class Prediction(Printable):
 
     @property
     def by_category(self) -> Mapping[Category, int]:
-        """Allocated bytes at the peak by what they are for; what has no category is temporary."""
-        found = self._by(lambda alloc: alloc.category or Category.TEMPORARY)
-        return {category: found[category] for category in Category if category in found}
+        """Allocated bytes at the peak by category; temporary memory if an allocation has none."""
+        sizes = self._by(lambda alloc: alloc.category or Category.TEMPORARY)
+        return {category: sizes[category] for category in Category if category in sizes}
 
     @property
     def by_module(self) -> Mapping[str, int]:
-        """Allocated bytes at the peak by the module that was running, largest first; the root is
-        "".
-        """
+        """Allocated bytes at the peak by the running module, largest first; the root is ""."""
         return self._by(lambda alloc: alloc.module)
 
     @property
     def by_operator(self) -> Mapping[str, int]:
-        """Allocated bytes at the peak by the operator that asked for them, largest first; "" where
-        that is unknown.
-        """
+        """Allocated bytes at the peak by operator, largest first; "" if unknown."""
         return self._by(lambda alloc: alloc.operator)
 
     def _by(self, key: Callable[[Alloc], _Key]) -> dict[_Key, int]:
@@ -356,25 +412,28 @@ class Prediction(Printable):
         ):
             major, minor = traced_for.compute_capability
             yield (
-                f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), and its workspaces and kernels are those of "
-                f"that card: memcallback.predict(step, device=...) traces it for {device.name}."
+                f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), so "
+                "workspaces and kernels are those of that card. memcallback.predict(step, device=...) "
+                f"traces it for {device.name}."
             )
         if isinstance(device, DeviceSpec):
             yield (
-                f"{format_bytes(device.context_bytes)} of the card are taken to be outside the allocator (CUDA context, driver); what other "
-                "processes use is not counted."
+                f"{format_bytes(device.context_bytes)} of the card are assumed to be outside the "
+                "allocator (CUDA context, driver). Other processes are not counted."
             )
             if device.communication_bytes:
                 seen = " to ".join(map(format_bytes, NCCL_BYTES))
                 yield (
-                    f"NCCL is taken to need {format_bytes(device.communication_bytes)} of the card outside the allocator ({seen} were seen)."
+                    f"NCCL is assumed to need {format_bytes(device.communication_bytes)} of the card "
+                    f"outside the allocator ({seen} were seen)."
                 )
             for name in self.settings.not_simulated:
                 yield f"The allocator's setting {name} is not simulated."
         if self.trace.is_far(self.batch_size):
             yield (
-                f"Batch size {self.batch_size} is far beyond the largest that was traced, {self.trace.largest_traced}: whether the step does the "
-                f"same there was not tried. memcallback.predict(step, batch_size={self.batch_size}) traces it there."
+                f"Extrapolated: batch size {self.batch_size} is far beyond the largest traced, "
+                f"{self.trace.largest_traced}. memcallback.predict(step, "
+                f"batch_size={self.batch_size}) traces it there."
             )
 
     def _step_memory(self, step: ReplayedStep) -> StepMemory:
@@ -391,13 +450,5 @@ class Prediction(Printable):
         )
 
 
-def predicted_modules(prediction: object, batch_size: int | None) -> ModuleTable | None:
-    """What a prediction says of the modules at a batch size; None if it is none that can, or does
-    not know the modules.
-    """
-    if not isinstance(prediction, Prediction):
-        return None
-    with suppress(ValueError):  # it may not tell of this batch size
-        modules = prediction.at(batch_size).modules
-        return modules if modules.ran else None
-    return None
+#: A prediction of a step, traced or by the textbook law.
+StepPrediction: TypeAlias = Prediction | TextbookPrediction

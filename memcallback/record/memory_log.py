@@ -20,7 +20,7 @@ from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.predict_or_warn import predict_or_warn
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor
 from memcallback.record.rank_exchange import RankExchange
 from memcallback.record.recorder import MemoryRecorder

@@ -16,8 +16,8 @@ from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.health.monitor import HealthMonitor
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.prediction.prediction import predicted_modules
-from memcallback.prediction.protocol import PredictedSteps, StepPrediction
+from memcallback.prediction.predict_or_warn import PredictedSteps, predicted_modules
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
 from memcallback.record.oom_response import AllocatorHistory, tell
 from memcallback.record.rank_exchange import RankExchange, place_of

@@ -17,9 +17,8 @@ import torch
 from memcallback.core.errors import warn_and_go_on
 from memcallback.diagnose.out_of_memory.explain import there_was
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.prediction.predict import how_far
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.predict import report_progress
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.report.tensorboard import OUT_OF_MEMORY_TAG
 from memcallback.report.writers import Writers
 from memcallback.savings.plan import PlanRow
@@ -103,7 +102,7 @@ def _savings(
     try:
         base = there_was(prediction, report.batch_size, report.shortage)
         assert isinstance(base, Prediction)
-        progress = how_far(
+        progress = report_progress(
             lambda part: say(f"Trying what would have helped: {part} (Ctrl-C to leave it)."),
             of="savings",
         )

@@ -22,7 +22,7 @@ from memcallback.diagnose.out_of_memory.explain import explain
 from memcallback.diagnose.out_of_memory.observer import forget, shortage_in
 from memcallback.diagnose.out_of_memory.observer import listen as listen_for_moments
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.module_timeline import ModuleTimeline
 from memcallback.record.open_step import OpenStep
 from memcallback.record.recording import Recording

@@ -12,7 +12,7 @@ from memcallback.core.step_memory import DeviceMemory, MemoryStats, StepMemory, 
 from memcallback.core.types import Phase
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.devices.meters import Meter
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.report.report import Report
 
 

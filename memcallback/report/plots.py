@@ -15,7 +15,7 @@ from memcallback.core.module_table import ModuleMemory, ModuleTable
 from memcallback.core.step_memory import MemoryStats, StepMemory
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
 from memcallback.core.units import GiB, KiB, MiB, format_bytes
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
 from memcallback.savings.plan import Plan
 

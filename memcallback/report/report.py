@@ -17,8 +17,7 @@ from memcallback.core.step_memory import (
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
 from memcallback.core.units import format_bytes
 from memcallback.prediction.comparison import differences
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.report.rank_values import RankValues
 
 _INDENT = "  "

@@ -37,7 +37,7 @@ def results(step):
             optimizer.step()
             optimizer.zero_grad()
     return {
-        "prediction": (prediction, "What stands at the peak"),
+        "prediction": (prediction, "Live at the peak"),
         "advice": (mc.suggest_batch_size(step, device="24GiB"), "Largest batch size: "),
         "plan": (mc.what_if(step, device="24GiB"), "as it is"),
         "modules": (prediction.modules, "Linear"),

@@ -201,7 +201,7 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
     assert "traces after" not in printed
 
 
-def test_a_trace_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+def test_a_trace_that_takes_long_says_report_progress_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("memcallback.prediction.predict.SLOW_S", -1)
     fit(tmp_path)
     told = re.findall(
@@ -563,7 +563,7 @@ class CallsNumPy(training.Automatic):
 
 
 def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
-    pattern = r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, which stands for it. The textbook law stands"
+    pattern = r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, which stands for it. Falling back to a rough formula"
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, CallsNumPy())
     assert max(len(str(one.message)) for one in warned) < 400
@@ -1137,7 +1137,7 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
         ),
         pytest.warns(
             MemoryWarning,
-            match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. The textbook law stands in",
+            match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. Falling back to a rough formula",
         ),
     ):
         training.trainer(tmp_path, [Elsewhere(), callback]).fit(
@@ -1153,7 +1153,7 @@ def test_a_module_that_cannot_be_followed_on_fakes_is_recorded_all_the_same(tmp_
         def forward(self, batch):
             raise NotImplementedError
 
-    pattern = r"is recorded and not predicted. The step could not be traced, in the forward, .*MemoryCallback\(predict=False\) leaves"
+    pattern = r"is recorded but not predicted. The step could not be traced, in the forward, .*MemoryCallback\(predict=False\) turns"
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, HasNoForward())
     assert max(len(str(one.message)) for one in warned) < 400
@@ -1166,7 +1166,7 @@ def test_whatever_the_tracer_does_training_goes_on(tmp_path, monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr("memcallback.prediction.predict.trace", broken)
-    with pytest.warns(MemoryWarning, match=r"KeyError: 'ours'. The textbook law stands in"):
+    with pytest.warns(MemoryWarning, match=r"KeyError: 'ours'. Falling back to a rough formula"):
         callback = fit(tmp_path)
     assert isinstance(callback.prediction, TextbookPrediction)
     assert len(callback.recorder.steps) == 4

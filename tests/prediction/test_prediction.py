@@ -14,7 +14,6 @@ from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace, UnknownBatchSize
 from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.text import verdict
 from memcallback.trace.traced_step import TracedStep
 
 SMALL_BYTES = 512 * MiB + 64 * MiB
@@ -135,7 +134,7 @@ def test_what_was_assumed_is_listed():
     caveats = Prediction.of(trace, find_device("24GiB"), settings=settings).caveats
     assert caveats[0] == "A value was guessed."
     assert caveats[1].startswith("Only the size of the card is known")
-    assert caveats[2].startswith("512.00 MiB of the card are taken to be outside the allocator")
+    assert caveats[2].startswith("512.00 MiB of the card are assumed to be outside the allocator")
     assert caveats[3] == "The allocator's setting garbage_collection_threshold is not simulated."
 
 
@@ -146,9 +145,7 @@ def test_the_allocator_is_that_of_the_environment(monkeypatch):
 
 def test_a_trace_without_a_step_is_refused():
     trace = BatchTrace.single(TracedStep(AllocationTrace((Alloc(0, 1),)), 1))
-    with pytest.raises(
-        ValueError, match="the trace has no step, so there is none to predict: put StepStart"
-    ):
+    with pytest.raises(ValueError, match="the trace has no step to predict: put StepStart"):
         Prediction.of(trace, find_device("A100"))
 
 
@@ -162,7 +159,7 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
     other = predicted.on("T4")
     assert other.device_name == "Tesla T4"
     assert other.caveats[-2] == (
-        "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), and its workspaces and kernels are those of that card: "
+        "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), so workspaces and kernels are those of that card. "
         "memcallback.predict(step, device=...) traces it for Tesla T4."
     )
     with pytest.raises(ValueError, match="'rtx 9090' is not a known card"):
@@ -172,7 +169,7 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
 def test_what_was_traced_for_a_card_is_not_put_on_a_cpu():
     with pytest.raises(
         ValueError,
-        match=r"traced for NVIDIA .* says nothing of CPU: what operators allocate differs. .*predict",
+        match=r"traced for NVIDIA .* cannot be put on CPU: operators allocate differently there. .*predict",
     ):
         prediction(device="H100").on("cpu")
 
@@ -286,20 +283,21 @@ def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
 
 
 def test_the_words_about_a_cpu():
-    assert verdict(host_prediction(capacity_bytes=800 * MiB)) == (
-        "Fits in the 800.00 MiB.",
-        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing kept free (a larger batch is taken to need no less).",
+    assert host_prediction(capacity_bytes=800 * MiB).verdict() == (
+        "Fits. The CPU has 800.00 MiB.",
+        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing kept free. A larger batch is assumed to need no less memory.",
     )
-    assert verdict(host_prediction(capacity_bytes=3 * MiB))[0].startswith(
-        "Does not fit in the 3.00 MiB: out of memory in step 1, an allocation"
+    assert (
+        host_prediction(capacity_bytes=3 * MiB)
+        .verdict()[0]
+        .startswith("Does not fit: out of memory in step 1, an allocation")
     )
     single = host_prediction(2, GiB, trace=BatchTrace.single(traced_step(2)))
     assert (
-        verdict(single)[1]
-        == "The largest batch size is not known: only this batch size was traced."
+        single.verdict()[1] == "The largest batch size is unknown: only this batch size was traced."
     )
-    assert verdict(host_prediction()) == (
-        "How much memory there is on the CPU was not given: nothing is said of what fits.",
+    assert host_prediction().verdict() == (
+        "Whether it fits is unknown: the capacity of the CPU was not given.",
     )
     assert len(host_prediction().caveats) == 1
 
@@ -350,10 +348,12 @@ def test_on_a_cpu_the_allocated_peak_has_to_fit():
 
 
 def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
-    assert verdict(prediction(device="1GiB"))[1].endswith(
-        "(a larger batch is taken to need no less)."
+    assert (
+        prediction(device="1GiB")
+        .verdict()[1]
+        .endswith("A larger batch is assumed to need no less memory.")
     )
-    far = verdict(prediction(device="80GiB"))[1]
+    far = prediction(device="80GiB").verdict()[1]
     assert far.endswith(
-        "(a larger batch is taken to need no less, and to do the same: the largest that was traced is 7)."
+        "A larger batch is assumed to need no less memory and to run the same way: the largest traced is 7."
     )

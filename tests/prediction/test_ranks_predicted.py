@@ -256,7 +256,7 @@ def test_a_prediction_of_a_rank_knows_every_batch_size_and_says_whose_it_is():
     larger = mc.predict(step(mc.Ranks(64, "fsdp2", rank=3), batch_size=40), device="NVIDIA H200")
     assert prediction.at(batch_size=40).step.windows == larger.step.windows
     assert any(text.startswith("Rank 3 of 64 under fsdp2") for text in prediction.caveats)
-    assert any("NCCL is taken to need 1.49 GiB" in text for text in prediction.caveats)
+    assert any("NCCL is assumed to need 1.49 GiB" in text for text in prediction.caveats)
 
 
 @needs_ranks

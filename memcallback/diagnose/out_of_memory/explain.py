@@ -40,8 +40,7 @@ from memcallback.diagnose.out_of_memory.report import (
 )
 from memcallback.diagnose.tensors.live import LiveTensor, live_tensors
 from memcallback.diagnose.tensors.variables import variables
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.step.batch import infer_batch_size
 
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+ (?:[KMGT]i?B|bytes|B))")

@@ -49,8 +49,7 @@ from memcallback.integrations.lightning.trainer.step import (
 )
 from memcallback.integrations.lightning.trainer.strategies import UnshardedModule, whole_before
 from memcallback.prediction.predict_or_warn import predict_or_warn
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
 from memcallback.record.oom_response import AllocatorHistory
 from memcallback.record.rank_exchange import RankExchange

@@ -53,8 +53,7 @@ from memcallback.integrations.lightning.fit.trial_meter import TrialMeter
 from memcallback.integrations.lightning.trainer.state import as_callback
 from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION, step_of
 from memcallback.prediction.predict_or_warn import predict_or_warn
-from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.protocol import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.step.batch import infer_batch_size
 
 #: Of ranks that agree on what came of a trial, the smallest counts.

@@ -64,7 +64,7 @@ def plan_for(
             assert isinstance(here, DeviceSpec)
             # What others use of the device does not count against a capacity that was given.
             spec = replace(here, capacity_bytes=capacity_bytes, local_index=None)
-        progress = tracing.how_far(
+        progress = tracing.report_progress(
             lambda part: say(f"Trying savings before the first step: {part}."), of="savings"
         )
         return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
