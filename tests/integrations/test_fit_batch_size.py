@@ -851,7 +851,7 @@ def given(**options):
     [
         (
             {"module": HardCoded()},
-            r"train_dataloader\(\) gives batches of 8 samples where module.batch_size is \d+: it does not use it",
+            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+: it does not use it",
         ),
         (
             {"module": training.Automatic()},
@@ -859,7 +859,7 @@ def given(**options):
         ),
         (
             {"capacity": None},
-            r"The module trains on a CPU, whose memory the whole machine shares.*capacity='8GiB'",
+            r"The module trains on a CPU and no capacity is given.*capacity='8GiB'",
         ),
         ({"capacity": "-1GiB"}, r"-1GiB"),
         ({"headroom": 1.0}, r"headroom must be at least 0 and below 1, got 1.0"),
@@ -868,7 +868,7 @@ def given(**options):
         ({"multiple_of": 0}, r"multiple_of must be at least 1, got 0"),
         (
             given(dataset=Samples(), batch_size=None),
-            r"has batch_size=None: its dataset gives whole batches",
+            r"has batch_size=None: its dataset returns whole batches",
         ),
         (
             given(dataset=Exhausted(), batch_size=4),
@@ -876,17 +876,17 @@ def given(**options):
         ),
         (
             given(dataset=Stream(100), batch_size=4),
-            r"was asked for batches of \d+ samples, and its first one has 100",
+            r"training loader's batch size is \d+, but its first batch has 100 samples",
         ),
         (
             given(dataset=Samples(), batch_sampler=Wholesale(range(100), 8, False)),
-            r"was asked for batches of \d+ samples, and its first one has 8. Let its batch sampler use its batch_size",
+            r"training loader's batch size is \d+, but its first batch has 8 samples. Let its batch sampler use its batch_size",
         ),
         (
             {"trainer_options": {"fast_dev_run": True}},
             r"Trainer\(fast_dev_run=True\) trains with a few batches",
         ),
-        ({"trainer_options": {"limit_train_batches": 0}}, r"gives no batch"),
+        ({"trainer_options": {"limit_train_batches": 0}}, r"returns no batch"),
         (
             {"trainer_options": {"strategy": "ddp_spawn", "devices": 2}},
             r"trains in processes of its own.*MemoryCallback\(fit_batch_size=True\)",

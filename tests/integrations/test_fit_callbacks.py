@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import memcallback as mc
 from memcallback.core.units import MiB
-from memcallback.integrations.lightning.fit.callbacks import notes_on_callbacks
+from memcallback.integrations.lightning.fit.settings import notes_on_callbacks
 
 
 class Wide(Sized):
@@ -123,8 +123,9 @@ def test_callbacks_that_change_what_trains_later_are_named():
             enable_checkpointing=False,
         )
         assert notes_on_callbacks(loop) == (
-            f"With {names} later steps may take much more memory than the trials, which run the first ones alone: leave room for that with "
-            "a larger headroom, or look with a Trainer and a module as they will be by then.",
+            f"{names} may make later steps take much more memory than the trials, which run only "
+            "the first ones. Leave a larger headroom, or search with a Trainer and a module as they "
+            "will be by then.",
         )
     assert (
         notes_on_callbacks(
@@ -137,23 +138,20 @@ def test_callbacks_that_change_what_trains_later_are_named():
 def test_a_search_with_such_a_callback_says_so(tmp_path):
     found, _ = fit(tmp_path, TrainsWhatCanBeTrained(), callbacks=[Freezes()], max_batch_size=64)
     note = found.notes[-1]
-    assert note.startswith("With Freezes later steps may take much more memory")
+    assert note.startswith("Freezes may make later steps take much more memory")
     assert note in " ".join(found.to_text().split())
 
 
 def test_how_many_samples_make_an_update_is_said_where_batches_are_accumulated(tmp_path, capsys):
     found, _ = fit(tmp_path, max_batch_size=64, trainer_options={"accumulate_grad_batches": 4})
-    assert (
-        found.notes[-1]
-        == "One update is made from 256 samples, 4 batches of 64; before it was made from 32."
-    )
+    assert found.notes[-1] == "One update uses 256 samples (4 batches of 64); before it used 32."
     own = mc.MemoryCallback(
         accumulate={0: 1, 1: 3}, fit_batch_size=True, device="4MiB", predict=False
     )
     training.trainer(tmp_path, [own], **(SHORT | {"max_epochs": 2, "limit_val_batches": 0})).fit(
         Sized(num_samples=120)
     )
-    note = "One update is made from up to 120 samples, all of an epoch; before it was made from up to 24."
+    note = "One update uses up to 120 samples (a whole epoch); before it used up to 24."
     assert own.fitted.notes[-1] == note
     assert note in capsys.readouterr().out
     plain, _ = fit(tmp_path, max_batch_size=64)

@@ -16,9 +16,9 @@ from torch.utils.data import (
 
 from memcallback.integrations.lightning.fit.loaders import (
     batch_size_of,
+    batch_size_settings,
     check_can_be_read_again,
     num_samples,
-    places,
     resized,
 )
 
@@ -141,11 +141,11 @@ def test_a_stream_that_begins_anew_can_be_tried():
     [
         (
             Once(),
-            r"The dataset Once keeps a running iterator in its attribute 'stream': the samples that a trial reads would be missing",
+            r"The dataset Once keeps a running iterator in its attribute 'stream', so training would miss the samples that a trial reads",
         ),
         (
             Itself(),
-            r"The dataset Itself is its own iterator.*Make the iterator in its __iter__, or use worker processes \(num_workers=1\)",
+            r"The dataset Itself is its own iterator.*Create the iterator in its __iter__, or use worker processes \(num_workers=1\)",
         ),
     ],
 )
@@ -165,7 +165,7 @@ class NoSize:
     [
         (
             DataLoader(DATA, batch_size=None),
-            r"has batch_size=None: its dataset gives whole batches.*make batches of them \(batch_size=32\)",
+            r"has batch_size=None: its dataset returns whole batches.*make batches of them \(batch_size=32\)",
         ),
         (
             DataLoader(DATA, batch_sampler=NoSize()),
@@ -173,11 +173,11 @@ class NoSize:
         ),
         (
             [DataLoader(DATA, 8), DataLoader(DATA, 9)],
-            r"batches of 8 and 9 samples, and one size is looked for",
+            r"batches of 8 and 9 samples, but the search is for one batch size",
         ),
         (
             [torch.ones(3)],
-            r"A training loader is a Tensor, whose batch size cannot be set. Give a torch.utils.data.DataLoader",
+            r"A training loader is a Tensor, so its batch size cannot be set. Give a torch.utils.data.DataLoader",
         ),
         ([], r"There is no training loader"),
     ],
@@ -187,7 +187,7 @@ def test_what_has_no_batch_size_is_refused_in_words(loaders, text):
         batch_size_of(loaders)
 
 
-def test_the_places_are_attributes_and_hyperparameters_of_module_and_data_module():
+def test_the_batch_size_is_set_by_attributes_and_hyperparameters_of_module_and_data_module():
     class Module(LightningModule):
         def __init__(self, batch_size):
             super().__init__()
@@ -199,18 +199,18 @@ def test_the_places_are_attributes_and_hyperparameters_of_module_and_data_module
             self.batch_size = 8
 
     module, data = Module(8), Data()
-    found = places(module, data)
-    assert [place.label for place in found] == [
+    found = batch_size_settings(module, data)
+    assert [setting.label for setting in found] == [
         "module.hparams.batch_size",
         "datamodule.batch_size",
     ]
-    for place in found:
-        place.set(77)
+    for setting in found:
+        setting.set(77)
     assert (module.hparams.batch_size, data.batch_size) == (77, 77)
     assert "_hparams" not in vars(data)
 
 
-def test_a_property_without_a_setter_is_no_place():
+def test_a_property_without_a_setter_is_no_setting():
     class Module(LightningModule):
         def __init__(self, batch_size):
             super().__init__()
@@ -221,10 +221,10 @@ def test_a_property_without_a_setter_is_no_place():
             return self.hparams.batch_size
 
     module = Module(8)
-    (place,) = places(module)
-    place.set(77)
+    (setting,) = batch_size_settings(module)
+    setting.set(77)
     assert module.batch_size == 77
 
 
-def test_without_a_place_there_is_none():
-    assert places(LightningModule(), LightningDataModule()) == []
+def test_without_a_setting_there_is_none():
+    assert batch_size_settings(LightningModule(), LightningDataModule()) == []

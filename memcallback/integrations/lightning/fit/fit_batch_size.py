@@ -1,4 +1,4 @@
-"""fit_batch_size()."""
+"""fit_batch_size(): finds the largest batch size by trials of the Trainer, and sets it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from memcallback.batch_size.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.units import parse_bytes
 from memcallback.diagnose.out_of_memory.errors import release_memory
-from memcallback.integrations.lightning.fit.loaders import leaves, places
+from memcallback.integrations.lightning.fit.loaders import batch_size_settings, leaves
 from memcallback.integrations.lightning.fit.run_state import RunState
 from memcallback.integrations.lightning.fit.search import FitSearch
 from memcallback.integrations.lightning.fit.settings import FitSettings
 from memcallback.integrations.lightning.trainer.state import as_callback, lightning_of, quiet_logger
 from memcallback.step.copies.fakes import untouched_globals
 
-#: Callbacks that show or write what has nothing to do with memory, or that look for something
-#: themselves.
+#: Callbacks that do not affect memory, or that search something themselves.
 _UNNEEDED = ("Checkpoint", "ProgressBar", "ModelSummary", "BatchSizeFinder", "LearningRateFinder")
 
 
@@ -38,26 +37,27 @@ def fit_batch_size(
 ) -> FittedBatchSize:
     """Find the largest batch size that fits, and set it.
 
-    The step is predicted from its first batch (`memcallback.predict`), and the size that is
-    predicted to leave the headroom free is run by the Trainer itself: sanity check, a few optimizer
-    updates, validation. It is taken if half of the headroom is still free then, since a prediction
-    is of the training step alone. If not, or if much more is free than was predicted, the
-    prediction is corrected by what was measured and the corrected size is run; if memory runs out,
-    the error is caught, the memory released and a smaller size run. So the size that is returned
-    has been run. Usually that is one trial, without an error.
+    The step is predicted from its first batch (`memcallback.predict`). The largest size that is
+    predicted to leave the headroom free is then run by the Trainer itself: sanity check, a few
+    optimizer updates, validation. The size is accepted if half of the headroom stays free, since
+    the prediction covers the training step only. If not, or if much more is free than predicted,
+    the prediction is corrected by the measurement and the corrected size is run. If memory runs
+    out, the error is caught, the memory released and a smaller size run. So the returned size has
+    been run. Usually this takes one trial, without an error.
 
-    Nothing else is changed: parameters, buffers, optimizers, schedulers, callbacks, metrics, loops,
-    random generators and the attributes of Trainer, module and data module are put back bit by bit
-    into the same objects (`memcallback.run_state`), the loggers get nothing, and nothing stays on
-    disk. CUDA's peak statistics start anew. Hooks of callbacks run up to `on_fit_start`; the
-    module's hooks at the end of training (`on_train_epoch_end`, `on_train_end`) do not.
-    `prepare_data` and `setup` run as they do in `fit`, and what they write remains.
+    Nothing else changes: parameters, buffers, optimizers, schedulers, callbacks, metrics, loops,
+    random generators and the attributes of Trainer, module and data module are restored bit by bit
+    into the same objects, the loggers get nothing, and nothing stays on disk. CUDA's peak
+    statistics are reset. Hooks of callbacks run up to `on_fit_start`; the module's hooks at the end
+    of training (`on_train_epoch_end`, `on_train_end`) do not run. `prepare_data` and `setup` run as
+    in `fit`, and what they write remains.
 
-    Of other callbacks a GradientAccumulationScheduler is in the search, with the most batches that
-    it comes to for an update; those that change later what trains, such as BaseFinetuning, cannot
-    be, and a note names them.
+    Of other callbacks, a GradientAccumulationScheduler takes part with its largest number of
+    batches per update. Callbacks that later change what trains, such as BaseFinetuning, cannot take
+    part, and a note names them.
 
-    On several devices (`strategy="ddp"`) each rank tries on its own, and all agree on the smallest.
+    On several devices (`strategy="ddp"`) each rank runs its own trials, and the smallest size
+    counts.
 
     Args:
         trainer: The Trainer that will train.
@@ -65,26 +65,26 @@ def fit_batch_size(
         datamodule: Its LightningDataModule, if it has one.
         train_dataloaders: The training loaders, if `fit` gets them.
         val_dataloaders: The validation loaders, if `fit` gets them; their batch size stays.
-        capacity: The memory to plan for, as `24GiB` or in bytes; by default that of the device that
-            trains. Needed on a CPU.
+        capacity: The memory to plan for, such as `24GiB`, or in bytes; by default that of the
+            device that trains. Required on a CPU.
         headroom: The fraction of it to keep free, at least 0 and below 1.
         num_updates: Optimizer updates in a trial, at least 2.
-        multiple_of: The size is to be a multiple of this, if at least so many samples fit; 1 for
-            any.
-        max_batch_size: The largest size to consider; by default there is no end but the data's.
+        multiple_of: Round the size down to a multiple of this if that many samples fit; 1 for any
+            size.
+        max_batch_size: The largest size to consider; by default limited by the data only.
 
     Returns:
-        The size, and what was tried. The attribute `batch_size` or the hyperparameter
-        `hparams.batch_size` of module and data module is set to it; given loaders come back with it
-        in `train_dataloaders`, to train with.
+        The size, and all trials. The attribute `batch_size` or the hyperparameter
+        `hparams.batch_size` of module and data module is set to it; given loaders are returned with
+        it in `train_dataloaders`, to train with.
 
     Raises:
         ValueError: If an argument is out of range, the batch size cannot be read or set, or nothing
             limits it.
-        TypeError: If a number is none, `trainer` is no Trainer, or `datamodule` no
+        TypeError: If a number is of another type, `trainer` is no Trainer, or `datamodule` no
             LightningDataModule.
         RuntimeError: If not even one sample fits.
-        Exception: What the module's own code raises, out of memory aside.
+        Exception: Errors of the module's own code, except out of memory.
 
     Examples:
         >>> found = fit_batch_size(trainer, module, datamodule)  # doctest: +SKIP
@@ -101,20 +101,27 @@ def fit_batch_size(
     launcher = trainer.strategy.launcher
     if launcher is not None and "Subprocess" not in type(launcher).__name__:
         raise ValueError(
-            f"The strategy {type(trainer.strategy).__name__} trains in processes of its own, which what is found here does not reach. Use "
-            "Trainer(strategy='ddp'), or let the training find it: MemoryCallback(fit_batch_size=True)."
+            f"The strategy {type(trainer.strategy).__name__} trains in processes of its own, which "
+            "would not get the batch size found here. Use Trainer(strategy='ddp'), or search within "
+            "the training: MemoryCallback(fit_batch_size=True)."
         )
-    if hasattr(train_dataloaders, "prepare_data"):  # a data module in their place, as fit takes it
+    if hasattr(train_dataloaders, "prepare_data"):  # fit accepts a data module here too
         datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and not hasattr(datamodule, "prepare_data"):
         raise TypeError(
-            f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}. Give loaders as train_dataloaders=..."
+            f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}. Give "
+            "loaders as train_dataloaders=..."
         )
     compiled, module = module, getattr(module, "_orig_mod", module)
-    given = (*leaves(train_dataloaders), *leaves(val_dataloaders))
+    loaders = (*leaves(train_dataloaders), *leaves(val_dataloaders))
     device = trainer.strategy.root_device
     state = RunState(
-        trainer, module, datamodule, *given, device=device, leave_alone=(*trainer.loggers, launcher)
+        trainer,
+        module,
+        datamodule,
+        *loaders,
+        device=device,
+        leave_alone=(*trainer.loggers, launcher),
     )
     finder = as_callback(trainer, Finder)(settings)
     try:
@@ -123,7 +130,7 @@ def fit_batch_size(
                 getattr(import_module(f"{lightning}.callbacks"), name) for name in _UNNEEDED
             )
             trainer.callbacks = [
-                *(one for one in trainer.callbacks if not isinstance(one, unneeded)),
+                *(other for other in trainer.callbacks if not isinstance(other, unneeded)),
                 finder,
             ]
             trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
@@ -135,54 +142,53 @@ def fit_batch_size(
         release_memory(device)
     if finder.error is not None:
         raise finder.error
-    found: FittedBatchSize = finder.found
-    for place in places(module, datamodule):
-        place.set(found.batch_size)
-    return found
+    fitted: FittedBatchSize = finder.fitted
+    _set_batch_size(fitted, module, datamodule)
+    return fitted
+
+
+def _set_batch_size(fitted: FittedBatchSize, module: Any, datamodule: Any) -> None:
+    for setting in batch_size_settings(module, datamodule):
+        setting.set(fitted.batch_size)
 
 
 class Finder:
-    """The callback that looks for the batch size once a Trainer is set up, and ends the fit.
+    """Callback that searches once a Trainer is set up, and then ends the fit.
 
-    Attributes:
-        found: What was found; None if nothing was.
-        error: Why not.
+    Either `fitted` or `error` is set afterwards.
     """
 
     def __init__(self, settings: FitSettings) -> None:
         self._settings = settings
-        self.found: FittedBatchSize | None = None
+        self.fitted: FittedBatchSize | None = None
         self.error: Exception | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look, and leave the fit as Lightning's own tuner does, which is no failure to callbacks
-        and loggers.
-        """
+        """Search, then leave the fit as Lightning's tuner does, so that it is not a failure."""
         try:
-            self.found = FitSearch(trainer, pl_module, self._settings, lambda text: None).find()
+            self.fitted = FitSearch(trainer, pl_module, self._settings, lambda text: None).find()
         except Exception as error:
-            self.error = error  # raised again when all has been put back
+            self.error = error  # raised after everything is restored
         raise import_module(f"{lightning_of(trainer)}.utilities.exceptions")._TunerExitException
 
 
 def fit_in_place(
     trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]
 ) -> FittedBatchSize | None:
-    """Find the batch size at the start of a fit and go on with it."""
+    """Find the batch size at the start of a fit, and set it; None inside `fit_batch_size`."""
     if any(isinstance(callback, Finder) for callback in trainer.callbacks):
         return None
-    found = FitSearch(trainer, module, settings, say).find()
-    for place in places(module, trainer.datamodule):
-        place.set(found.batch_size)
+    fitted = FitSearch(trainer, module, settings, say).find()
+    _set_batch_size(fitted, module, trainer.datamodule)
     loop = trainer.fit_loop
-    if found.train_dataloaders is not None:
-        loop._data_source.instance = found.train_dataloaders
+    if fitted.train_dataloaders is not None:
+        loop._data_source.instance = fitted.train_dataloaders
     if loop._combined_loader is not None:
-        # configure_optimizers has asked how many steps there will be, which made the loaders; there
-        # will be other numbers of both.
+        # configure_optimizers needed the number of steps, which depends on the batch size, so make
+        # loaders and optimizers again.
         loop.teardown()
         loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
         with untouched_globals():
             trainer.strategy.setup_optimizers(trainer)
             trainer.strategy.setup_precision_plugin()
-    return found
+    return fitted

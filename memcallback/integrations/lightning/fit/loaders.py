@@ -1,4 +1,4 @@
-"""Read and set the batch size of data loaders."""
+"""Reads and sets the batch size of data loaders, modules and data modules."""
 
 from __future__ import annotations
 
@@ -10,43 +10,40 @@ from typing import Any
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-#: The attribute, or the hyperparameter, of a module or data module that says how many samples there
-#: are in a batch.
+#: The attribute or hyperparameter of a module or data module that is the batch size.
 NAME = "batch_size"
 
 
 def batch_size_of(loaders: object) -> int:
-    """How many samples a batch of training loaders has."""
+    """The batch size of training loaders."""
     sizes = {_size_of(loader) for loader in leaves(loaders)}
     if len(sizes) > 1:
         raise ValueError(
-            f"The training loaders have batches of {' and '.join(map(str, sorted(sizes)))} samples, and one size is looked for. Give them one "
-            "batch size, or set theirs by hand."
+            f"The training loaders have batches of {' and '.join(map(str, sorted(sizes)))} "
+            "samples, but the search is for one batch size. Give them one batch size, or set "
+            "theirs yourself."
         )
     if not sizes:
         raise ValueError(
-            "There is no training loader, so there is no batch size to look for. Give train_dataloaders=DataLoader(...)."
+            "There is no training loader, so there is no batch size to search for. Give "
+            "train_dataloaders=DataLoader(...)."
         )
     return sizes.pop()
 
 
 def num_samples(loaders: object) -> int | None:
-    """Samples in an epoch of the smallest loader, on this rank alone; None if none of them has an
-    end that is known.
-    """
+    """Samples per epoch of the smallest loader, on this rank; None if all are of unknown length."""
     known = [length for loader in leaves(loaders) if (length := _length_of(loader)) is not None]
     return min(known, default=None)
 
 
 def resized(loaders: Any, batch_size: int | None) -> Any:
-    """Copies of loaders whose batches have another size; with the same dataset, the same sampler
-    and its generator, and all else.
-    """
+    """Copies of loaders with another batch size, but the same dataset, sampler and generator."""
     if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
         combined = copy.copy(loaders)
-        combined.flattened = [_resized(one, batch_size) for one in loaders.flattened]
+        combined.flattened = [_resized(loader, batch_size) for loader in loaders.flattened]
         return combined
-    return pytree.tree_map(lambda one: _resized(one, batch_size), loaders)
+    return pytree.tree_map(lambda loader: _resized(loader, batch_size), loaders)
 
 
 def leaves(loaders: Any) -> list[object]:
@@ -55,7 +52,7 @@ def leaves(loaders: Any) -> list[object]:
 
 
 def check_can_be_read_again(loaders: object) -> None:
-    """See that reading from the loaders changes nothing that a second reading depends on."""
+    """Check that a trial does not use up samples, as it would of a dataset with one iterator."""
     for loader in leaves(loaders):
         dataset = getattr(loader, "dataset", None)
         if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 0) > 0:
@@ -72,28 +69,33 @@ def check_can_be_read_again(loaders: object) -> None:
 
 def _read_once(name: str, why: str) -> str:
     return (
-        f"The dataset {name} {why}: the samples that a trial reads would be missing in training. Make the iterator in its __iter__, or use "
-        "worker processes (num_workers=1), which have a copy of the dataset."
+        f"The dataset {name} {why}, so training would miss the samples that a trial reads. Create "
+        "the iterator in its __iter__, or use worker processes (num_workers=1), which have a copy "
+        "of the dataset."
     )
 
 
 def _size_of(loader: Any) -> int:
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"A training loader is a {type(loader).__name__}, whose batch size cannot be set. Give a torch.utils.data.DataLoader with batch_size=..."
+            f"A training loader is a {type(loader).__name__}, so its batch size cannot be set. "
+            "Give a torch.utils.data.DataLoader with batch_size=..."
         )
     if loader.batch_size is not None:
         return int(loader.batch_size)
     if loader.batch_sampler is None:
         raise ValueError(
-            "The training DataLoader has batch_size=None: its dataset gives whole batches, whose size it does not know. Let the dataset give "
-            "samples, and the DataLoader make batches of them (batch_size=32)."
+            "The training DataLoader has batch_size=None: its dataset returns whole batches of "
+            "unknown size. Let the dataset return samples, and the DataLoader make batches of them "
+            "(batch_size=32)."
         )
     size = getattr(loader.batch_sampler, NAME, None)
     if not isinstance(size, int) or isinstance(size, bool):
         raise ValueError(
-            f"The training DataLoader has a batch sampler of class {type(loader.batch_sampler).__name__} without a number as its batch_size. "
-            "Give it the attribute batch_size and use that in its __iter__, or give the DataLoader a sampler and batch_size=32 instead."
+            "The training DataLoader has a batch sampler of class "
+            f"{type(loader.batch_sampler).__name__} without a number as its batch_size. Give it "
+            "the attribute batch_size and use that in its __iter__, or give the DataLoader a "
+            "sampler and batch_size=32 instead."
         )
     return size
 
@@ -114,12 +116,12 @@ def _length(source: Any) -> int | None:
 
 
 def _resized(loader: Any, batch_size: int | None) -> Any:
-    """A copy, rather than a new one from the same arguments: those of a subclass cannot be known."""
+    # Copied rather than made anew, because the arguments of a subclass are unknown.
     if not isinstance(loader, DataLoader):
         return loader
     own = copy.copy(loader)
-    # DataLoader refuses new values for these once it has been made; a copy that nobody has used has
-    # no batches yet.
+    # DataLoader refuses to set these attributes, so we write to its dictionary. The copy has no
+    # running iterator yet.
     vars(own)["_iterator"] = None
     if batch_size is not None and loader.batch_sampler is not None:
         vars(own)["batch_sampler"] = _resized_sampler(loader.batch_sampler, batch_size)
@@ -137,11 +139,11 @@ def _resized_sampler(sampler: Any, batch_size: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a module or data module says its batch size.
+class BatchSizeSetting:
+    """An attribute or hyperparameter that is the batch size of a module or data module.
 
     Attributes:
-        label: As a person would write it, such as `datamodule.hparams.batch_size`.
+        label: How to write it, such as `datamodule.hparams.batch_size`.
         set: Sets it.
     """
 
@@ -149,24 +151,24 @@ class Place:
     set: Callable[[int], None]
 
 
-def places(module: Any, datamodule: Any = None) -> list[Place]:
-    """Every place in which a module and its data module say the batch size: the attribute, the
-    hyperparameter.
-    """
+def batch_size_settings(module: Any, datamodule: Any = None) -> list[BatchSizeSetting]:
+    """All attributes and hyperparameters of a module and its data module for the batch size."""
     return [
-        place
+        setting
         for owner, name in ((module, "module"), (datamodule, "datamodule"))
         if owner is not None
-        for place in _places(owner, name)
+        for setting in _settings_of(owner, name)
     ]
 
 
-def _places(owner: Any, name: str) -> Iterator[Place]:
-    # A property without a setter shows what stands elsewhere.
+def _settings_of(owner: Any, name: str) -> Iterator[BatchSizeSetting]:
+    # A property without a setter only shows another setting.
     shown = getattr(type(owner), NAME, None)
     if hasattr(owner, NAME) and not (isinstance(shown, property) and shown.fset is None):
-        yield Place(f"{name}.{NAME}", lambda size: setattr(owner, NAME, size))
-    # Asking for `hparams` would make them.
+        yield BatchSizeSetting(f"{name}.{NAME}", lambda size: setattr(owner, NAME, size))
+    # Reading `hparams` would create them.
     hparams = vars(owner).get("_hparams")
     if hparams is not None and NAME in hparams:
-        yield Place(f"{name}.hparams.{NAME}", lambda size: hparams.__setitem__(NAME, size))
+        yield BatchSizeSetting(
+            f"{name}.hparams.{NAME}", lambda size: hparams.__setitem__(NAME, size)
+        )

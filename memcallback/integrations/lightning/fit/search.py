@@ -1,4 +1,4 @@
-"""Predict, run, correct."""
+"""FitSearch: predicts the largest batch size, runs it in trials, and corrects the prediction."""
 
 from __future__ import annotations
 
@@ -28,64 +28,61 @@ from memcallback.batch_size.fitted import (
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.out_of_memory.errors import is_out_of_memory, let_go, release_memory
-from memcallback.integrations.lightning.fit.callbacks import (
-    accumulating,
-    largest_accumulation,
-    notes_on_callbacks,
-    notes_on_updates,
-)
-from memcallback.integrations.lightning.fit.loaders import NAME, places, resized
+from memcallback.integrations.lightning.fit.loaders import NAME, batch_size_settings, resized
 from memcallback.integrations.lightning.fit.run_state import RunState
 from memcallback.integrations.lightning.fit.settings import (
     GIVE_LIMIT,
     FitSettings,
+    accumulating,
+    budget_on,
     check_supported,
-    room_on,
+    largest_accumulation,
+    notes_on_callbacks,
+    notes_on_updates,
 )
 from memcallback.integrations.lightning.fit.trial import (
     Probe,
-    ask_loaders,
+    TrialMeter,
+    check_loaders,
     given_loaders,
     loaders_in,
     run,
 )
-from memcallback.integrations.lightning.fit.trial_meter import TrialMeter
 from memcallback.integrations.lightning.trainer.state import as_callback
 from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION, step_of
 from memcallback.prediction.predict_or_warn import predict_or_warn
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.step.batch import infer_batch_size
 
-#: Of ranks that agree on what came of a trial, the smallest counts.
+#: The smallest status of all ranks counts.
 _FAILED, _TOO_LARGE, _FITS = range(3)
 _MAX_TRIALS = 20
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrialOutcome:
-    """What running a batch size has shown, on this rank.
+class TrialOutcome:
+    """The outcome of a trial on this rank.
 
     Attributes:
-        peak_bytes: The largest figure that counts; None if it could not be read.
+        peak_bytes: The peak, reserved or on a CPU allocated; None if it could not be read.
         is_out_of_memory: Whether memory ran out.
-        num_alloc_retries: Retries of the allocator meanwhile.
-        step: All of it as one measured step; None if it did not run to its end, or nothing could be
-            read.
-        held_bytes: Parameters, buffers and optimizer state at the end.
-        error: What else was raised.
+        num_alloc_retries: Retries of the allocator during the trial.
+        step: The trial as one measured step; None if it did not complete, or had no peak.
+        persistent_bytes: Parameters, buffers and optimizer state at the end.
+        error: Any other error.
     """
 
     peak_bytes: int | None
     is_out_of_memory: bool
     num_alloc_retries: int
     step: StepMemory | None
-    held_bytes: int
+    persistent_bytes: int
     error: Exception | None
 
 
 class FitSearch:
-    """Looks for the batch size of a Trainer that is set up to fit and has not begun to train."""
+    """Searches the batch size of a Trainer that is set up to fit and has not started to train."""
 
     def __init__(
         self, trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]
@@ -94,17 +91,18 @@ class FitSearch:
         self._trainer, self._module, self._settings, self._say = trainer, module, settings, say
         self._device: torch.device = trainer.strategy.root_device
         self._given = given_loaders(trainer)
-        self._places = places(module, trainer.datamodule)
-        if self._given is None and not self._places:
+        self._batch_size_settings = batch_size_settings(module, trainer.datamodule)
+        if self._given is None and not self._batch_size_settings:
             raise ValueError(
-                f"Neither the module nor its data module has the attribute or hyperparameter {NAME}, so train_dataloader() cannot be told one. "
-                f"Set self.{NAME} in __init__ and write DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
+                f"Neither the module nor its data module has the attribute or hyperparameter {NAME}, "
+                f"so train_dataloader() cannot get one. Set self.{NAME} in __init__ and write "
+                f"DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
             )
         self._accumulate = largest_accumulation(trainer)
-        self._gauge = TrialMeter(self._device, module)
+        self._meter = TrialMeter(self._device, module)
         release_memory(self._device)
-        self._room = room_on(self._device, settings)
-        self._elsewhere_bytes = self._gauge.elsewhere_bytes()
+        self._budget = budget_on(self._device, settings)
+        self._elsewhere_bytes = self._meter.elsewhere_bytes()
         self._prediction: StepPrediction | None = None
         self._line: LikelyPeak | PeakLine | TracedPeak | None = None
         self._is_inferred = False
@@ -119,7 +117,7 @@ class FitSearch:
         )
 
     def find(self) -> FittedBatchSize:
-        """Find the size. Afterwards everything is as it was, the batch size too."""
+        """Find the size, and restore everything, the batch size too."""
         any_size = BatchSizeBounds(multiple_of=self._settings.multiple_of)
         with tempfile.TemporaryDirectory() as folder:
             previous, num_samples = self._look(folder)
@@ -146,8 +144,8 @@ class FitSearch:
             raise RuntimeError(
                 nothing_fits(
                     self._trials[-1],
-                    self._gauge.device_name,
-                    self._room.capacity_bytes,
+                    self._meter.device_name,
+                    self._budget.capacity_bytes,
                     self._prediction,
                 )
             )
@@ -159,24 +157,22 @@ class FitSearch:
             previous_batch_size=previous,
             predicted_batch_size=predicted,
             trials=tuple(self._trials),
-            device_name=self._gauge.device_name,
-            capacity_bytes=self._room.capacity_bytes,
-            outside_bytes=self._room.outside_bytes,
-            headroom=self._room.headroom,
-            counts=self._gauge.counts,
+            device_name=self._meter.device_name,
+            capacity_bytes=self._budget.capacity_bytes,
+            outside_bytes=self._budget.outside_bytes,
+            headroom=self._budget.headroom,
+            counts=self._meter.counts,
             num_updates=self._settings.num_updates,
             has_validation=bool(self._trainer.enable_validation),
             notes=(*self._notes, *notes_on_callbacks(self._trainer), *updates),
             train_dataloaders=None if self._given is None else resized(self._given, search.best),
         )
 
-    # Before anything is tried.
-
     def _look(self, folder: str) -> tuple[int, int | None]:
-        """Predict from the first batch; the batch size as it is, and how many samples there are."""
-        probe = as_callback(self._trainer, Probe)(self._gauge, 0)
+        """Predict from the first batch; return the current batch size and samples per epoch."""
+        probe = as_callback(self._trainer, Probe)(self._meter, 0)
         try:
-            ask_loaders(self._trainer)
+            check_loaders(self._trainer)
             run(
                 self._trainer,
                 probe,
@@ -189,7 +185,8 @@ class FitSearch:
             self._state.restore()
         if probe.batch is None or probe.batch_size is None:
             raise ValueError(
-                "The training loader gives no batch, so there is nothing to try. Give it data, and limit_train_batches above 0."
+                "The training loader returns no batch, so there is nothing to try. Give it data, and "
+                "limit_train_batches above 0."
             )
         num_samples: int | None = probe.num_samples
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
@@ -198,15 +195,15 @@ class FitSearch:
             self._prediction = predict_or_warn(
                 lambda: step_of(self._trainer, self._module, probe.batch, given),
                 device=self._device,
-                device_name=self._gauge.device_name,
-                capacity_bytes=self._room.capacity_bytes,
+                device_name=self._meter.device_name,
+                capacity_bytes=self._budget.capacity_bytes,
                 say=self._say,
                 without=LEAVES_OUT_PREDICTION,
             )
         return probe.batch_size, num_samples
 
     def _cap(self, num_samples: int | None) -> tuple[int | None, str]:
-        """The largest size to consider, None for no end; and why."""
+        """The largest size to consider, None for unlimited; and why."""
         limits = (
             []
             if num_samples is None
@@ -220,19 +217,20 @@ class FitSearch:
         return size, why.format(size)
 
     def _first(self, previous: int, predicted: int | None, cap: int | None) -> int:
-        """The size to try first: what is predicted, without a prediction the size as it is."""
+        """The size to try first: the predicted one, without a prediction the current one."""
         if predicted is not None:
             return max(1, predicted)
-        unlimited = (
+        is_unlimited = (
             isinstance(self._prediction, Prediction)
             and self._prediction.trace.is_any_batch_size_known
         )
-        if not unlimited:
+        if not is_unlimited:
             return previous
         if cap is None:
             raise ValueError(
-                "The memory of a step does not grow with the batch size, so every size is predicted to fit, and the training data have no known "
-                f"end. Give the largest that you would train with: {GIVE_LIMIT}."
+                "The memory of a step does not grow with the batch size, so every size is predicted "
+                "to fit, and the number of training samples is unknown. Give the largest batch size "
+                f"that you would train with: {GIVE_LIMIT}."
             )
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap
@@ -248,72 +246,66 @@ class FitSearch:
             measured=measured,
             predicted=self._prediction,
             always_held_bytes=held_bytes,
-            capacity_bytes=self._room.capacity_bytes,
-            outside_bytes=self._room.outside_bytes + elsewhere_bytes,
-            headroom=self._room.headroom,
+            capacity_bytes=self._budget.capacity_bytes,
+            outside_bytes=self._budget.outside_bytes + elsewhere_bytes,
+            headroom=self._budget.headroom,
         )
-
-    # A trial.
 
     def _try(self, size: int, folder: str) -> tuple[bool, int | None]:
-        """Run a size: whether it fits on all ranks, and up to which size is expected to fit after
-        it; None if that is not known.
-        """
+        """Run a size; return whether all ranks fit, and the largest size now expected to fit."""
         self._say(f"Trying batch size {size}.")
-        shown = self._run(size, folder)
+        outcome = self._run(size, folder)
         trial = Trial(
             batch_size=size,
-            peak_bytes=shown.peak_bytes,
+            peak_bytes=outcome.peak_bytes,
             predicted_bytes=None if self._line is None else self._line.at(size),
-            budget_bytes=self._room.verified_budget_bytes,
-            is_out_of_memory=shown.is_out_of_memory,
-            num_alloc_retries=shown.num_alloc_retries,
+            budget_bytes=self._budget.verified_budget_bytes,
+            is_out_of_memory=outcome.is_out_of_memory,
+            num_alloc_retries=outcome.num_alloc_retries,
         )
-        is_corrected = shown.step is not None and self._correct(trial, shown)
+        is_corrected = outcome.step is not None and self._correct(trial, outcome)
         largest = (
-            self._line.largest_within(self._room.budget_bytes)
+            self._line.largest_within(self._budget.budget_bytes)
             if is_corrected and self._line
             else None
         )
-        status = _FAILED if shown.error else _FITS if trial.fits else _TOO_LARGE
+        status = _FAILED if outcome.error else _FITS if trial.fits else _TOO_LARGE
         status, expected = self._agree(status, _UNKNOWN if largest is None else largest)
-        if shown.error is not None:
-            raise shown.error
+        if outcome.error is not None:
+            raise outcome.error
         if status == _FAILED:
             raise RuntimeError(
-                f"The trial of batch size {size} failed on another rank, whose error says why."
+                f"The trial of batch size {size} failed on another rank; see that rank's error."
             )
         self._trials.append(trial)
         return status == _FITS, None if expected == _UNKNOWN else expected
 
-    def _correct(self, trial: Trial, shown: _TrialOutcome) -> bool:
-        """Take what a trial has shown into what is expected of others; whether there is anything to
-        expect.
-        """
+    def _correct(self, trial: Trial, outcome: TrialOutcome) -> bool:
+        """Correct the expected peaks by a trial; return whether there are any."""
         if isinstance(self._line, LikelyPeak):
             self._line = self._line.after(trial)
         else:
-            corrected = self._estimate(measured=shown.step, held_bytes=shown.held_bytes)
+            corrected = self._estimate(measured=outcome.step, held_bytes=outcome.persistent_bytes)
             self._line = self._line if corrected is None else corrected.peaks
         return self._line is not None
 
-    def _run(self, size: int, folder: str) -> _TrialOutcome:
-        """Run a size for a few updates and put everything back."""
+    def _run(self, size: int, folder: str) -> TrialOutcome:
+        """Run a size for a few updates, and restore everything."""
         trainer, num_updates = self._trainer, self._settings.num_updates
-        # Gradients that live through a second batch do so through all that follow.
+        # A second batch adds to existing gradients, as all later ones do.
         accumulate = min(self._accumulate, 2)
         probe = as_callback(trainer, Probe)(
-            self._gauge,
+            self._meter,
             num_updates * accumulate,
             batch_size=size,
             is_inferred=self._is_inferred,
-            asked=" and ".join(place.label for place in self._places),
+            attributes=" and ".join(setting.label for setting in self._batch_size_settings),
         )
         error: Exception | None = None
         try:
-            self._gauge.begin(trainer.optimizers)
-            for place in self._places:
-                place.set(size)
+            self._meter.begin(trainer.optimizers)
+            for setting in self._batch_size_settings:
+                setting.set(size)
             try:
                 loaders = resized(self._given, size)
                 run(
@@ -326,47 +318,48 @@ class FitSearch:
                 )
             except Exception as caught:
                 error = caught
-            self._gauge.end()
-            return self._shown(size, probe.num_run, error)
+            self._meter.end()
+            return self._outcome_of(size, probe.num_run, error)
         finally:
-            self._gauge.end()
+            self._meter.end()
             self._state.restore()
             release_memory(self._device)
-            self._gauge.forget_peaks()
+            self._meter.forget_peaks()
 
-    def _shown(self, size: int, num_run: int, error: Exception | None) -> _TrialOutcome:
-        is_short = bool(self._gauge.num_alloc_retries or self._gauge.num_ooms)
+    def _outcome_of(self, size: int, num_run: int, error: Exception | None) -> TrialOutcome:
+        is_short = bool(self._meter.num_alloc_retries or self._meter.num_ooms)
         is_oom = error is not None and is_out_of_memory(error, is_memory_short=is_short)
         if error is not None and is_oom:
             let_go(error)
         if error is None and num_run == 0:
             error = ValueError(
-                f"The training loader gives no batch of {size} samples. Give it data, and limit_train_batches above 0."
+                f"The training loader returns no batch of {size} samples. Give it data, and "
+                "limit_train_batches above 0."
             )
-        self._see_outside()
-        step = self._gauge.step(size)
-        return _TrialOutcome(
+        self._update_outside_bytes()
+        step = self._meter.step(size)
+        return TrialOutcome(
             peak_bytes=None if step is None else counted_peak(step),
             is_out_of_memory=is_oom,
-            num_alloc_retries=self._gauge.num_alloc_retries,
+            num_alloc_retries=self._meter.num_alloc_retries,
             step=step if error is None else None,
-            held_bytes=self._gauge.held_bytes(),
+            persistent_bytes=self._meter.persistent_bytes(),
             error=None if is_oom else error,
         )
 
-    def _see_outside(self) -> None:
-        """With a trial's kernels loaded, a device's context has the size that it will have."""
+    def _update_outside_bytes(self) -> None:
+        """Measure the device's context again, since a trial has loaded the kernels."""
         if (
-            not self._room.is_given
+            not self._budget.is_given
             and (outside := device_memory(self._device).non_pytorch_bytes) is not None
         ):
-            self._room = replace(self._room, outside_bytes=outside)
+            self._budget = replace(self._budget, outside_bytes=outside)
 
-    def _agree(self, *figures: int) -> list[int]:
-        """The smallest of each figure on all ranks."""
+    def _agree(self, *values: int) -> list[int]:
+        """The minimum of each value over all ranks."""
         if self._trainer.world_size == 1 or not dist.is_initialized():
-            return list(figures)
+            return list(values)
         is_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
-        agreed = torch.tensor(figures, device="cpu" if is_host else self._device)
+        agreed = torch.tensor(values, device="cpu" if is_host else self._device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        return [int(figure) for figure in agreed.tolist()]
+        return [int(value) for value in agreed.tolist()]

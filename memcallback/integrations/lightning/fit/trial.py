@@ -1,19 +1,23 @@
-"""Run a few steps of the Trainer's own loop.
+"""Runs a trial: a few steps of the Trainer's own loop, with their peak memory.
 
-The Trainer runs as it would train, so that what is measured is what training takes: sanity check,
-batches moved to the device, accumulation, clipping, optimizer updates, validation. What would leave
-a trace outside of the process is taken from it: callbacks, loggers, profiler, its folder.
-Everything inside is put back by a `RunState` afterwards, these attributes too.
+The Trainer runs as in training, so that a trial measures what training needs: sanity check, batches
+on the device, accumulation, clipping, optimizer updates, validation. Callbacks, loggers, profiler
+and folder are replaced, since they would leave traces outside the process. A `RunState` restores
+everything afterwards, these attributes too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory, largest
+from memcallback.core.tensors import is_on, storage_bytes
+from memcallback.core.types import Category, Kind, Phase
+from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
 from memcallback.integrations.lightning.fit.loaders import (
     batch_size_of,
     check_can_be_read_again,
@@ -22,38 +26,168 @@ from memcallback.integrations.lightning.fit.loaders import (
     resized,
 )
 from memcallback.integrations.lightning.fit.settings import GIVE_LIMIT
-from memcallback.integrations.lightning.fit.trial_meter import TrialMeter
 from memcallback.integrations.lightning.trainer.state import lightning_of, quiet_logger
 from memcallback.step.batch import infer_batch_size
+from memcallback.step.holdings import holdings
 
-#: Epochs in which no batch comes, before a trial is given up.
-_NUM_EMPTY_EPOCHS = 2
+#: A trial ends after so many epochs without a batch.
+_MAX_EMPTY_EPOCHS = 2
+_PERSISTENT = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
+
+
+class TrialMeter:
+    """Measures the peak memory of a trial.
+
+    On an accelerator it reads the allocator over the whole trial. The memory of a CPU holds the
+    data too, which is not part of a step: there it reads each training and validation step.
+    """
+
+    def __init__(self, device: torch.device, module: torch.nn.Module) -> None:
+        self._device, self._module = device, module
+        self._is_by_step = device.type == "cpu"
+        self._meter: Meter = CpuMeter() if self._is_by_step else AllocatorMeter(device)
+        self._is_open = False
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._peak_allocated_bytes: int | None = None
+        self._peak_reserved_bytes: int | None = None
+        self.num_alloc_retries = 0
+        self.num_ooms = 0
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device."""
+        return self._meter.device_name
+
+    @property
+    def counts(self) -> str:
+        """Which peak must fit: `allocated` on a CPU, else `reserved`."""
+        return "allocated" if self._is_by_step else "reserved"
+
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Begin a trial."""
+        self._reset()
+        self._optimizers = optimizers
+        if not self._is_by_step:
+            self._open(None)
+
+    def begin_step(self, batch: object) -> None:
+        """Begin a training or validation step."""
+        if self._is_by_step:
+            self._close()
+            self._open(batch)
+
+    def end_step(self, batch: object) -> None:
+        """End a training or validation step."""
+        if self._is_by_step:
+            self._close(batch)
+
+    def end(self) -> None:
+        """End the trial, whether it completed or failed."""
+        self._close()
+
+    def step(self, batch_size: int) -> StepMemory | None:
+        """The whole trial as one measured step; None if no peak could be read."""
+        if largest((self._peak_allocated_bytes, self._peak_reserved_bytes)) is None:
+            return None
+        window = PhaseMemory(
+            phase=Phase.BACKWARD,
+            covers=tuple(Phase),
+            start=MemoryStats(),
+            end=MemoryStats(),
+            peak_allocated_bytes=self._peak_allocated_bytes,
+            peak_reserved_bytes=self._peak_reserved_bytes,
+        )
+        return StepMemory(
+            kind=Kind.MEASURED,
+            source=self._meter.source,
+            device_name=self.device_name,
+            windows=(window,),
+            batch_size=batch_size,
+        )
+
+    def persistent_bytes(self) -> int:
+        """Bytes of parameters, buffers and optimizer state on the device now."""
+        by_category = holdings([self._module], self._optimizers, None, self._device).by_category
+        return sum(by_category.get(category, 0) for category in _PERSISTENT)
+
+    def elsewhere_bytes(self) -> int:
+        """Bytes this process allocated outside the module: another model, buckets of DDP."""
+        if self._is_by_step:
+            return 0
+        self._meter.begin()
+        self._meter.read(None)
+        (stats,) = self._meter.end()
+        tensors: Iterable[torch.Tensor] = (*self._module.parameters(), *self._module.buffers())
+        module_bytes = storage_bytes(
+            tensor for tensor in tensors if is_on(tensor.device, self._device)
+        )
+        return max(0, (stats.allocated_bytes or 0) - module_bytes)
+
+    def forget_peaks(self) -> None:
+        """Reset the device's peaks after a trial, since they are not those of the training."""
+        if not self._is_by_step:
+            self._meter.begin()
+            self._meter.read(None)
+
+    def _open(self, batch: object) -> None:
+        self._meter.begin()
+        self._is_open = True
+        self._read(batch)
+
+    def _read(self, batch: object) -> None:
+        # A CPU's allocation events show changes only, so its meter needs the persistent bytes.
+        self._meter.read(
+            holdings([self._module], self._optimizers, batch, self._device)
+            if self._is_by_step
+            else None
+        )
+
+    def _close(self, batch: object = None) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._read(batch)
+        first, *later = self._meter.end()
+        self._peak_allocated_bytes = largest(
+            (self._peak_allocated_bytes, *(stats.peak_allocated_bytes for stats in later))
+        )
+        self._peak_reserved_bytes = largest(
+            (self._peak_reserved_bytes, *(stats.peak_reserved_bytes for stats in later))
+        )
+        last = later[-1]
+        self.num_alloc_retries += (last.num_alloc_retries or 0) - (first.num_alloc_retries or 0)
+        self.num_ooms += (last.num_ooms or 0) - (first.num_ooms or 0)
 
 
 class TrialOver(Exception):
-    """The trial has seen what it was run for; no error, but the way out of Lightning's loops."""
+    """Leaves Lightning's loops at the end of a trial. Not an error."""
 
 
 class Probe:
-    """The one callback of a trial: looks at the first batch, counts batches, ends the trial.
+    """The only callback of a trial: keeps the first batch or counts batches, and ends the trial.
+
+    With `num_batches` 0 it only looks at the first batch.
 
     Attributes:
         batch: The first batch, on the device, if none is to run.
-        batch_size: Samples in a batch, as the loaders say; None before a batch.
-        num_samples: Samples in an epoch, on this rank; None if there is no end that is known.
-        num_run: Batches that were run.
+        batch_size: Samples per batch as the loaders say; None before the first epoch.
+        num_samples: Samples per epoch on this rank; None if unlimited or unknown.
+        num_run: Batches run so far.
     """
 
     def __init__(
         self,
-        gauge: TrialMeter,
+        meter: TrialMeter,
         num_batches: int,
         *,
         batch_size: int | None = None,
         is_inferred: bool = False,
-        asked: str = "",
+        attributes: str = "",
     ) -> None:
-        self._gauge = gauge
+        self._meter = meter
         self.num_batches = num_batches
         self.batch: object = None
         self.batch_size: int | None = None
@@ -61,55 +195,55 @@ class Probe:
         self.num_run = 0
         self._wanted = batch_size
         self._is_inferred = is_inferred
-        self._asked = asked
+        self._attributes = attributes
         self._num_epochs = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """See what the loaders say of themselves."""
+        """Check that the loaders use the batch size of the trial."""
         self._num_epochs += 1
         loaders = trainer.train_dataloader
         self.batch_size, self.num_samples = batch_size_of(loaders), num_samples(loaders)
         if self._wanted not in (None, self.batch_size):
             raise ValueError(
-                f"train_dataloader() gives batches of {self.batch_size} samples where {self._asked} is {self._wanted}: it does not use it. "
-                "Write DataLoader(..., batch_size=self.batch_size) in it."
+                f"train_dataloader() returns batches of {self.batch_size} samples although "
+                f"{self._attributes} is {self._wanted}: it does not use it. Write "
+                "DataLoader(..., batch_size=self.batch_size) in it."
             )
-        if self._num_epochs - self.num_run > _NUM_EMPTY_EPOCHS:
+        if self._num_epochs - self.num_run > _MAX_EMPTY_EPOCHS:
             raise TrialOver
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch if it is what the trial was run for; else see that it is of the size that
-        is tried.
-        """
+        """Keep the batch if none is to run; else check the size of the first one."""
         if self.num_batches == 0:
             self.batch = batch
             raise TrialOver
         if (
             self._is_inferred
             and self.num_run == 0
-            and (found := infer_batch_size(batch).batch_size) != self._wanted
+            and (inferred := infer_batch_size(batch).batch_size) != self._wanted
         ):
             raise ValueError(
-                f"The training loader was asked for batches of {self._wanted} samples, and its first one has {found}. Let its batch sampler use "
-                f"its batch_size, or give the number of samples that there are: {GIVE_LIMIT}."
+                f"The training loader's batch size is {self._wanted}, but its first batch has "
+                f"{inferred} samples. Let its batch sampler use its batch_size, or give the number "
+                f"of samples that there are: {GIVE_LIMIT}."
             )
-        self._gauge.begin_step(batch)
+        self._meter.begin_step(batch)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last batch comes validation."""
-        self._gauge.end_step(batch)
+        """Count the batch; after the last one Lightning validates."""
+        self._meter.end_step(batch)
         self.num_run += 1
         trainer.should_stop = self.num_run >= self.num_batches
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation step begins."""
-        self._gauge.begin_step(batch)
+        """Begin a validation step."""
+        self._meter.begin_step(batch)
 
     def on_validation_batch_end(
         self,
@@ -120,11 +254,11 @@ class Probe:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """It has ended."""
-        self._gauge.end_step(batch)
+        """End a validation step."""
+        self._meter.end_step(batch)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Before the module's own hooks at the end of training, which write results."""
+        """End the trial before the module's own hooks at the end of training write results."""
         if self.num_run >= self.num_batches:
             raise TrialOver
 
@@ -138,20 +272,19 @@ def run(
     folder: str,
     train_loaders: Any = None,
 ) -> None:
-    """Run a Trainer's loop until the probe ends it. The Trainer is left as the loop leaves it:
-    restore it.
-    """
-    _stand_alone(trainer, probe, num_updates, folder)
+    """Run a Trainer's loop until the probe ends it. The caller restores the Trainer."""
+    _isolate(trainer, probe, num_updates, folder)
     trainer.accumulate_grad_batches = accumulate
     loop = trainer.fit_loop
-    # What was made for the batch size before is not asked again.
+    # Drop loaders that were made for another batch size.
     loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
     loop._data_fetcher = loop.epoch_loop.val_loop._data_fetcher = None
     if train_loaders is not None:
         loop._data_source.instance = train_loaders
     validation = loop.epoch_loop.val_loop._data_source
     if not validation.is_module():
-        # A loader that keeps its worker processes would be found without them afterwards.
+        # A copy, because the teardown below takes the worker processes from a loader that keeps
+        # them.
         validation.instance = resized(validation.instance, None)
     try:
         trainer._run_stage()
@@ -161,10 +294,8 @@ def run(
         loop.teardown()  # ends the worker processes of its loaders
 
 
-def _stand_alone(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:
-    """Take from a Trainer what reaches beyond the process, and all that ends or skips a part of the
-    trial.
-    """
+def _isolate(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:
+    """Remove what acts outside the process, and what would end or skip a part of the trial."""
     trainer.callbacks = [probe]
     trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
     trainer.profiler = import_module(f"{lightning_of(trainer)}.profilers").PassThroughProfiler()
@@ -182,53 +313,52 @@ def _stand_alone(trainer: Any, probe: Any, num_updates: int, folder: str) -> Non
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     fit_loop.min_epochs = epoch_loop.min_steps = None
     fit_loop.max_epochs = epoch_loop.max_steps = -1
-    _alone_among_ranks(trainer)
+    if trainer.world_size > 1:
+        _isolate_rank(trainer)
 
 
-def _alone_among_ranks(trainer: Any) -> None:
-    """Let a rank run on its own: where memory runs out on one, no other waits for it.
+def _isolate_rank(trainer: Any) -> None:
+    """Let a rank run alone, so that no other waits for it if it runs out of memory.
 
-    The module runs without DistributedDataParallel around it, whose buckets stay allocated, and
-    Lightning's own communication is answered by this rank alone. What the module itself sends
-    (SyncBatchNorm, a torchmetrics metric at the end of an epoch) still goes to all ranks.
+    The module runs without DistributedDataParallel, whose buckets stay allocated, and this rank
+    answers Lightning's own communication. The module's own collectives (SyncBatchNorm, a
+    torchmetrics metric at the end of an epoch) still reach all ranks.
     """
-    if trainer.world_size == 1:
-        return
     strategy, world_size = trainer.strategy, trainer.world_size
     strategy.model = trainer.lightning_module
-    answers: dict[str, Callable[..., Any]] = {
+    replacements: dict[str, Callable[..., Any]] = {
         "barrier": lambda *args, **kwargs: None,
         "broadcast": lambda obj, *args, **kwargs: obj,
         "reduce": lambda tensor, *args, **kwargs: tensor,
         "reduce_boolean_decision": lambda decision, *args, **kwargs: decision,
         "all_gather": lambda tensor, *args, **kwargs: torch.stack([tensor] * world_size),
     }
-    for name, answer in answers.items():
-        setattr(strategy, name, answer)
-    # Asks the other ranks in each step whether they were told to end (Lightning 2.6).
+    for name, replacement in replacements.items():
+        setattr(strategy, name, replacement)
+    # In Lightning 2.6 each step asks the other ranks whether they received a SIGTERM.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def given_loaders(trainer: Any) -> Any:
-    """The training loaders that were given to `fit`; None if a module or data module makes them."""
+    """The training loaders passed to `fit`; None if a module or data module makes them."""
     source = trainer.fit_loop._data_source
     return None if source.is_module() else source.instance
 
 
-def ask_loaders(trainer: Any) -> None:
-    """Ask for the training loaders as the loop will, and see that they can be used for trials."""
+def check_loaders(trainer: Any) -> None:
+    """Make the training loaders as the loop does, and check that trials can use them."""
     loaders = trainer.fit_loop._data_source.dataloader()
     batch_size_of(loaders)
     check_can_be_read_again(loaders)
 
 
 def loaders_in(trainer: Any) -> list[object]:
-    """All loaders that were given to `fit`, one by one."""
+    """Every loader passed to `fit`."""
     loop = trainer.fit_loop
     sources = (loop._data_source, loop.epoch_loop.val_loop._data_source)
     return [
-        one
+        loader
         for source in sources
         if not source.is_module() and source.instance is not None
-        for one in leaves(source.instance)
+        for loader in leaves(source.instance)
     ]
