@@ -1,4 +1,4 @@
-"""TensorChange: the result."""
+"""TensorChange: which storages appeared and vanished between two points, as data and as a table."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from memcallback.core.document import Document, Printable, Table
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
 
-#: Of what came, and of what went: the largest groups. All are in the data.
+#: Rows of the table for each of appeared and vanished: the largest groups. The data has all.
 _NUM_ROWS = 20
-#: Owners named of a group.
+#: Owners named for a group.
 _NUM_OWNERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMark:
-    """A point of a program, and the device's memory there. All sizes in bytes, measured.
+    """A point of a program and the device's memory there, measured.
 
     Attributes:
-        label: What it was called; empty for nothing.
-        at: The line.
-        known_bytes: Of the storages that were found.
-        num_storages: How many these are.
-        allocated_bytes: Of the device's allocator; None where there is none, on a CPU.
-        requested_bytes: What was asked of it, before it rounded up to its blocks; None if it does
-            not tell.
-        reserved_bytes: What it has taken from the device.
-        resident_bytes: The process's resident size (CPU only).
+        label: The label given to the mark; empty for none.
+        at: The line of the program.
+        known_bytes: Total size of the storages that were found, in bytes.
+        num_storages: The number of these storages.
+        allocated_bytes: Allocated by the device's allocator, in bytes; None on a CPU.
+        requested_bytes: Requested from the allocator before it rounded up to its blocks, in bytes;
+            None if unknown.
+        reserved_bytes: Reserved by the allocator, in bytes; None on a CPU.
+        resident_bytes: The resident set size of the process, in bytes; CPU only.
     """
 
     label: str
@@ -44,42 +44,39 @@ class TensorMark:
 
     @property
     def rounding_bytes(self) -> int | None:
-        """What the allocator gave beyond what was asked for; None where that is not known."""
+        """Allocated minus requested bytes; None if unknown."""
         if self.allocated_bytes is None or self.requested_bytes is None:
             return None
         return self.allocated_bytes - self.requested_bytes
 
     @property
     def unattributed_bytes(self) -> int | None:
-        """What was asked of the allocator (or, where it does not tell that, what it gave) beyond
-        the storages that were found.
+        """Requested bytes (if unknown, allocated ones) minus those of the storages found.
 
-        Workspaces of cuBLAS and cuDNN, and storages that only C++ holds. None on a CPU. It is
-        negative where storages were found that the allocator does not have, such as those of
-        another process.
+        These are workspaces of cuBLAS and cuDNN, and storages that only C++ holds. None on a CPU.
+        Negative if a storage found is not the allocator's, such as one of another process.
         """
-        asked = self.allocated_bytes if self.requested_bytes is None else self.requested_bytes
-        return None if asked is None else asked - self.known_bytes
+        requested = self.allocated_bytes if self.requested_bytes is None else self.requested_bytes
+        return None if requested is None else requested - self.known_bytes
 
     def __str__(self) -> str:
-        named = f" ({self.label})" if self.label else ""
-        return f"{self.at}{named}"
+        return f"{self.at} ({self.label})" if self.label else str(self.at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorGroup:
-    """Storages that are alike and came or went together.
+    """Similar storages that appeared or vanished together.
 
     Attributes:
-        count: How many.
-        shape: Of each.
-        dtype: Of each, such as `float32`.
-        size_bytes: Of all together.
-        category: What they are for; None if that is not known.
-        owners: Who holds or held them, as `LiveTensor.owner` says it, sorted; without an owner, the
-            operator that made them.
-        modules: The modules that have them or made them, as far as that is known; the root is "".
-        made_at: The line that made them; None if that was not seen.
+        count: The number of storages.
+        shape: The shape of each.
+        dtype: The dtype of each, such as `float32`.
+        size_bytes: Their total size, in bytes.
+        category: Their category; None if unknown.
+        owners: Their owners, sorted, such as `gradient of fc.weight` or `variable 'cache' in
+            train.py`; without an owner, the operator that made them.
+        modules: The modules that own or made them, if known; the root is "".
+        made_at: The line that made them; None without a ledger.
     """
 
     count: int
@@ -93,29 +90,22 @@ class TensorGroup:
 
     @property
     def label(self) -> str:
-        """The first owners, and how many more there are."""
-        named = ", ".join(self.owners[:_NUM_OWNERS])
-        return (
-            f"{named} and {len(self.owners) - _NUM_OWNERS} more"
-            if len(self.owners) > _NUM_OWNERS
-            else named
-        )
+        """The first owners and the number of others."""
+        first, num_others = ", ".join(self.owners[:_NUM_OWNERS]), len(self.owners) - _NUM_OWNERS
+        return f"{first} and {num_others} more" if num_others > 0 else first
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorChange(Printable):
-    """What came and went between two points.
+    """The storages that appeared and vanished between two points of a program.
 
     Attributes:
-        before: The first point; None for what was there at the first mark of all, of which only the
-            totals are told.
-        after: The second one.
-        appeared: What is there at the second point and was not at the first, the largest group
-            first.
-        vanished: What was there at the first point and is not at the second, the largest group
-            first.
+        before: The first point; None for the very first mark, which shows only totals.
+        after: The second point.
+        appeared: Storages alive at the second point but not at the first, largest group first.
+        vanished: Storages alive at the first point but not at the second, largest group first.
         device_name: The device.
-        notes: What cannot be seen, one sentence each.
+        notes: Limits of the comparison, one sentence each.
     """
 
     before: TensorMark | None
@@ -127,16 +117,16 @@ class TensorChange(Printable):
 
     @property
     def appeared_bytes(self) -> int:
-        """Of all that came."""
+        """Total size of the storages that appeared, in bytes."""
         return sum(group.size_bytes for group in self.appeared)
 
     @property
     def vanished_bytes(self) -> int:
-        """Of all that went."""
+        """Total size of the storages that vanished, in bytes."""
         return sum(group.size_bytes for group in self.vanished)
 
     def to_table(self) -> Table:
-        """One row for each of the largest groups that came (+) and went (-)."""
+        """A table of the largest groups that appeared (+) and vanished (-)."""
         columns: tuple[str, ...] = (
             "",
             "number",
@@ -148,7 +138,7 @@ class TensorChange(Printable):
             "made at",
         )
         rows = [*_rows("+", self.appeared), *_rows("-", self.vanished)]
-        if not any(row[-1] for row in rows):  # there was no ledger
+        if not any(row[-1] for row in rows):  # without a ledger
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         between = f"From {self.before} to {self.after}" if self.before else f"At {self.after}"
         return Table(
@@ -159,57 +149,44 @@ class TensorChange(Printable):
         )
 
     def _totals(self) -> str:
-        """The device's figures at both points."""
-        names = {
+        """The device's memory at both points."""
+        labels = {
             "allocated_bytes": "allocated",
             "reserved_bytes": "reserved",
             "known_bytes": "known storages",
             "resident_bytes": "resident size of the process",
         }
-        figures = (
-            (label, getattr(self.before, name, None), getattr(self.after, name))
-            for name, label in names.items()
-        )
         return "; ".join(
-            f"{name} {_from_to(first, last)}" for name, first, last in figures if last is not None
+            f"{label} {_from_to(getattr(self.before, name, None), value)}"
+            for name, label in labels.items()
+            if (value := getattr(self.after, name)) is not None
         )
 
     def lines(self) -> tuple[str, ...]:
-        """What came and went in sum, what of the device's memory is not in the table, and what
-        cannot be seen.
-        """
+        """Sentences: the sums, the memory that is not in the table, and the notes."""
         lines = []
         if self.before is not None:
-            came, went = _sum("appeared", self.appeared), _sum("vanished", self.vanished)
-            lines.append(f"In all {came}, {went}.")
+            appeared = _sum("appeared", self.appeared)
+            lines.append(f"In all {appeared}, {_sum('vanished', self.vanished)}.")
         rest = self.after.unattributed_bytes
         if rest is not None:
-            grown = (
-                ""
-                if self.before is None
-                else f" ({_signed(rest - (self.before.unattributed_bytes or 0))})"
-            )
-            what = ", which is workspaces, and storages that only C++ holds" if rest > 0 else ""
-            lines.append(f"Unattributed: {format_bytes(rest)}{grown}{what}.")
-            rounding = self.after.rounding_bytes
-            if rounding is not None:
-                grown = (
-                    ""
-                    if self.before is None
-                    else f" ({_signed(rounding - (self.before.rounding_bytes or 0))})"
-                )
-                lines.append(
-                    f"Rounding up to the allocator's blocks: {format_bytes(rounding)}{grown}."
-                )
+            before = None if self.before is None else self.before.unattributed_bytes or 0
+            source = ", from workspaces and storages that only C++ holds" if rest > 0 else ""
+            lines.append(f"Unattributed: {format_bytes(rest)}{_change(before, rest)}{source}.")
+        rounding = self.after.rounding_bytes
+        if rest is not None and rounding is not None:
+            before = None if self.before is None else self.before.rounding_bytes or 0
+            size = f"{format_bytes(rounding)}{_change(before, rounding)}"
+            lines.append(f"Rounding up to the allocator's blocks: {size}.")
         return (*lines, *self.notes)
 
     def document(self) -> Document:
-        """What came and went, and what it does not show."""
+        """The table and the sentences below it."""
         table = self.to_table()
         return Document(*([table] if table.rows else table.title.splitlines()), *self.lines())
 
     def to_dict(self) -> dict[str, Any]:
-        """Data that json writes, with the unit in every key."""
+        """Plain data for JSON, with the unit in every key."""
         return {
             "device_name": self.device_name,
             "before": None if self.before is None else _mark_dict(self.before),
@@ -249,25 +226,26 @@ def _rows(sign: str, groups: tuple[TensorGroup, ...]) -> Iterable[tuple[str, ...
 
 
 def _sum(verb: str, groups: tuple[TensorGroup, ...]) -> str:
-    number = sum(group.count for group in groups)
+    count = sum(group.count for group in groups)
+    if not count:
+        return f"nothing {verb}"
     size = format_bytes(sum(group.size_bytes for group in groups))
-    return (
-        f"{size} {verb} in {number} storage{'' if number == 1 else 's'}"
-        if number
-        else f"nothing {verb}"
-    )
+    return f"{size} {verb} in {count} storage{'' if count == 1 else 's'}"
 
 
 def _from_to(first: int | None, last: int) -> str:
     if first is None:
         return format_bytes(last)
-    return f"{format_bytes(first)} -> {format_bytes(last)} ({_signed(last - first)})"
+    return f"{format_bytes(first)} -> {format_bytes(last)}{_change(first, last)}"
 
 
-def _signed(num_bytes: int) -> str:
-    if num_bytes == 0:
-        return "unchanged"
-    return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)
+def _change(before: int | None, now: int) -> str:
+    """The change of a size in brackets; empty without an earlier one."""
+    if before is None:
+        return ""
+    change = now - before
+    sign = "+" if change > 0 else ""
+    return f" ({sign}{format_bytes(change)})" if change else " (unchanged)"
 
 
 def _mark_dict(mark: TensorMark) -> dict[str, Any]:

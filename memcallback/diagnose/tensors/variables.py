@@ -1,7 +1,7 @@
-"""Tensors held by variables in the program's frames.
+"""Finds the tensors held by variables of the running program and by attributes of its modules.
 
-Nothing of the user's runs: objects are looked at without asking them, and what is not looked at has
-no name.
+No user code runs: containers and attributes are read past their classes' own methods. Tensors out
+of reach have no owner.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import torch
 from memcallback.core.code_lines import is_library
 from memcallback.core.tensors import attributes
 
-#: How deep containers and objects are searched for tensors, how many of them below one variable,
-#: and in one search.
-_MOST_DEPTH = 4
-_MOST_OBJECTS = 20_000
-_MOST_IN_ALL = 200_000
+#: Limits of a search: levels of containers and objects, objects below one variable, objects in all.
+_MAX_DEPTH = 4
+_MAX_OBJECTS = 20_000
+_MAX_OBJECTS_IN_ALL = 200_000
 _LEAVES = (
     str,
     bytes,
@@ -41,50 +40,48 @@ _LEAVES = (
     FunctionType,
     FrameType,
 )
+#: `live_storages` searches these itself.
 _SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
-_OWN = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 def is_of_memcallback(filename: str) -> bool:
-    """Whether a source file is one of this package."""
-    return filename.startswith(_OWN)
+    """Whether a source file belongs to this package."""
+    return filename.startswith(_PACKAGE)
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it, from the inside out."""
+    """A frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a frame, by name; none where reading them would keep what they hold alive.
-
-    Before Python 3.13 `f_locals` of a function is a dict that the frame keeps, with all that is in
-    it. It is emptied again, unless a debugger is tracing: Python would write the emptied dict back
-    into the function's variables. A dict that the program has from its own `locals()` is the same
-    one: it then has the variables of this moment.
-    """
+    """The variables of a frame, by name; empty if reading them would keep their values alive."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
         return dict(frame.f_locals)
+    # Before Python 3.13 a function's f_locals is a dict that the frame keeps, with all values in
+    # it, so we empty it again. Not under a debugger or profiler, where Python would write the empty
+    # dict back to the variables.
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return {}
-    kept = frame.f_locals
-    found = dict(kept)
-    # The frame's own reference, ours and that of the argument: with more, the program has asked for
-    # its locals() itself.
-    if sys.getrefcount(kept) <= 3:
-        kept.clear()
-    return found
+    frame_locals = frame.f_locals
+    values = dict(frame_locals)
+    # References: the frame's, ours and the argument's. With more, the program called locals()
+    # itself and has this same dict; then it shows the variables of this moment.
+    if sys.getrefcount(frame_locals) <= 3:
+        frame_locals.clear()
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The variables of one function that runs, or of a file; it holds what they hold.
+    """The variables of a running function or of a file. It keeps their values alive.
 
     Attributes:
         values: By name.
-        owner: How a variable is called, with `{}` for its name.
+        owner: The text for a variable as an owner, with `{}` for its name.
     """
 
     values: Mapping[str, object]
@@ -92,42 +89,37 @@ class Scope:
 
 
 def scopes(frames: Iterable[FrameType]) -> list[Scope]:
-    """The variables of frames, and the global ones of the user's files that these run in."""
+    """The variables of frames, and the global ones of the user's files in which they run."""
     frames = [frame for frame in frames if not is_of_memcallback(frame.f_code.co_filename)]
-    found, files = [], set()
+    found: list[Scope] = []
+    files = set()
     for frame in frames:
         code = frame.f_code
+        file = Path(code.co_filename).name
         if code.co_name == "<module>":
             files.add(id(frame.f_globals))
-            owner = f"variable '{{}}' in {Path(code.co_filename).name}"
+            owner = f"variable '{{}}' in {file}"
         else:
-            owner = f"local variable '{{}}' in {code.co_name}() of {Path(code.co_filename).name}"
+            owner = f"local variable '{{}}' in {code.co_name}() of {file}"
         found.append(Scope(values=variables(frame), owner=owner))
     for frame in frames:
         filename = frame.f_code.co_filename
         if id(frame.f_globals) not in files and not is_library(filename):
             files.add(id(frame.f_globals))
-            found.append(
-                Scope(
-                    values=dict(frame.f_globals), owner=f"variable '{{}}' in {Path(filename).name}"
-                )
-            )
+            owner = f"variable '{{}}' in {Path(filename).name}"
+            found.append(Scope(values=dict(frame.f_globals), owner=owner))
     return found
 
 
 def scope_tensors(*searched: Scope) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that variables hold, themselves or in containers and objects, with the name of the
-    owner.
-    """
+    """Yield owner and tensor for variables, and for containers and objects in variables."""
     return _search(
         (scope.owner, name, value) for scope in searched for name, value in scope.values.items()
     )
 
 
 def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Tensors in attributes of a model's modules that are neither parameters nor buffers, with the
-    names of module and owner.
-    """
+    """Yield module name, owner and tensor for attributes other than parameters and buffers."""
     for name, module in model.named_modules():
         own = {
             key: value
@@ -141,17 +133,12 @@ def module_attributes(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.
 
 
 def _search(roots: Iterable[tuple[str, str, object]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in containers and objects, of each root the nearest first, with their owner's
-    name.
-
-    What several roots lead to, such as the loggers of a program, is looked at again only where a
-    root is nearer to it.
-    """
+    """Yield owner and tensor for each root (owner, name, value), breadth first."""
+    # By object id. An object shared by several roots, such as a logger, is searched again only if a
+    # root is nearer to it.
     depth_of: dict[int, int] = {}
     for owner, name, value in roots:
-        with suppress(
-            Exception
-        ):  # of whatever is in a person's objects, the other roots are looked at
+        with suppress(Exception):  # an object that cannot be read ends the search of its root only
             for path, tensor in _below(name, value, depth_of):
                 yield owner.format(path), tensor
 
@@ -159,26 +146,26 @@ def _search(roots: Iterable[tuple[str, str, object]]) -> Iterator[tuple[str, tor
 def _below(
     name: str, value: object, depth_of: dict[int, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors below one root."""
-    most = min(len(depth_of) + _MOST_OBJECTS, _MOST_IN_ALL)
+    """Yield path and tensor below one root."""
+    limit = min(len(depth_of) + _MAX_OBJECTS, _MAX_OBJECTS_IN_ALL)
     pending = deque([(name, value, 0)])
     while pending:
         path, obj, depth = pending.popleft()
         if issubclass(type(obj), torch.Tensor):
             yield path, obj  # type: ignore[misc]
             continue
-        if depth == _MOST_DEPTH or _is_leaf(obj):
+        if depth == _MAX_DEPTH or _is_leaf(obj):
             continue
         for attribute, child in _children(obj):
             number = id(child)
-            if _is_leaf(child) or depth_of.get(number, _MOST_DEPTH + 1) <= depth + 1:
+            if _is_leaf(child) or depth_of.get(number, _MAX_DEPTH + 1) <= depth + 1:
                 continue
-            if number not in depth_of and len(depth_of) >= most:
-                # Of what is left out here, other roots may see to some.
-                for left_path, left, _ in [(path, obj, depth), *pending]:
-                    depth_of.pop(id(left), None)
-                    if issubclass(type(left), torch.Tensor):
-                        yield left_path, left  # type: ignore[misc]
+            if number not in depth_of and len(depth_of) >= limit:
+                # Leave the rest to other roots that reach it.
+                for rest_path, rest, _ in [(path, obj, depth), *pending]:
+                    depth_of.pop(id(rest), None)
+                    if issubclass(type(rest), torch.Tensor):
+                        yield rest_path, rest  # type: ignore[misc]
                 return
             depth_of[number] = depth + 1
             pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
@@ -189,13 +176,14 @@ def _is_leaf(obj: object) -> bool:
 
 
 def _children(obj: object) -> list[tuple[str, object]]:
-    """What a container holds, with empty names, or an object in its attributes; read past whatever
-    its class makes of that.
-    """
-    held: Any = obj
+    """The items of a container, with empty names, or the attributes of an object."""
+    # The base class reads the items, whatever a subclass does.
+    container_obj: Any = obj
     for container in (list, tuple, set, frozenset, deque):
         if issubclass(type(obj), container):
-            return [("", child) for child in islice(container.__iter__(held), _MOST_OBJECTS)]
+            return [
+                ("", child) for child in islice(container.__iter__(container_obj), _MAX_OBJECTS)
+            ]
     if issubclass(type(obj), dict):
-        return [("", child) for child in islice(dict.values(held), _MOST_OBJECTS)]
+        return [("", child) for child in islice(dict.values(container_obj), _MAX_OBJECTS)]
     return list(attributes(obj).items())
