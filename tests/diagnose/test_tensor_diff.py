@@ -435,7 +435,7 @@ def test_an_error_in_the_block_goes_on_and_nothing_is_left_of_it():
 def test_a_block_inside_itself_is_refused():
     with (
         mc.TensorDiff() as diff,
-        pytest.raises(RuntimeError, match=r"in a `with` block already\. Make another one"),
+        pytest.raises(RuntimeError, match=r"in a `with` block already\. Create another one"),
     ):
         diff.__enter__()
 
@@ -476,7 +476,7 @@ def test_what_is_no_model_or_optimizer_is_refused(arguments, message):
 
 def test_a_label_is_a_text():
     with pytest.raises(
-        TypeError, match=r"label must be a text, got 5\. Write mark\('after forward'\)"
+        TypeError, match=r"label must be a string, got 5\. Write mark\('after forward'\)"
     ):
         mc.TensorDiff().mark(5)
 

@@ -1,4 +1,4 @@
-"""TensorDiff: which tensors came and went."""
+"""TensorDiff: compares the live storages at points of a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memcallback.devices.local import default_device
 from memcallback.devices.memory import resident_bytes
 from memcallback.devices.meters import AllocatorMeter, MeterUnavailableError
 from memcallback.diagnose.tensors.change import TensorChange, TensorGroup, TensorMark
-from memcallback.diagnose.tensors.ledger import Made, TensorLedger
+from memcallback.diagnose.tensors.ledger import Creation, TensorLedger
 from memcallback.diagnose.tensors.live import LiveTensor, live_storages
 from memcallback.diagnose.tensors.saved import READS_SAVED
 from memcallback.diagnose.tensors.variables import is_of_memcallback, stack
@@ -30,43 +30,43 @@ _Reference = weakref.ref[torch.UntypedStorage]
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """A storage at a mark."""
+    """A storage at a mark; `creation` is None if the ledger did not see it."""
 
     reference: _Reference
     live: LiveTensor
-    made: Made | None
+    creation: Creation | None
 
 
 class TensorDiff(Printable):
-    """Tells which storages appeared and vanished between two points of a program, in any loop, with
-    the device's memory at each.
+    """Shows which storages appeared and vanished between points of a program, and who owns them.
 
-    The points are calls of `mark`, and beginning and end of a `with` block. Nothing happens between
-    them, and nothing is kept alive: not the tensors, and not the model.
+    A point is a call of `mark`, or the beginning or end of a `with` block. It also records the
+    device's memory. Between points nothing happens, and nothing is kept alive: neither tensors nor
+    the model.
 
-    What is found is what Python knows, and from PyTorch 2.11 on what autograd saved for the
-    backward pass; the rest of the allocator's memory is told as unattributed. Storages are told
-    apart by identity, so another one at the same address is another one.
+    Storages are found through all objects that Python knows, and from PyTorch 2.11 on through what
+    autograd saved for the backward pass. The rest of the allocator's memory is shown as
+    unattributed. A storage is compared by identity, so a new one at the same address is a new one.
 
     Args:
-        model: The model or models, for the names of parameters, gradients and saved tensors;
-            without one, those in variables of the functions that run.
-        optimizer: The optimizer or optimizers, for the names of their state; without one, those in
+        model: The model or models that name parameters, gradients and saved tensors; by default
+            models in variables of the running functions.
+        optimizer: The optimizer or optimizers that name optimizer state; by default those in
             variables.
         device: The device; by default the model's, else the current accelerator, else the CPU.
-        ledger: Also follow every operator inside `with` blocks, through a dispatch mode: then each
-            storage has the operator and the line that made it, and storages are seen that only C++
-            holds. It costs time there, and under a dispatch mode PyTorch writes less in place and
-            takes other formulas for a few derivatives, with which the last bits of results can
-            differ. PyTorch 2.6 cannot run `torch.cond` and its like under a dispatch mode, and
-            raises NotImplementedError there.
+        ledger: Also record every operator inside `with` blocks through a dispatch mode. Then each
+            storage has the operator and the line that created it, and storages that only C++ holds
+            are found too. This takes time. Under a dispatch mode PyTorch does less in place and
+            computes a few derivatives by other formulas, so the last bits of results can differ.
+            PyTorch 2.6 cannot run `torch.cond` and similar operators under a dispatch mode, and
+            raises NotImplementedError.
 
     Attributes:
-        changes: What came and went from each mark to the next one; of the first mark, what was
-            there.
+        changes: The changes from each mark to the next; for the first mark, only the totals.
 
     Raises:
-        TypeError: If `model` is no module or `optimizer` no optimizer, or not several of them.
+        TypeError: If `model` is not one or several modules, or `optimizer` not one or several
+            optimizers.
 
     Examples:
         >>> model = torch.nn.Linear(1000, 100)
@@ -89,7 +89,8 @@ class TensorDiff(Printable):
         modules = _several("model", model, torch.nn.Module)
         self._modules = [weakref.ref(module) for module in modules]
         self._optimizers = [
-            weakref.ref(one) for one in _several("optimizer", optimizer, torch.optim.Optimizer)
+            weakref.ref(member)
+            for member in _several("optimizer", optimizer, torch.optim.Optimizer)
         ]
         self._device = torch.device(device) if device is not None else default_device(modules)
         self._meter = _meter(self._device)
@@ -100,32 +101,36 @@ class TensorDiff(Printable):
         self.changes: tuple[TensorChange, ...] = ()
 
     def mark(self, label: str = "") -> TensorChange:
-        """Look at what is there now.
+        """Record this point of the program.
 
         Args:
-            label: What to call this point.
+            label: A name for the point.
 
         Returns:
-            What came and went since the last mark; at the first one, what is there.
+            The storages that appeared and vanished since the last mark; at the first mark, only the
+            totals.
 
         Raises:
-            TypeError: If the label is no text.
-            RuntimeError: If there is to be a ledger, which there is in a `with` block only.
+            TypeError: If the label is not a string.
+            RuntimeError: If the ledger is on and the mark is outside of a `with` block.
         """
         if not isinstance(label, str):
             raise TypeError(
-                f"label must be a text, got {described(label)}. Write mark('after forward'), or mark() without one."
+                f"label must be a string, got {described(label)}. Write mark('after forward'), or "
+                "mark() without one."
             )
         if self._has_ledger and self._open is None:
             raise RuntimeError(
-                "This mark is outside of `with diff:`, and a ledger is kept inside only. Put the marks into the block, or leave out ledger=True."
+                "This mark is outside of `with diff:`, but the ledger records inside only. Put the "
+                "marks into the block, or leave out ledger=True."
             )
         return self._mark(label)
 
     def __enter__(self) -> TensorDiff:
         if self._open is not None:
             raise RuntimeError(
-                "This TensorDiff is in a `with` block already. Make another one for a block inside, or call mark() there."
+                "This TensorDiff is in a `with` block already. Create another one for an inner "
+                "block, or call mark() there."
             )
         self._mark("")
         with ExitStack() as opened:
@@ -160,26 +165,31 @@ class TensorDiff(Printable):
             after=mark,
             appeared=_groups(_without(known, self._known)) if self.changes else (),
             vanished=_groups(_without(self._known, known)),
-            device_name=self._meter.device_name
-            if self._meter
-            else "CPU"
-            if self._device.type == "cpu"
-            else str(self._device),
+            device_name=self._device_name(),
             notes=self._notes(),
         )
         self._known = known
         self.changes += (change,)
         return change
 
+    def _device_name(self) -> str:
+        if self._meter is not None:
+            return self._meter.device_name
+        return "CPU" if self._device.type == "cpu" else str(self._device)
+
     def _look(self, frames: list[FrameType]) -> dict[int, _Known]:
-        """All storages that are there: those that are found, those that the ledger saw being made,
-        and those that were found before.
-        """
-        made = self._ledger.made if self._ledger else {}
-        known = {key: now for key, one in self._known.items() if (now := _now(one)) is not None}
-        for key, one in made.items():
-            if key not in known or known[key].reference() is not one.reference():
-                known[key] = _Known(reference=one.reference, live=_live(one), made=one)
+        """All live storages: found before, recorded by the ledger, or found now."""
+        known = {
+            key: updated
+            for key, earlier in self._known.items()
+            if (updated := _updated(earlier)) is not None
+        }
+        creations = self._ledger.creations if self._ledger else {}
+        for key, creation in creations.items():
+            if key not in known or known[key].reference() is not creation.reference():
+                known[key] = _Known(
+                    reference=creation.reference, live=_live(creation), creation=creation
+                )
         frames = sorted(frames, key=lambda frame: is_library(frame.f_code.co_filename))
         for live, reference in live_storages(
             _alive(self._modules), _alive(self._optimizers), None, self._device, frames=frames
@@ -193,7 +203,7 @@ class TensorDiff(Printable):
             known[key] = (
                 replace(earlier, live=live)
                 if earlier is not None and is_same
-                else _Known(reference=reference, live=live, made=None)
+                else _Known(reference=reference, live=live, creation=None)
             )
         return known
 
@@ -201,7 +211,7 @@ class TensorDiff(Printable):
         mark = TensorMark(
             label=label,
             at=at,
-            known_bytes=sum(one.live.size_bytes for one in known.values()),
+            known_bytes=sum(storage.live.size_bytes for storage in known.values()),
             num_storages=len(known),
             resident_bytes=resident_bytes()[0] if self._device.type == "cpu" else None,
         )
@@ -221,53 +231,52 @@ class TensorDiff(Printable):
         notes = []
         if self._device.type == "cpu":
             notes.append(
-                "A CPU has no allocator that could be asked: storages that are not known do not count."
+                "A CPU has no allocator statistics, so storages that are not found do not count."
             )
         if not READS_SAVED and not self._ledger:
             notes.append(
-                f"PyTorch {torch.__version__} tells nothing of what autograd saved for the backward pass, which is not in the table: "
-                "use PyTorch 2.11 or later, or TensorDiff(ledger=True)."
+                f"PyTorch {torch.__version__} does not show what autograd saved for the backward "
+                "pass, so that is missing: use PyTorch 2.11 or later, or TensorDiff(ledger=True)."
             )
         return tuple(notes)
 
     def document(self) -> Document:
         """All changes."""
-        return Document(*(change.document() for change in self._told))
+        return Document(*(change.document() for change in self._shown))
 
     def to_dict(self) -> dict[str, Any]:
-        """All changes as data that json writes, with the unit in every key."""
+        """All changes as plain data for JSON, with the unit in every key."""
         return {"changes": [change.to_dict() for change in self.changes]}
 
     @property
-    def _told(self) -> tuple[TensorChange, ...]:
-        """The first mark is in the change that follows it."""
+    def _shown(self) -> tuple[TensorChange, ...]:
+        """All changes but that of the first mark, which the next one contains."""
         return self.changes[1:] or self.changes
 
 
-def _several(name: str, given: Any, kind: type[_T]) -> list[_T]:
-    """One or several as a list."""
-    several = [] if given is None else [given] if isinstance(given, kind) else given
-    if isinstance(several, Iterable) and not isinstance(several, (str, bytes)):
-        several = list(several)
-        if all(isinstance(one, kind) for one in several):
-            return several
-    what = "torch.nn.Module" if kind is torch.nn.Module else "torch.optim.Optimizer"
-    wrong = (
-        given
-        if not isinstance(several, list)
-        else next(one for one in several if not isinstance(one, kind))
-    )
+def _several(name: str, value: Any, kind: type[_T]) -> list[_T]:
+    """One object of a kind, or an iterable of them, as a list."""
+    members = [] if value is None else [value] if isinstance(value, kind) else value
+    wrong = value
+    if isinstance(members, Iterable) and not isinstance(members, (str, bytes)):
+        members = list(members)
+        others = [member for member in members if not isinstance(member, kind)]
+        if not others:
+            return members
+        wrong = others[0]
+    kind_name = "torch.nn.Module" if kind is torch.nn.Module else "torch.optim.Optimizer"
     raise TypeError(
-        f"{name} must be a {what} or several of them, got {described(wrong)}. Leave it out to have names from variables."
+        f"{name} must be a {kind_name} or several of them, got {described(wrong)}. Leave it out to "
+        "use those in variables."
     )
 
 
 def _alive(references: Iterable[Callable[[], _T | None]]) -> list[_T]:
-    return [one for reference in references if (one := reference()) is not None]
+    return [obj for reference in references if (obj := reference()) is not None]
 
 
 def _meter(device: torch.device) -> AllocatorMeter | None:
-    """What reads the device's allocator; None where there is none to be read."""
+    """A meter for the device's allocator; None if it has none that can be read."""
     if device.type == "cpu":
         return None
     try:
@@ -276,8 +285,8 @@ def _meter(device: torch.device) -> AllocatorMeter | None:
         return None
 
 
-def _now(known: _Known) -> _Known | None:
-    """What was known of a storage with the size that it has now; None if it is gone."""
+def _updated(known: _Known) -> _Known | None:
+    """A known storage with its current size and address; None if it is gone."""
     storage = known.reference()
     if storage is None or not storage.nbytes():
         return None
@@ -286,77 +295,69 @@ def _now(known: _Known) -> _Known | None:
     )
 
 
-def _live(made: Made) -> LiveTensor:
-    """What the ledger knows of a storage that nothing else knows."""
-    storage = made.reference()
+def _live(creation: Creation) -> LiveTensor:
+    """Describe a storage that only the ledger knows."""
+    storage = creation.reference()
     return LiveTensor(
         size_bytes=0 if storage is None else storage.nbytes(),
-        shape=made.shape,
-        dtype=made.dtype,
+        shape=creation.shape,
+        dtype=creation.dtype,
         category=None,
         owner="",
-        module=made.module,
+        module=creation.module,
         address=0 if storage is None else storage.data_ptr(),
     )
 
 
-def _without(some: Mapping[int, _Known], others: Mapping[int, _Known]) -> list[_Known]:
-    """Those storages that are not the same in the others: another one can have their number, and
-    the same one another size.
-    """
-    found = []
-    for key, one in some.items():
-        other = others.get(key)
-        if (
-            other is None
-            or other.reference is not one.reference
-            or other.live.size_bytes != one.live.size_bytes
-        ):
-            found.append(one)
-    return found
+def _without(storages: Mapping[int, _Known], others: Mapping[int, _Known]) -> list[_Known]:
+    """The storages that are not among others, or have another size there."""
+    # An identity can be reused, so the references decide.
+    return [
+        storage
+        for key, storage in storages.items()
+        if (other := others.get(key)) is None
+        or other.reference is not storage.reference
+        or other.live.size_bytes != storage.live.size_bytes
+    ]
 
 
 def _groups(storages: Iterable[_Known]) -> tuple[TensorGroup, ...]:
-    """Storages of the same shape, type, category and line together; without a category, of the same
-    owner.
-    """
+    """Group storages by shape, dtype, line and category (without one, by owner or operator)."""
     grouped: dict[tuple[object, ...], list[_Known]] = {}
-    for one in storages:
-        made = one.made
-        kind = one.live.category or one.live.owner or (made and made.operator)
-        key = (one.live.shape, one.live.dtype, one.live.size_bytes, kind, made and made.at)
-        grouped.setdefault(key, []).append(one)
+    for storage in storages:
+        live, creation = storage.live, storage.creation
+        use = live.category or live.owner or (creation and creation.operator)
+        key = (live.shape, live.dtype, live.size_bytes, use, creation and creation.at)
+        grouped.setdefault(key, []).append(storage)
     groups = [
         TensorGroup(
-            count=len(alike),
-            shape=alike[0].live.shape,
-            dtype=alike[0].live.dtype,
-            size_bytes=sum(one.live.size_bytes for one in alike),
-            category=alike[0].live.category,
-            owners=tuple(sorted(set(filter(None, map(_owner_of, alike))))),
+            count=len(members),
+            shape=members[0].live.shape,
+            dtype=members[0].live.dtype,
+            size_bytes=sum(member.live.size_bytes for member in members),
+            category=members[0].live.category,
+            owners=tuple(sorted(set(filter(None, map(_owner_of, members))))),
             modules=tuple(
-                sorted({module for module in map(_module_of, alike) if module is not None})
+                sorted({module for module in map(_module_of, members) if module is not None})
             ),
-            made_at=None if alike[0].made is None else alike[0].made.at,
+            made_at=None if members[0].creation is None else members[0].creation.at,
         )
-        for alike in grouped.values()
+        for members in grouped.values()
     ]
     return tuple(sorted(groups, key=lambda group: -group.size_bytes))
 
 
-def _owner_of(known: _Known) -> str:
-    live, made = known.live, known.made
-    if made is None:
+def _owner_of(storage: _Known) -> str:
+    live, creation = storage.live, storage.creation
+    if creation is None:
         return live.owner
-    module = f" in {made.module}" if made.module else ""
+    module = f" in {creation.module}" if creation.module else ""
     if not live.owner:
-        return f"made by {made.operator}{module}"
+        return f"made by {creation.operator}{module}"
     return live.owner if live.module is not None or not module else f"{live.owner}, made{module}"
 
 
-def _module_of(known: _Known) -> str | None:
-    return (
-        known.made.module
-        if known.live.module is None and known.made is not None
-        else known.live.module
-    )
+def _module_of(storage: _Known) -> str | None:
+    if storage.live.module is None and storage.creation is not None:
+        return storage.creation.module
+    return storage.live.module

@@ -1,4 +1,4 @@
-"""Dispatch mode that records where each storage was created."""
+"""TensorLedger: a dispatch mode that records which operator and line created each storage."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from memcallback.core.tensors import is_on, parts_of
 from memcallback.step.hooks import Hook
 from memcallback.step.module_follower import SequenceLog
 
-#: How many changes of the running module are remembered: more than there are in a step.
+#: Changes of the running module to remember: more than a step has.
 _MAX_CHANGES = 200_000
-#: In place of a module for autograd nodes that are older than that.
+#: The module of autograd nodes that are older than that.
 _FORGOTTEN = "<forgotten>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """How a storage was made. It holds no tensor.
+class Creation:
+    """How a storage was created. It holds no tensor.
 
     Attributes:
-        reference: The storage, for as long as it is there.
-        shape: Of the tensor that it was made for.
-        dtype: Of that tensor, such as `float32`.
-        operator: What made it, such as `aten::relu`.
-        module: The module that was running, or in a backward pass the one whose forward pass made
-            the autograd node; None if not known.
-        at: The line of the user's program; None if there is none on the stack.
+        reference: A weak reference to the storage.
+        shape: The shape of the tensor it was created for.
+        dtype: The dtype of that tensor, such as `float32`.
+        operator: The operator, such as `aten::relu`.
+        module: The running module, or in a backward pass the one that created the autograd node;
+            None if unknown.
+        at: The line of the user's program; None if none is on the stack.
     """
 
     reference: weakref.ref[torch.UntypedStorage]
@@ -50,12 +50,11 @@ class Made:
 class TensorLedger(TorchDispatchMode):
     """Sees every operator of this thread and of the backward passes that it starts.
 
-    Under a dispatch mode PyTorch writes less in place and takes other formulas for a few
-    derivatives: memory between two points, and the last bits of results, can differ from those
-    without.
+    Under a dispatch mode PyTorch does less in place and computes a few derivatives by other
+    formulas, so memory between two points and the last bits of results can differ.
     """
 
-    # Calls of higher order operators come through here like any other, as calls that are passed on.
+    # Higher order operators are passed on like any other.
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, models: Iterable[torch.nn.Module]) -> None:
@@ -63,24 +62,26 @@ class TensorLedger(TorchDispatchMode):
         self._device = device
         self._models = list(models)
         self._thread = threading.get_ident()
-        self._made: dict[int, Made] = {}
+        self._creations: dict[int, Creation] = {}
         self._modules = _Modules()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """PyTorch asks whether compiled code shall run as it would without this mode, which then
-        sees what is left of its operators.
-        """
+        """Let compiled code run as without this mode, which sees its remaining operators only."""
         return True
 
     @property
-    def made(self) -> Mapping[int, Made]:
-        """The storages that were made and are still there, by their identity."""
-        return {key: made for key, made in list(self._made.items()) if made.reference() is not None}
+    def creations(self) -> Mapping[int, Creation]:
+        """The recorded storages that are still alive, by identity."""
+        return {
+            key: creation
+            for key, creation in list(self._creations.items())
+            if creation.reference() is not None
+        }
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Write down what is made inside."""
+        """Record the storages created inside."""
         with ExitStack() as hooks:
             for model in self._models:
                 self._modules.follow(model, hooks)
@@ -95,24 +96,24 @@ class TensorLedger(TorchDispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run an operator, and write down the storages that it made."""
+        """Run an operator, and record the storages it created."""
         outputs = func(*args, **(kwargs or {}))
-        with suppress(Exception):  # an error of ours is none of the training's
-            self._write_down(func, outputs)
+        with suppress(Exception):  # our errors must not reach the training
+            self._record(func, outputs)
         return outputs
 
-    def _write_down(self, func: Any, outputs: object) -> None:
-        made_by: tuple[str, str | None, CodeLine | None] | None = None
+    def _record(self, func: Any, outputs: object) -> None:
+        source: tuple[str, str | None, CodeLine | None] | None = None
         for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
                 storage = part.untyped_storage()
-                known = self._made.get(storage._cdata)
+                known = self._creations.get(storage._cdata)
                 is_known = known is not None and known.reference() is storage
                 if is_known or not is_on(storage.device, self._device) or not storage.nbytes():
                     continue
-                if made_by is None:
-                    made_by = _name_of(func), self._modules.running(), self._line()
-                self._follow(part, storage, *made_by)
+                if source is None:
+                    source = _name_of(func), self._modules.running(), self._line()
+                self._follow(part, storage, *source)
 
     def _follow(
         self,
@@ -122,10 +123,10 @@ class TensorLedger(TorchDispatchMode):
         module: str | None,
         at: CodeLine | None,
     ) -> None:
-        key, made = storage._cdata, self._made
-        reference = weakref.ref(storage, lambda gone: _forget(made, key, gone))
+        key, creations = storage._cdata, self._creations
+        reference = weakref.ref(storage, lambda gone: _forget(creations, key, gone))
         dtype = str(part.dtype).removeprefix("torch.")
-        made[key] = Made(
+        creations[key] = Creation(
             reference=reference,
             shape=tuple(part.shape),
             dtype=dtype,
@@ -135,11 +136,9 @@ class TensorLedger(TorchDispatchMode):
         )
 
     def _line(self) -> CodeLine | None:
-        """The line of the user's program that runs; in a thread of autograd's, the one that waits
-        for it.
-        """
-        # With this function's own frame there would be a cycle, which keeps what the operator made
-        # alive until it is collected.
+        """The running line of the user's program; in an autograd thread, the line that waits."""
+        # Not this frame: it would hold itself in a cycle, which would keep the operator's outputs
+        # alive until Python collects it.
         frames = [sys._getframe(1)]
         if (
             threading.get_ident() != self._thread
@@ -149,10 +148,12 @@ class TensorLedger(TorchDispatchMode):
         return next((line for frame in frames if (line := line_of(frame)) is not None), None)
 
 
-def _forget(made: dict[int, Made], key: int, gone: weakref.ref[torch.UntypedStorage]) -> None:
-    known = made.get(key)
-    if known is not None and known.reference is gone:
-        del made[key]
+def _forget(
+    creations: dict[int, Creation], key: int, gone: weakref.ref[torch.UntypedStorage]
+) -> None:
+    creation = creations.get(key)
+    if creation is not None and creation.reference is gone:
+        del creations[key]
 
 
 def _name_of(func: Any) -> str:
@@ -160,18 +161,16 @@ def _name_of(func: Any) -> str:
 
 
 class _Modules:
-    """Which module runs, in each thread; in a backward pass, which one made the autograd node that
-    runs.
-    """
+    """Tracks the running module of each thread, and who created the running autograd node."""
 
     def __init__(self) -> None:
         self._stacks: dict[int, list[str]] = {}
-        #: By thread, each of which numbers its nodes by itself.
+        #: By thread, since each thread numbers its own nodes.
         self._logs: dict[int, SequenceLog[str | None]] = {}
 
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
-            with suppress(RuntimeError):  # a compiled module of TorchScript takes no such hooks
+            with suppress(RuntimeError):  # TorchScript modules accept no such hooks
                 hooks.callback(
                     module.register_forward_hook(Hook(self._leave), always_call=True).remove
                 )
@@ -182,15 +181,15 @@ class _Modules:
                 )
 
     def running(self) -> str | None:
-        """The name of the module; None if none is known."""
+        """The name of the current module; None if unknown."""
         running = self._stacks.get(threading.get_ident())
         if running:
             return running[-1]
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return None
-        found = {log.at(node._sequence_nr()) for log in self._logs.values()} - {_FORGOTTEN}
-        return found.pop() if len(found) == 1 else None
+        modules = {log.at(node._sequence_nr()) for log in self._logs.values()} - {_FORGOTTEN}
+        return modules.pop() if len(modules) == 1 else None
 
     def _enter(self, name: str, *_: object) -> None:
         self._stacks.setdefault(threading.get_ident(), []).append(name)
@@ -198,7 +197,7 @@ class _Modules:
 
     def _leave(self, *_: object) -> None:
         running = self._stacks.get(threading.get_ident())
-        if running:  # else a module that was entered before this was on
+        if running:  # empty for a module that was entered before the hooks were added
             running.pop()
         self._change()
 

@@ -1,4 +1,4 @@
-"""Which storages are alive and who owns them."""
+"""Finds the storages that are alive on a device, and who owns them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from memcallback.diagnose.tensors.variables import Scope, module_attributes, sco
 
 @dataclass(frozen=True, kw_only=True)
 class LiveTensor:
-    """One storage, described by the tensor that owns most of it. It holds no tensor.
+    """A live storage, described by the tensor that covers most of it. It holds no tensor.
 
     Attributes:
-        size_bytes: Of the storage.
-        shape: Of that tensor.
-        dtype: Of that tensor, such as `float32`.
-        category: What it is for: a parameter, a buffer, a gradient, optimizer state, the input, or
-            an activation, which is what was saved for the backward pass; None for anything else.
+        size_bytes: The size of the storage.
+        shape: The shape of that tensor.
+        dtype: The dtype of that tensor, such as `float32`.
+        category: Parameter, buffer, gradient, optimizer state, input, or activation (saved for the
+            backward pass); None for anything else.
         owner: Who holds it, such as `layer1.0.conv1.weight`, `gradient of fc.weight`, `exp_avg of
             fc.weight`, `input`, `local variable 'losses' in train() of train.py`, `attribute
             'cache' of module 'encoder'`, `saved for ConvolutionBackward0 of layer1.0.conv1`; empty
-            if that is not known.
-        module: The fully qualified name of the module that has it, or whose operator saved it; the
-            root is "", None is unknown.
-        address: Where it begins. No two that are alive at one time have the same.
-        order: Its place in the order in which autograd saved those that stand; None if it did not
-            save it.
+            if unknown.
+        module: The fully qualified name of the module that owns or saved it; the root is "", None
+            is unknown.
+        address: Its first byte, unique among live storages.
+        order: Its position among the live storages that autograd saved; None if not saved.
     """
 
     size_bytes: int
@@ -59,14 +58,13 @@ def live_tensors(
     *,
     frames: Iterable[FrameType] = (),
 ) -> tuple[LiveTensor, ...]:
-    """Find the storages that are alive on a device.
+    """Find the live storages of a device, largest first.
 
-    A storage counts once, for the first that owns it of: parameters, buffers, gradients, optimizer
-    state, the batch, attributes of modules, variables, whatever else Python knows, what autograd
-    saved for the backward pass. What only C++ holds cannot be seen (the gradients that a backward
-    pass is working on, workspaces, what PyTorch before 2.11 saved). Nothing is allocated on the
-    device, nothing is computed and nothing is kept alive; an object that cannot be read is left
-    out.
+    A storage counts once, for its first owner of: parameters, buffers, gradients, optimizer state,
+    the batch, attributes of modules, variables, other gradients, tensors that autograd saved, all
+    other tensors. Storages that only C++ holds cannot be found (gradients of a running backward
+    pass, workspaces, tensors saved by PyTorch before 2.11). Nothing is computed, allocated on the
+    device or kept alive. Objects that cannot be read are skipped.
     """
     return tuple(
         live for live, _ in live_storages(modules, optimizers, batch, device, frames=frames)
@@ -82,18 +80,19 @@ def live_storages(
     frames: Iterable[FrameType] = (),
     others: Sequence[torch.Tensor] | None = None,
 ) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
-    """As `live_tensors`, each with the storage, which this keeps no longer alive than it is;
-    `others` are Python's tensors, if they are known.
-    """
-    given, around = list(modules), scopes(frames)
+    """The same with weak references; `others` are all tensors Python knows, if already listed."""
+    around = scopes(frames)
     others = alive_tensors() if others is None else others
     with torch._C.DisableTorchFunctionSubclass():
-        models = _models(given, around)
+        models = _models(list(modules), around)
         named = _named_parameters(models)
         search = _Search(device)
         search.add(
             "parameters",
-            ((one.parameter, one.owner, Category.PARAMETER, one.module) for one in named.values()),
+            (
+                (known.parameter, known.owner, Category.PARAMETER, known.module)
+                for known in named.values()
+            ),
         )
         for suffix, model in models:
             search.add(
@@ -106,12 +105,17 @@ def live_storages(
         search.add(
             "gradients",
             (
-                (one.parameter.grad, f"gradient of {one.owner}", Category.GRADIENT, one.module)
-                for one in named.values()
+                (
+                    known.parameter.grad,
+                    f"gradient of {known.owner}",
+                    Category.GRADIENT,
+                    known.module,
+                )
+                for known in named.values()
             ),
         )
         for optimizer in _optimizers(optimizers, around):
-            search.add("optimizer", _held_by(optimizer, named))
+            search.add("optimizer", _owned_by(optimizer, named))
         search.add(
             "batch", ((tensor, "input", Category.INPUT, None) for tensor in tensors_in(batch))
         )
@@ -126,17 +130,17 @@ def live_storages(
             )
         search.add("other gradients", _other_gradients(others, search.owner_of))
         saved = list(_saved(others, named))
-        # Of several nodes that saved one, that of a known module comes first.
+        # If several nodes saved a tensor, one of a known module owns it.
         search.add("saved", sorted(saved, key=lambda owned: owned[3] is None))
-        search.number(tensor for tensor, *_ in saved)
+        search.set_order(tensor for tensor, *_ in saved)
         search.add("others", map(_unowned, others))
-    return search.found
+    return search.result
 
 
 def alive_tensors() -> list[torch.Tensor]:
-    """The tensors that Python knows. A process has a million objects and more: they are told apart
-    by their types' identities, without Python code.
-    """
+    """All tensors that Python knows."""
+    # A process has a million objects and more, so we compare the ids of their types, and run no
+    # Python code per object.
     kinds: list[type] = [torch.Tensor]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
@@ -144,14 +148,15 @@ def alive_tensors() -> list[torch.Tensor]:
     return list(compress(objects, map(are_tensors.__contains__, map(id, map(type, objects)))))
 
 
-#: A tensor, its owner, what it is for, and its module.
+#: A tensor, its owner, its category and its module.
 _Owned = tuple[torch.Tensor | None, str, Category | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameter:
-    """A parameter with the name that it has in the first model that has it, and its module; whether
-    it has several.
+    """A parameter with its name and module in the first model that has it.
+
+    A tied parameter has several names there.
     """
 
     parameter: torch.Tensor
@@ -162,7 +167,7 @@ class _Parameter:
 
 @dataclass
 class _Found:
-    """A storage, by the tensor that covers most of it among those of the same source."""
+    """A storage, described by the tensor of its first source that covers most of it."""
 
     live: LiveTensor
     source: str
@@ -171,27 +176,22 @@ class _Found:
 
 
 class _Search:
-    """One search for live tensors."""
+    """Collects live storages from one source after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        #: By the identity of the storage, which no other has while it is alive.
+        #: By the identity of the storage, unique among live ones.
         self._found: dict[int, _Found] = {}
 
     @property
-    def found(self) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
-        """The storages, the largest first; those of one size in the order of their sources, which
-        is not another one in each run.
-        """
-        found = sorted(self._found.values(), key=lambda one: -one.live.size_bytes)
-        return [(one.live, one.reference) for one in found]
+    def result(self) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
+        """The storages, largest first, and equal sizes in order of sources: the same in every run."""
+        largest_first = sorted(self._found.values(), key=lambda found: -found.live.size_bytes)
+        return [(found.live, found.reference) for found in largest_first]
 
     def add(self, source: str, owned: Iterable[_Owned]) -> None:
-        """Take the storages of tensors that no earlier source had; of an earlier one only learn
-        that autograd saved it.
-        """
-        # What a source reads may be code of the user's, which may raise: the rest of that source is
-        # then left out.
+        """Add storages that no earlier source had; mark earlier ones that autograd saved."""
+        # Reading a source may run user code. If that raises, the rest of the source is skipped.
         with suppress(Exception):
             for tensor, owner, category, module in owned:
                 if tensor is not None and not issubclass(type(tensor), FakeTensor):
@@ -231,8 +231,8 @@ class _Search:
         )
         self._found[storage._cdata] = _Found(live, source, covered, weakref.ref(storage))
 
-    def number(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Give storages their place in the order of tensors, of which several can have one."""
+    def set_order(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Number the storages in the order of these tensors."""
         for order, tensor in enumerate(tensors):
             with suppress(Exception):
                 for part in parts_of(tensor) if tensor is not None else ():
@@ -241,7 +241,7 @@ class _Search:
                         known.live = replace(known.live, order=order)
 
     def owner_of(self, tensor: torch.Tensor) -> str:
-        """Who owns the storage of a tensor, as far as it is known; empty if it is not."""
+        """The owner of a tensor's storage; empty if unknown."""
         with suppress(Exception):
             for part in parts_of(tensor):
                 if (known := self._found.get(part.untyped_storage()._cdata)) is not None:
@@ -252,16 +252,14 @@ class _Search:
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     try:
         return tuple(map(int, tensor.shape))
-    except RuntimeError:  # a nested one, whose rows are not of one length
+    except RuntimeError:  # a nested tensor with rows of different lengths
         return (tensor.numel(),)
 
 
 def _models(
     modules: Sequence[torch.nn.Module], around: Sequence[Scope]
 ) -> list[tuple[str, torch.nn.Module]]:
-    """The models, those that were given and the outermost that variables hold, each with what is
-    said after the names of its parameters.
-    """
+    """The given models and the outermost ones in variables, each with a suffix for its names."""
     inside: set[int] = set()
     for module in modules:
         inside |= _parts(module) | {id(module)}
@@ -281,68 +279,67 @@ def _models(
 
 
 def _parts(model: torch.nn.Module) -> set[int]:
-    """The ids of the modules in a model; none for one that cannot be read, such as one that is not
-    initialised.
-    """
-    found: set[int] = set()
+    """The ids of the modules inside a model; empty for one that is not initialised."""
+    parts: set[int] = set()
     with suppress(Exception):
-        found.update(id(part) for part in model.modules() if part is not model)
-    return found
+        parts.update(id(part) for part in model.modules() if part is not model)
+    return parts
 
 
 def _named_parameters(models: Sequence[tuple[str, torch.nn.Module]]) -> dict[int, _Parameter]:
     """The parameters of models, by id."""
-    found: dict[int, _Parameter] = {}
+    parameters: dict[int, _Parameter] = {}
     for suffix, model in models:
         of_model: dict[int, _Parameter] = {}
         with suppress(Exception):
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                first = of_model.get(id(parameter))
-                of_model[id(parameter)] = (
-                    _Parameter(
+                key = id(parameter)
+                if key in of_model:
+                    of_model[key] = replace(of_model[key], is_tied=True)
+                else:
+                    of_model[key] = _Parameter(
                         parameter=parameter,
                         owner=name + suffix,
                         module=_parent(name),
                         is_tied=False,
                     )
-                    if first is None
-                    else replace(first, is_tied=True)
-                )
-        found |= {key: one for key, one in of_model.items() if key not in found}
-    return found
+        parameters |= {key: known for key, known in of_model.items() if key not in parameters}
+    return parameters
 
 
 def _parent(name: str) -> str:
-    """The module of a parameter or buffer."""
+    """The name of the module of a parameter or buffer."""
     return name.rpartition(".")[0]
 
 
 def _optimizers(
-    given: Iterable[torch.optim.Optimizer], around: Sequence[Scope]
+    optimizers: Iterable[torch.optim.Optimizer], around: Sequence[Scope]
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers, those that were given and those that variables hold."""
+    """The given optimizers and those in variables."""
     values: Iterator[Any] = (value for scope in around for value in scope.values.values())
-    held = (value for value in values if issubclass(type(value), torch.optim.Optimizer))
-    return list({id(optimizer): optimizer for optimizer in (*given, *held)}.values())
+    in_variables = (value for value in values if issubclass(type(value), torch.optim.Optimizer))
+    return list({id(optimizer): optimizer for optimizer in (*optimizers, *in_variables)}.values())
 
 
-def _held_by(optimizer: torch.optim.Optimizer, named: Mapping[int, _Parameter]) -> Iterator[_Owned]:
-    """The state of an optimizer; the parameters that it has and no model, with their gradients."""
+def _owned_by(
+    optimizer: torch.optim.Optimizer, named: Mapping[int, _Parameter]
+) -> Iterator[_Owned]:
+    """The state of an optimizer, and parameters and gradients that belong to no model."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind = type(optimizer).__name__
     owners: dict[int, tuple[str, str | None]] = {
-        id(one): (f"parameter {number} of {kind}", None) for number, one in enumerate(parameters)
+        id(parameter): (f"parameter {number} of {kind}", None)
+        for number, parameter in enumerate(parameters)
     }
-    owners |= {key: (one.owner, one.module) for key, one in named.items()}
+    owners |= {key: (known.owner, known.module) for key, known in named.items()}
     for parameter in parameters:
         owner, module = owners[id(parameter)]
         yield parameter, owner, Category.PARAMETER, module
         yield parameter.grad, f"gradient of {owner}", Category.GRADIENT, module
     for key, state in list(optimizer.state.items()):
         owner, module = owners.get(id(key), (kind, None))
-        for name, value in (
-            list(state.items()) if isinstance(state, Mapping) else [("state", state)]
-        ):
+        entries = list(state.items()) if isinstance(state, Mapping) else [("state", state)]
+        for name, value in entries:
             for tensor in tensors_in(value):
                 yield tensor, f"{name} of {owner}", Category.OPTIMIZER_STATE, module
 
@@ -350,37 +347,28 @@ def _held_by(optimizer: torch.optim.Optimizer, named: Mapping[int, _Parameter]) 
 def _other_gradients(
     tensors: Iterable[torch.Tensor], owner_of: Callable[[torch.Tensor], str]
 ) -> Iterator[_Owned]:
-    """Gradients of tensors that are no model's parameters."""
+    """Gradients of tensors that are not parameters of a model."""
     for tensor in tensors:
         gradient = None
         with suppress(Exception):
-            # PyTorch warns where the gradient of any other tensor is asked for.
+            # For other tensors, reading `grad` makes PyTorch warn.
             gradient = tensor.grad if _is_leaf(tensor) or tensor.retains_grad else None
         if gradient is not None:
-            yield (
-                gradient,
-                " of ".join(filter(None, ("gradient", owner_of(tensor)))),
-                Category.GRADIENT,
-                None,
-            )
+            owner = " of ".join(filter(None, ("gradient", owner_of(tensor))))
+            yield gradient, owner, Category.GRADIENT, None
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf of the graph, asked of views only where that makes no node, as it
-    can in `grad_fn_of`.
-    """
+    """Whether a tensor is a leaf, without creating an autograd node (see `grad_fn_of`)."""
     if tensor._is_view() and tensor._base.requires_grad:  # type: ignore[union-attr]
         return False
     return tensor.is_leaf
 
 
 def grad_fn_of(tensor: torch.Tensor) -> Any:
-    """The autograd node that made a tensor; of a view, the one that made what it is a view of.
-
-    A view may have none yet, after something was written into its base: asking for it makes one,
-    and those that the program makes afterwards get other places in the order in which a backward
-    pass runs.
-    """
+    """The autograd node that created a tensor, or for a view its base; None for a leaf."""
+    # After an in-place write to its base a view has no node yet, and reading grad_fn would create
+    # one. That would change the sequence numbers of later nodes, and so the order of backward.
     try:
         return (tensor._base if tensor._is_view() else tensor).grad_fn  # type: ignore[union-attr]
     except Exception:
@@ -388,8 +376,8 @@ def grad_fn_of(tensor: torch.Tensor) -> Any:
 
 
 def _saved(tensors: Iterable[torch.Tensor], named: Mapping[int, _Parameter]) -> Iterator[_Owned]:
-    """What is saved for backward in the graph behind tensors, in the order in which it was saved."""
-    modules = {key: one.module for key, one in named.items() if not one.is_tied}
+    """The tensors saved in the graph behind tensors, in the order they were saved."""
+    modules = {key: known.module for key, known in named.items() if not known.is_tied}
     for saved in saved_tensors(graph_nodes(filter(None, map(grad_fn_of, tensors))), modules):
         owner = (
             f"attribute '{saved.attribute}' of {saved.node}"
@@ -401,7 +389,7 @@ def _saved(tensors: Iterable[torch.Tensor], named: Mapping[int, _Parameter]) -> 
 
 
 def _unowned(tensor: torch.Tensor) -> _Owned:
-    """A tensor that Python knows, of which only its kind and its making tell something."""
+    """A tensor without an owner, described by its type and autograd node."""
     node = grad_fn_of(tensor)
     category = Category.PARAMETER if issubclass(type(tensor), torch.nn.Parameter) else None
     return (

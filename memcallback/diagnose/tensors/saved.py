@@ -1,7 +1,6 @@
-"""What autograd saved, read from the graph.
+"""Reads the tensors that autograd saved from its graph.
 
-Nothing is unpacked: a saved tensor with a hook (a checkpoint, `save_on_cpu`) may be computed or
-copied again when it is.
+Nothing is unpacked, since unpacking may recompute or copy a tensor (checkpointing, `save_on_cpu`).
 """
 
 from __future__ import annotations
@@ -14,27 +13,25 @@ from typing import Any
 
 import torch
 
-#: Whether PyTorch tells what it saved without unpacking it, as it does from version 2.11 on.
+#: Whether saved tensors can be read without unpacking them, as from PyTorch 2.11 on.
 READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
 _RAW = "_raw_saved_"
-#: From a parameter to the operator that takes it there are at most so many operators that save
-#: nothing: a transposition, a cast.
-_MOST_BETWEEN = 3
-#: What a saved tensor was packed into is looked at for tensors, so deep.
-_MOST_PACKED = 64
+#: Operators that save nothing (a transpose, a cast) between a parameter and its operator, at most.
+_MAX_BETWEEN = 3
+#: Items to read of a tuple or list that a saved tensor was packed into.
+_MAX_PACKED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A tensor that an autograd node holds.
+    """A tensor that an autograd node keeps alive.
 
     Attributes:
         tensor: The tensor.
         node: The node's name, such as `ConvolutionBackward0`.
-        attribute: Under which name the code of a `torch.autograd.Function` keeps it; empty for what
-            was saved for backward.
-        module: The module whose own parameter the node's operator takes; None if there is none, or
-            it is not sure.
+        attribute: The attribute in which a `torch.autograd.Function` keeps it; empty for a tensor
+            saved for backward.
+        module: The module with the parameter of the node's operator; None if none or unsure.
     """
 
     tensor: torch.Tensor
@@ -44,9 +41,7 @@ class Saved:
 
 
 def graph_nodes(roots: Iterable[Any]) -> list[Any]:
-    """The autograd nodes that can be reached from some of them, in the order in which they were
-    made.
-    """
+    """All autograd nodes reachable from `roots`, in order of creation."""
     pending = list(roots)
     found: dict[Any, None] = {}
     while pending:
@@ -56,15 +51,13 @@ def graph_nodes(roots: Iterable[Any]) -> list[Any]:
         found[node] = None
         try:
             pending.extend(following for following, _ in node.next_functions)
-        except Exception:  # a node of an extension that has none
+        except Exception:  # an extension's node without next_functions
             continue
     return sorted(found, key=lambda node: int(node._sequence_nr()))
 
 
 def saved_tensors(nodes: Iterable[Any], modules: Mapping[int, str | None]) -> Iterator[Saved]:
-    """What autograd nodes hold. With PyTorch before 2.11, what a `torch.autograd.Function` keeps in
-    attributes alone.
-    """
+    """The tensors that nodes keep alive; before PyTorch 2.11 only attributes of Functions."""
     for node in nodes:
         try:
             name, module = node.name().rpartition("::")[2], _module_of(node, modules)
@@ -90,37 +83,35 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     kind: type = type(node)
     for name in _saving_attributes(kind):
         with suppress(Exception):  # freed by a backward pass
-            saved = getattr(node, name)
-            for one in saved if isinstance(saved, tuple) else (saved,):
-                yield from _tensors(getattr(one, "data", None))
+            value = getattr(node, name)
+            for saved in value if isinstance(value, tuple) else (value,):
+                yield from _tensors(getattr(saved, "data", None))
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """A tensor, or those in a tuple or list: what hooks pack a tensor into, and what a function
-    keeps.
-    """
+    """A tensor, or those in a tuple or list, such as hooks pack tensors into."""
     if issubclass(type(value), torch.Tensor):
         yield value  # type: ignore[misc]
     elif type(value) in (tuple, list):
-        for item in value[:_MOST_PACKED]:  # type: ignore[index]
+        for item in value[:_MAX_PACKED]:  # type: ignore[index]
             if issubclass(type(item), torch.Tensor):
                 yield item
 
 
 def _module_of(node: Any, modules: Mapping[int, str | None]) -> str | None:
-    """The module of the first parameter that the node's operator takes and that has one."""
+    """The module of the first parameter of the node's operator that belongs to one."""
     return next(
         (modules[number] for number in parameters_of(node) if modules.get(number) is not None), None
     )
 
 
 def parameters_of(node: Any) -> Iterator[int]:
-    """The ids of the parameters that reach a node's operator, directly or transposed or cast."""
+    """The ids of parameters that a node's operator uses, directly or transposed or cast."""
     own = getattr(node, "variable", None)
     if own is not None:
         yield id(own)
     for following, _ in node.next_functions:
-        for _ in range(_MOST_BETWEEN):
+        for _ in range(_MAX_BETWEEN):
             if following is None:
                 break
             variable = getattr(following, "variable", None)

@@ -40,7 +40,7 @@ _LEAVES = (
     FunctionType,
     FrameType,
 )
-#: `live_storages` searches these itself.
+#: These are searched elsewhere: module_attributes, and the optimizers in live.py.
 _SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
 _PACKAGE = str(Path(__file__).parents[2])
 
