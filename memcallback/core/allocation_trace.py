@@ -11,15 +11,15 @@ from memcallback.core.types import Category, Phase
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """A storage of device memory comes into being.
+    """A storage of device memory is allocated.
 
     Attributes:
         id: Its number, used by one allocation only in the whole trace.
-        size_bytes: What was asked for, before any rounding; 0 for an empty tensor, which takes
-            nothing from an allocator.
+        size_bytes: The requested size, before rounding; 0 for an empty tensor, which needs no
+            memory.
         stream: The CUDA stream it belongs to; 0 is the default stream.
         category: What it is for; None if unknown.
-        operator: What asked for it, such as `aten::convolution`; empty if unknown.
+        operator: The operator that allocated it, such as `aten::convolution`; empty if unknown.
         module: The fully qualified name of the module that was running; the root is "".
     """
 
@@ -40,7 +40,7 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The storage of an earlier `Alloc` is given back.
+    """The storage of an earlier `Alloc` is freed.
 
     Attributes:
         id: The number of that `Alloc`.
@@ -51,12 +51,12 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class PhaseStart:
-    """What follows belongs to a phase.
+    """A phase begins.
 
     Attributes:
         phase: The phase.
-        covers: All the phases in it, where nothing marks the boundary between them; none for the
-            phase alone.
+        covers: All phases in it, if nothing marks the boundaries between them; empty for the phase
+            alone.
     """
 
     phase: Phase
@@ -65,7 +65,7 @@ class PhaseStart:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnd:
-    """The phase that was started last is over.
+    """The current phase ends.
 
     Attributes:
         phase: The phase.
@@ -76,23 +76,23 @@ class PhaseEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What follows is one training step: one call of the loop's body with one batch."""
+    """A training step begins: one call of the loop's body with one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """The step is over."""
+    """The current step ends."""
 
 
 Event = Alloc | Free | PhaseStart | PhaseEnd | StepStart | StepEnd
 
 
 class ModuleMark(NamedTuple):
-    """From here on other modules run.
+    """Other modules begin to run.
 
     Attributes:
-        position: The position of the event, or the number of the reading, from which on they do.
-        path: The FQNs of the modules that run, the outermost first; none where no module does.
+        position: The position of the first event, or the number of the first reading, with them.
+        path: The FQNs of the running modules, outermost first; empty if no module runs.
         is_backward: Whether their part of a backward pass runs.
     """
 
@@ -103,21 +103,20 @@ class ModuleMark(NamedTuple):
 
 @dataclass(frozen=True)
 class AllocationTrace:
-    """What training asks of an allocator: allocations, frees, steps and phases in the order in
-    which they happen.
+    """The allocator calls of a training, with its steps and phases, in order.
 
-    A trace for a prediction begins with the model, has a first step, without gradients and
-    optimizer state, and goes on until a steady one.
+    A trace for a prediction begins with the model. Its first step starts without gradients and
+    optimizer state, and its last one is steady.
 
-    It says nothing about addresses, rounding or reserved memory: those are what an allocator makes
-    of it. Memory that a stream still uses after another has freed it (`Tensor.record_stream`) has
-    no place here: when that comes back depends on time.
+    Addresses, rounding and reserved memory are not in it: an allocator decides them. Nor is memory
+    that a stream uses after another has freed it (`Tensor.record_stream`): when it is returned
+    depends on time.
 
     Attributes:
         events: The events. Every `Free` has an earlier `Alloc`, no number is used twice, phases do
-            not overlap, nor do steps, and a phase lies inside a step or outside of all.
-        marks: Where which modules begin to run, in order; none if that is not known. When a phase
-            begins none runs.
+            not overlap, nor do steps, and no phase crosses the boundary of a step.
+        marks: Where modules begin to run, in order; empty if unknown. No module runs when a phase
+            begins.
     """
 
     events: tuple[Event, ...]
@@ -175,23 +174,19 @@ def _check(events: Sequence[Event]) -> None:
             alive.add(event.id)
         elif isinstance(event, Free):
             if event.id not in alive:
-                what = "is freed already" if event.id in seen else "was never allocated"
+                reason = "is freed already" if event.id in seen else "was never allocated"
                 raise ValueError(
-                    f"event {position} frees {event.id}, which {what}; a Free follows its own "
+                    f"event {position} frees {event.id}, which {reason}; a Free follows its own "
                     "Alloc, once: leave this one out"
                 )
             alive.remove(event.id)
         elif isinstance(event, (StepStart, StepEnd)):
             if phases or in_step is isinstance(event, StepStart):
-                what = (
-                    f"inside phase {phases[0].value!r}"
-                    if phases
-                    else "inside another"
-                    if in_step
-                    else "that has not started"
-                )
+                where = "inside another" if in_step else "that has not started"
+                if phases:
+                    where = f"inside phase {phases[0].value!r}"
                 raise ValueError(
-                    f"event {position} starts or ends a step {what}; steps do not overlap and hold "
+                    f"event {position} starts or ends a step {where}; steps do not overlap and hold "
                     "whole phases: put the mark between phases"
                 )
             in_step = not in_step
@@ -207,7 +202,7 @@ def _check(events: Sequence[Event]) -> None:
 
 
 def _check_mark(position: int, mark: PhaseStart | PhaseEnd, phases: list[Phase]) -> None:
-    """Keep in `phases` the one that is going on, if any."""
+    """Check a phase mark, and keep the current phase, if any, in `phases`."""
     current = phases[0].value if phases else None
     if isinstance(mark, PhaseStart):
         if phases:

@@ -1,4 +1,4 @@
-"""Which line of user code a frame or traceback points at."""
+"""Find the line of user code in a frame or traceback, and whom a file belongs to."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CodeLine:
     """A line of a program.
 
     Attributes:
-        file: The file's path: from the working directory where it lies there, of an installed
-            package from the package on, else its folder and name.
+        file: The file's path: relative to the working directory if it is inside, from the package
+            on if it is installed, else its folder and name.
         number: The line's number, from 1.
-        function: The function that it is in, such as `training_step`; `<module>` outside of all.
-        path: The file's path as Python knows it.
+        function: The function around it, such as `training_step`; `<module>` outside functions.
+        path: The file's path in Python.
     """
 
     file: str
@@ -42,11 +42,11 @@ class CodeLine:
 
     @property
     def text(self) -> str:
-        """What stands there; empty if the file cannot be read."""
+        """The line's source; empty if the file cannot be read."""
         return linecache.getline(self.path, self.number).strip()
 
     def to_dict(self) -> dict[str, str | int]:
-        """Data that json writes."""
+        """The line as JSON data."""
         return {
             "file": self.file,
             "line": self.number,
@@ -61,7 +61,7 @@ class CodeLine:
 
 
 def line_of(frame: FrameType | None) -> CodeLine | None:
-    """The innermost line of a person's program from a frame outwards; None if there is none."""
+    """The innermost line outside the frameworks, from a frame outwards; None if there is none."""
     while frame is not None:
         if not is_framework(frame.f_code.co_filename):
             return line_at(frame)
@@ -70,12 +70,12 @@ def line_of(frame: FrameType | None) -> CodeLine | None:
 
 
 def line_here() -> CodeLine | None:
-    """The line of a person's program that is running; None if there is none."""
+    """The innermost running line outside the frameworks; None if there is none."""
     return line_of(sys._getframe(1))
 
 
 def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
-    """The innermost line of a person's program that an error went through; None if there is none."""
+    """The innermost line outside the frameworks in a traceback; None if there is none."""
     own = [
         (frame, number)
         for frame, number in frames_of(traceback)
@@ -85,7 +85,7 @@ def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
 
 
 def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """The frames that an error went through and where they were, the outermost first."""
+    """The frames of a traceback with their line numbers, outermost first."""
     while traceback is not None:
         yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
@@ -95,8 +95,8 @@ def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]
 def is_framework(path: str) -> bool:
     """Whether a file is of Python, PyTorch, Lightning or memcallback, or generated code."""
     if path.startswith("<"):
-        # What a person types, and cells of a notebook, are a program. Other code without a file is
-        # generated or frozen into Python.
+        # Typed code and notebook cells are the user's. Other code without a file is generated, or
+        # frozen into Python.
         return path != "<stdin>" and not path.startswith("<ipython-input")
     full = _absolute(path)
     if "/torchinductor_" in full or any(full.startswith(folder) for folder in _framework_folders()):
@@ -125,7 +125,7 @@ def _python_folder() -> str:
 
 
 def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
-    """The line at which a frame is."""
+    """The current line of a frame."""
     code = frame.f_code
     return CodeLine(
         _short(code.co_filename),

@@ -1,6 +1,4 @@
-"""PredictionError, MemoryWarning, warn(), and the decorator that keeps our errors out of the
-training.
-"""
+"""PredictionError, MemoryWarning, and `fail_safe`, which keeps our errors out of the training."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 
 
 class MemoryWarning(UserWarning):
-    """Something keeps memcallback from recording, predicting or logging, or is wrong with the
-    memory of a training, which goes on.
+    """A problem with a training's memory, or with recording, predicting or logging it.
+
+    The training goes on.
     """
 
 
@@ -23,15 +22,13 @@ def warn(text: str) -> None:
 
 
 def warn_and_go_on(text: str) -> None:
-    """The same in the middle of a training or of an error that goes on; where warnings are errors,
-    nothing is said.
-    """
+    """Warn inside a training or while an error propagates; silent where warnings are errors."""
     with suppress(MemoryWarning):
         warnings.warn(text, MemoryWarning, stacklevel=3)
 
 
 class PredictionError(RuntimeError):
-    """A step's memory cannot be predicted; the text says what stopped it, where, and the way out."""
+    """A step's memory cannot be predicted; the message says why, where, and what to do."""
 
 
 _P = ParamSpec("_P")
@@ -39,9 +36,7 @@ _R = TypeVar("_R")
 
 
 def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """A method that training calls: an error in it is told once, as a warning, and from then on
-    nothing is recorded.
-    """
+    """Decorate a method that training calls: its first error becomes a warning and ends recording."""
 
     @functools.wraps(hook)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -54,14 +49,16 @@ def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
             owner._is_broken = True
             with suppress(Exception):
                 owner._release()
-            text = f"{type(owner).__name__} has stopped recording: {type(error).__name__} in {hook.__name__}: {str(error).rstrip('.')}."
-            warn_and_go_on(f"{text} Training goes on without it.")
+            warn_and_go_on(
+                f"{type(owner).__name__} has stopped recording: {type(error).__name__} in "
+                f"{hook.__name__}: {str(error).rstrip('.')}. Training goes on without it."
+            )
         return None
 
     return guarded
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong; an error of ours says it in words, another one needs its name."""
+    """An error's message as a sentence; the class comes first unless it is a PredictionError."""
     text = str(error).strip().rstrip(".")
     return f"{text}." if isinstance(error, PredictionError) else f"{type(error).__name__}: {text}."

@@ -1,4 +1,4 @@
-"""Turns begin/end signals of a loop into phase windows."""
+"""Turns begin/end signals from a training loop into phase spans; for measuring and for tracing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import Protocol
 
 from memcallback.core.types import Phase
 
-#: The phases that a window covers, in order, and the numbers of the boundaries at which it begins
-#: and ends.
+#: The phases that a span covers, in order, and the numbers of its first and last boundary.
 PhaseSpan = tuple[tuple[Phase, ...], int, int]
 
 
 class Phases(Protocol):
-    """What is told which phases begin and end."""
+    """Receives the begin/end signals of phases."""
 
     @property
     def current_phase(self) -> Phase | None:
-        """The phase that is open and did begin; None between phases, and in one that is
-        provisional.
-        """
+        """The open phase; None between phases and in a provisional one, which may never begin."""
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
-        """Begin a phase, ending the one that is open at the same boundary."""
+        """Begin a phase, and end the open one at the same boundary."""
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
         """End the open phase, if there is one."""
@@ -31,11 +28,11 @@ class Phases(Protocol):
 
 @dataclass
 class PhaseSpans:
-    """The windows of one step.
+    """The phase spans of one step.
 
     Attributes:
         at_boundary: Called at each boundary; it takes a reading.
-        windows: The windows that are over.
+        windows: The spans that have ended.
     """
 
     at_boundary: Callable[[], None]
@@ -48,15 +45,14 @@ class PhaseSpans:
 
     @property
     def current_phase(self) -> Phase | None:
-        """As `Phases`."""
+        """The open phase; None between phases and in a provisional one."""
         return None if self._is_provisional else self._phase
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
-        """Begin a phase, ending the one that is open at the same boundary.
+        """Begin a phase, and end the open one at the same boundary.
 
-        An optimizer step right after a backward pass begins with the boundary that ended it:
-        nothing happens between them that a person would look for, and a step stays at five
-        readings.
+        An optimizer step right after a backward pass shares its boundary: nothing of interest
+        happens between them, and a step needs only five readings.
         """
         if (
             self._phase is not None
@@ -68,11 +64,8 @@ class PhaseSpans:
             self.close_phase()
         elif not (is_provisional or (phase is Phase.OPTIMIZER_STEP and self._is_after_backward)):
             self._boundary()
-        self._phase, self._start, self._is_provisional = (
-            phase,
-            self._num_boundaries - 1,
-            is_provisional,
-        )
+        self._phase, self._is_provisional = phase, is_provisional
+        self._start = self._num_boundaries - 1
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
         """End the open phase, if there is one."""
@@ -81,14 +74,11 @@ class PhaseSpans:
         self._boundary()
         covers = covers or (self._phase,)
         self.windows.append((covers, self._start, self._num_boundaries - 1))
-        self._phase, self._is_provisional, self._is_after_backward = (
-            None,
-            False,
-            Phase.BACKWARD in covers,
-        )
+        self._phase, self._is_provisional = None, False
+        self._is_after_backward = Phase.BACKWARD in covers
 
     def end_step(self) -> None:
-        """The step is over: so is the open phase, unless it is provisional, and did not happen."""
+        """End the step and its open phase; a provisional one did not happen."""
         if not self._is_provisional:
             self.close_phase()
 
@@ -99,49 +89,47 @@ class PhaseSpans:
 
 
 def phase_of(covers: tuple[Phase, ...]) -> Phase:
-    """The phase for which a window is named: of a forward and backward pass in one the backward
-    pass, which usually has the peak.
-    """
+    """The last of a span's phases, which names it: a backward pass usually has the peak."""
     return max(covers, key=list(Phase).index)
 
 
 def end_forward(phases: Phases) -> None:
-    """The forward pass is over."""
+    """End the forward pass."""
     if phases.current_phase is Phase.OPTIMIZER_STEP:
-        # An optimizer has called its closure, and nothing marks where the forward pass in it began.
+        # The optimizer has called its closure; nothing marks where its forward pass began.
         phases.close_phase(covers=(Phase.OPTIMIZER_STEP, Phase.FORWARD))
     elif phases.current_phase is Phase.FORWARD:
         phases.close_phase()
 
 
 def begin_backward(phases: Phases) -> None:
-    """The backward pass begins."""
+    """Begin the backward pass."""
     end_forward(phases)
     phases.open_phase(Phase.BACKWARD)
 
 
 def end_backward(phases: Phases, *, is_manual: bool) -> None:
-    """The backward pass is over; by hand, another forward pass may follow."""
+    """End the backward pass; with manual optimization another forward pass may follow."""
     phases.close_phase()
     if is_manual:
         phases.open_phase(Phase.FORWARD, is_provisional=True)
 
 
 def begin_update(phases: Phases, *, is_manual: bool) -> None:
-    """The optimizer step begins; what comes again inside it is nothing new."""
+    """Begin the optimizer step; nested signals are ignored."""
     if phases.current_phase is Phase.OPTIMIZER_STEP:
         return
     if phases.current_phase is Phase.FORWARD:
-        # By hand, a bare loss.backward() leaves no mark between the two passes; else there was no
-        # backward pass.
+        # With manual optimization a bare loss.backward() leaves no mark between the two passes;
+        # otherwise there was no backward pass.
         phases.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD) if is_manual else ())
     phases.open_phase(Phase.OPTIMIZER_STEP)
 
 
 def end_update(phases: Phases, *, is_manual: bool) -> None:
-    """The optimizer step is over; by hand, another forward pass may follow."""
+    """End the optimizer step; with manual optimization another forward pass may follow."""
     if is_manual and phases.current_phase is None:
-        # A closure has run both passes inside the optimizer's step; what came since is the update.
+        # A closure has run both passes inside the optimizer's step; the rest is the update.
         phases.open_phase(Phase.OPTIMIZER_STEP)
     if phases.current_phase is Phase.OPTIMIZER_STEP:
         phases.close_phase()
@@ -150,7 +138,7 @@ def end_update(phases: Phases, *, is_manual: bool) -> None:
 
 
 def end_manual_step(phases: Phases) -> None:
-    """A step by hand is over."""
+    """End a step of manual optimization."""
     if phases.current_phase is Phase.FORWARD:
-        # A loop that calls neither manual_backward nor an optimizer that is known marks nothing.
+        # A loop that calls neither manual_backward nor a known optimizer marks nothing.
         phases.close_phase(covers=(Phase.FORWARD, Phase.BACKWARD))

@@ -1,8 +1,7 @@
-"""StepMemory and its parts: the memory of one step, measured or predicted. Also the Holdings
-record.
+"""StepMemory and its parts: memory of a moment, a phase and a step, measured or predicted alike.
 
-Everything downstream (tables, curves, errors, advice) takes these and does not ask where they come
-from. A figure that is not known is None, never 0.
+Tables, curves, errors and suggestions take these wherever they come from. An unknown value is None,
+never 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from memcallback.core.document import Document, Printable, Table
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Kind, Phase
 from memcallback.core.units import format_bytes
 
-#: Of a table of phases: what stands at both ends, and the peaks.
+#: Columns of a table of phases.
 PHASE_COLUMNS = ("allocated", "start", "end", "peak", "reserved peak")
 
 
@@ -24,23 +23,23 @@ class MemoryStats:
     """One reading at one moment. All sizes in bytes.
 
     Attributes:
-        allocated_bytes: Held by live tensors, as the allocator accounts for them. On a CPU: bytes
-            alive in storages.
+        allocated_bytes: Held by live tensors, as the allocator counts them. On a CPU: bytes of live
+            storages.
         reserved_bytes: Taken from the device by the allocator, allocated or not.
         active_bytes: Allocated, and freed but still in use by a stream.
-        inactive_split_bytes: Free parts of segments that are partly in use, which cannot be given
-            back.
-        requested_bytes: What was asked for, before rounding.
+        inactive_split_bytes: Free parts of segments that are partly in use, which cannot be
+            returned to the device.
+        requested_bytes: The requested sizes of allocations, before rounding.
         resident_bytes: The process's resident memory (CPU only).
         peak_allocated_bytes: The largest `allocated_bytes` since the previous reading.
         peak_reserved_bytes: The largest `reserved_bytes` since the previous reading.
         peak_resident_bytes: The largest `resident_bytes` since the previous reading.
-        num_allocations: Of those that are live.
-        num_alloc_retries: How often the allocator has had to release its cache and try again, since
-            the program began.
-        num_ooms: How often it has given up, since the program began.
-        by_category: Bytes of storages held for each of `PERSISTENT_CATEGORIES`; shared storages
-            count once, in the first of the categories that holds them.
+        num_allocations: Live allocations.
+        num_alloc_retries: How often the allocator has released its cache and tried again, since the
+            program began.
+        num_ooms: How often it has run out of memory, since the program began.
+        by_category: Bytes of storages for each of `PERSISTENT_CATEGORIES`; a shared storage counts
+            once, in the first category that holds it.
     """
 
     allocated_bytes: int | None = None
@@ -75,18 +74,18 @@ class PhaseMemory:
 
     Attributes:
         phase: The phase.
-        covers: The phases inside this window, in order. More than one where nothing marks the
+        covers: The phases inside this window, in order. More than one if nothing marks the
             boundary between them (a bare `loss.backward()` under Lightning's manual optimization;
             LBFGS calling its closure again).
         start: The reading at the beginning.
         end: The reading at the end.
-        peak_allocated_bytes: The largest allocated figure inside.
-        peak_reserved_bytes: The largest reserved figure inside.
+        peak_allocated_bytes: The largest allocated memory inside.
+        peak_reserved_bytes: The largest reserved memory inside.
         peak_resident_bytes: The largest resident size of the process inside (CPU only).
         num_alloc_retries: Retries inside.
         num_ooms: Out-of-memory errors inside.
-        low_bytes: For a prediction with a band: its lower edge. `peak_allocated_bytes` is the upper
-            one.
+        low_bytes: The lower bound of a prediction with two bounds; `peak_allocated_bytes` is the
+            upper one.
     """
 
     phase: Phase
@@ -109,14 +108,14 @@ class PhaseMemory:
         return " + ".join(phase.label for phase in self.covers)
 
     def row(self, label: str) -> tuple[str, ...]:
-        """What stands in `PHASE_COLUMNS` for it; nothing for what is not known."""
-        figures = (
+        """The cells of `PHASE_COLUMNS`; unknown ones are empty."""
+        sizes = (
             self.start.allocated_bytes,
             self.end.allocated_bytes,
             self.peak_allocated_bytes,
             self.peak_reserved_bytes,
         )
-        return (label, *("" if figure is None else format_bytes(figure) for figure in figures))
+        return (label, *("" if size is None else format_bytes(size) for size in sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +124,16 @@ class StepMemory(Printable):
 
     Attributes:
         kind: Measured or predicted.
-        source: What gave the figures, such as `CUDA caching allocator` or `textbook law`.
+        source: Where the values come from, such as `CUDA caching allocator` or `textbook law`.
         device_name: Such as `NVIDIA A100-SXM4-80GB` or `CPU`.
-        windows: The phases in the order in which they ran; a phase may come more than once (two
+        windows: The phases in the order in which they ran; a phase may occur more than once (two
             optimizers, LBFGS).
-        index: Which step of the recording, from 0; None for a prediction.
+        index: The number of the step in the recording, from 0; None for a prediction.
         batch_size: Samples in the batch; None if it could not be inferred.
-        is_warm_up: No optimizer update came before it, so gradients and optimizer state were not
-            there yet.
-        num_optimizer_updates: Updates made inside; 0 with an optimizer phase means a skipped step
-            (GradScaler after an overflow); None if it cannot be known.
+        is_warm_up: No optimizer update came before it, so gradients and optimizer state did not
+            exist yet.
+        num_optimizer_updates: Updates inside; 0 with an optimizer phase means a skipped step
+            (GradScaler after an overflow); None if unknown.
         is_interrupted: An exception ended it.
     """
 
@@ -149,14 +148,13 @@ class StepMemory(Printable):
     is_interrupted: bool = False
 
     def to_table(self) -> Table:
-        """One row for each phase in the order in which they ran; reserved memory where there is
-        any.
-        """
+        """One row for each phase in order; with reserved memory if it is known."""
         kind = "warm-up, " if self.is_warm_up else ""
         size = "unknown" if self.batch_size is None else self.batch_size
         columns = PHASE_COLUMNS if self.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
         return Table(
-            title=f"Memory of one training step ({kind}batch size {size}) on {self.device_name}\n{self.kind.value} by {self.source}",
+            title=f"Memory of one training step ({kind}batch size {size}) on {self.device_name}\n"
+            f"{self.kind.value} by {self.source}",
             columns=columns,
             rows=tuple(window.row(window.label)[: len(columns)] for window in self.windows),
         )
@@ -167,9 +165,7 @@ class StepMemory(Printable):
 
     @cached_property
     def phases(self) -> Mapping[Phase, PhaseMemory]:
-        """One entry for each phase that ran, windows of the same phase merged: first start, last
-        end, largest peak.
-        """
+        """The phases that ran; windows of one are merged: first start, last end, largest peak."""
         merged: dict[Phase, PhaseMemory] = {}
         for window in self.windows:
             earlier = merged.get(window.phase)
@@ -178,12 +174,12 @@ class StepMemory(Printable):
 
     @cached_property
     def peak_allocated_bytes(self) -> int | None:
-        """The largest allocated figure of the step."""
+        """The largest allocated memory of the step."""
         return largest(window.peak_allocated_bytes for window in self.windows)
 
     @cached_property
     def peak_reserved_bytes(self) -> int | None:
-        """The largest reserved figure of the step."""
+        """The largest reserved memory of the step."""
         return largest(window.peak_reserved_bytes for window in self.windows)
 
     @cached_property
@@ -203,15 +199,15 @@ class StepMemory(Printable):
 
     @cached_property
     def held_bytes(self) -> int | None:
-        """Parameters, buffers, gradients and optimizer state at the boundary at which they are
-        largest together; None if not counted.
+        """Parameters, buffers, gradients and optimizer state together, at the boundary where they
+        are largest; None if not counted.
         """
         return max(self._held_at_boundaries, default=None)
 
     @cached_property
     def always_held_bytes(self) -> int | None:
-        """The same at the boundary at which they are smallest: what stands throughout the step,
-        which gradients seldom do.
+        """The same at the boundary where they are smallest: live throughout the step, which
+        gradients seldom are.
         """
         return min(self._held_at_boundaries, default=None)
 
@@ -229,20 +225,22 @@ class StepMemory(Printable):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """A whole device, as its driver (NVML) or the operating system sees it. All sizes in bytes;
-    what is unknown is None.
+    """A whole device, as seen by its driver (NVML) or the operating system.
+
+    Sizes are in bytes; unknown values are None.
 
     Attributes:
-        capacity_bytes: All the memory there is.
-        used_bytes: Used by anybody.
+        capacity_bytes: All memory of the device.
+        used_bytes: Used by all processes.
         this_process_bytes: Used by this process: its context, its allocator's reserved memory, and
-            the rest of it.
+            all else.
         other_processes_bytes: Used by the other processes that the driver shows.
         reserved_bytes: Reserved by this process's allocator at the same moment (accelerators).
-        utilisation_pct: The share of the last moments in which a kernel ran, 0 to 100 (NVML).
+        utilisation_pct: The share of the last sampling period with a running kernel, 0 to 100
+            (NVML).
         temperature_celsius: The temperature of the chip (NVML).
-        power_watts: What it draws (NVML).
-        unavailable: Why a figure of memory is missing, in words; None if nothing is.
+        power_watts: The power drawn (NVML).
+        unavailable: Why a memory value is missing, in words; None if none is.
     """
 
     capacity_bytes: int | None = None
@@ -257,8 +255,8 @@ class DeviceMemory:
 
     @property
     def non_pytorch_bytes(self) -> int | None:
-        """What is used but not reserved by this process's allocator: contexts, other allocators,
-        other processes; at least 0.
+        """Used, but not reserved by this process's allocator: contexts, other allocators, other
+        processes; at least 0.
         """
         if self.used_bytes is None or self.reserved_bytes is None:
             return None
@@ -268,11 +266,9 @@ class DeviceMemory:
 def measured_window(
     phase: Phase, covers: tuple[Phase, ...], readings: Sequence[MemoryStats]
 ) -> PhaseMemory:
-    """A window from the readings at its boundaries and inside it, in order: at least the one at
-    which it starts and the one at which it ends.
+    """Build a window from the readings at its start, inside it and at its end, in order.
 
-    The peaks of each reading are those since the one before, so those of the first are not the
-    window's.
+    A reading's peaks are those since the reading before, so the first one's are not the window's.
     """
     start, *inside = readings
     return PhaseMemory(
@@ -293,7 +289,7 @@ def _increase(start: int | None, end: int | None) -> int | None:
 
 
 def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:
-    """Two windows of one phase as one, from the start of the first to the end of the second."""
+    """Merge two windows of a phase, from the start of the first to the end of the second."""
     assert first.phase is second.phase, (first.phase, second.phase)
     return PhaseMemory(
         phase=first.phase,
@@ -312,17 +308,16 @@ def merge(first: PhaseMemory, second: PhaseMemory) -> PhaseMemory:
 def larger(
     first: StepMemory | None, second: StepMemory, *, in_all_phases: bool = False
 ) -> StepMemory:
-    """Of two steps a steady one before a warm-up, one with an optimizer step before one without,
-    then the larger peak, then the later.
+    """Choose a steady step over a warm-up, then one with an optimizer step, then the larger peak.
 
-    With `in_all_phases` it is the sum of the phases' peaks that counts: of two steps with about the
-    same peak, one can be without gradients in its forward pass (Lightning clears them before
-    validation).
+    If all are equal, the second. With `in_all_phases` the sum of the phases' peaks counts: of two
+    steps with about the same peak, one can have no gradients in its forward pass (Lightning clears
+    them before validation).
     """
 
     def rank(step: StepMemory) -> tuple[bool, bool, bool, int]:
-        # The resident size has the rest of the process in it, and decides only where allocated
-        # memory was not read.
+        # The resident size includes the rest of the process; it counts only where allocated memory
+        # was not read.
         peak = (
             step.peak_resident_bytes
             if step.peak_allocated_bytes is None
@@ -340,25 +335,21 @@ def larger(
     return second if first is None or rank(second) >= rank(first) else first
 
 
-def largest(figures: Iterable[int | None]) -> int | None:
-    """The largest of the known figures; None if none is known."""
-    return max((figure for figure in figures if figure is not None), default=None)
+def largest(values: Iterable[int | None]) -> int | None:
+    """The largest known value; None if none is known."""
+    return max((value for value in values if value is not None), default=None)
 
 
-def total(figures: Iterable[int | None]) -> int | None:
-    """The sum of the figures; None if there is none, or one is unknown."""
-    known = list(figures)
-    return (
-        None
-        if not known or None in known
-        else sum(figure for figure in known if figure is not None)
-    )
+def total(values: Iterable[int | None]) -> int | None:
+    """The sum of the values; None if there are none or one is unknown."""
+    known = list(values)
+    if not known or None in known:
+        return None
+    return sum(value for value in known if value is not None)
 
 
 def error_pct(predicted_bytes: int | None, measured_bytes: int | None) -> float | None:
-    """How far a prediction is off, in percent of the measured figure: positive where it is too
-    high; None if either is unknown.
-    """
+    """The error of a prediction in percent of the measured value; positive if it is too high."""
     if predicted_bytes is None or not measured_bytes:
         return None
     return 100.0 * (predicted_bytes - measured_bytes) / measured_bytes
@@ -366,12 +357,13 @@ def error_pct(predicted_bytes: int | None, measured_bytes: int | None) -> float 
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """What is held at one moment.
+    """The storages of a model, its optimizers and its batch at one moment.
 
     Attributes:
         by_category: Bytes of storages for each of parameter, buffer, gradient, optimizer state and
-            input; a storage that serves several counts in the first of them.
-        storages: Address of each storage on the device -> its bytes; those without data have none.
+            input; a storage in several categories counts in the first of them.
+        storages: Address of each storage on the device -> its bytes; storages without data have no
+            address.
     """
 
     by_category: Mapping[Category, int]

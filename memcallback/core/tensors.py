@@ -1,5 +1,6 @@
-"""Tensor utilities: find tensors in a batch, their storages, the dense parts of
-sparse/nested/DTensors. (The one module of core that imports torch.).
+"""Find tensors in objects, their storages, and the dense parts of sparse and nested tensors.
+
+The one module of core that imports torch.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors' own elements, at most those of their storages; for a view of a large
-    storage, what a copy of it would take.
-    """
+    """Bytes of tensors' own elements: for a view of a large storage, the size of a copy."""
     elements: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
@@ -98,17 +97,17 @@ def _children(obj: object) -> list[object] | None:
             return list(obj)
         if dataclasses.is_dataclass(obj):
             return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
-        # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes.
         # Functions and modules of Python have attributes too, and would lead everywhere.
-        return (
-            [] if callable(obj) or isinstance(obj, ModuleType) else list(attributes(obj).values())
-        )
+        if callable(obj) or isinstance(obj, ModuleType):
+            return []
+        # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes.
+        return list(attributes(obj).values())
     except Exception:  # a user's object may fail when it is read
         return []
 
 
 def attributes(obj: object) -> dict[str, object]:
-    """An object's own attributes, in its `__dict__` and in slots, read without its `__getattr__`."""
+    """An object's own attributes, in `__dict__` and slots, read past its `__getattr__`."""
     found: dict[str, object] = {}
     with suppress(Exception):
         own = object.__getattribute__(obj, "__dict__")
@@ -132,21 +131,17 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor: one, or those of the tensors that a sparse tensor or a wrapper
-    such as DTensor consists of.
-    """
+    """The storages behind a tensor: one, or those of the parts of a sparse tensor or a wrapper."""
     for part in parts_of(tensor):
         yield part.untyped_storage()
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with one storage each that a tensor consists of: itself, or the parts of a sparse
-    tensor or a wrapper such as DTensor.
-    """
+    """A tensor, or the parts with a storage each of a sparse tensor or a wrapper (DTensor)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
-            # A DTensor has its mesh among them from PyTorch 2.13 on.
+            # From PyTorch 2.13 on the mesh of a DTensor is among them.
             if isinstance(part, torch.Tensor):
                 yield from parts_of(part)
     elif tensor.layout is torch.sparse_coo:
@@ -162,14 +157,12 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 _NOT_OF_WRAPPERS = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
 _CPU = torch.device("cpu")
 _EXTREMES = {"max_seqlen": max, "min_seqlen": min}
-#: Above all that PyTorch has given out for real tensors.
+#: Numbers of ragged sizes, above those that PyTorch uses for real tensors.
 _RAGGED = count(1 << 40)
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that own the storages of a tensor: itself, indices and values of a sparse one,
-    values and offsets of a jagged one, a rank's own part of a DTensor.
-    """
+    """The tensors that own a tensor's storages: itself, or its parts if sparse, jagged, DTensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout is torch.jagged:
@@ -179,7 +172,7 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @cache
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of a class take operators apart themselves, as nested ones and DTensors do."""
+    """Whether tensors of a class decompose operators themselves, such as nested and DTensors."""
     return issubclass(kind, torch.Tensor) and (
         hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ not in _NOT_OF_WRAPPERS
     )
@@ -188,10 +181,8 @@ def is_wrapper(kind: type) -> bool:
 def sparse_tensor(
     indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], *, is_coalesced: bool = False
 ) -> torch.Tensor:
-    """A sparse tensor of these very indices, of shape (sparse dimensions, elements), and values, of
-    shape (elements, *dense dimensions).
-    """
-    made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+    """A COO tensor sharing indices (sparse dims, elements) and values (elements, *dense dims)."""
+    sparse: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
         *(indices.shape[0], values.dim() - 1, list(shape), indices, values),
         **{
             "dtype": values.dtype,
@@ -200,42 +191,36 @@ def sparse_tensor(
             "is_coalesced": is_coalesced,
         },
     )
-    return made
+    return sparse
 
 
 def jagged_like(tensor: Any, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A nested tensor of these very parts, ragged in the same dimension as another one, that knows
-    its longest length if that does.
-    """
+    """A nested tensor that shares these parts, ragged in the same dimension as another one."""
     ends = known_values(offsets)
     assert ends is not None, "offsets of fakes are known"
     lengths = [end - start for start, end in pairwise(ends)]
     with no_dispatch(), torch._C.DisableTorchFunction():
-        # PyTorch keeps them as shapes of empty tensors.
+        # PyTorch keeps the longest and shortest length, if known, as shapes of empty tensors.
         known = {
-            name: torch.zeros(of(lengths), 0)
-            for name, of in _EXTREMES.items()
+            name: torch.zeros(extreme(lengths), 0)
+            for name, extreme in _EXTREMES.items()
             if name in tensor._metadata_cache
         }
-    made: torch.Tensor = type(tensor)(
+    jagged: torch.Tensor = type(tensor)(
         values, offsets, _ragged_idx=tensor._ragged_idx, _metadata_cache=known
     )
-    return made
+    return jagged
 
 
 def known_values(tensor: torch.Tensor) -> list[int] | None:
-    """The values of a fake tensor of whole numbers that are known, as those that Python code wrote
-    down.
-    """
+    """The values of a fake tensor of whole numbers, if it was made from known ones; else None."""
     constant: torch.Tensor | None = getattr(tensor, "constant", None)
     with no_dispatch():
         return None if constant is None else constant.tolist()
 
 
 def fake_with_values(like: Any, values: Sequence[int]) -> torch.Tensor:
-    """A fake of whole numbers that are known, in a storage of its own: the offsets of nested
-    tensors of one shape.
-    """
+    """A fake of known whole numbers in a storage of its own: offsets of nested tensors."""
     with no_dispatch(), torch._C.DisableTorchFunction():
         shape, constant = (
             torch.empty(len(values), dtype=like.dtype, device="meta"),
@@ -247,17 +232,13 @@ def fake_with_values(like: Any, values: Sequence[int]) -> torch.Tensor:
 
 
 def new_ragged_size() -> torch.SymInt:
-    """The size of a ragged dimension, which is no number and equals itself alone. Only compilers'
-    fakes have one by themselves.
-    """
+    """A new size of a ragged dimension, equal only to itself; PyTorch makes none for our fakes."""
     size: torch.SymInt = torch._C._get_nested_int(next(_RAGGED), 1)
     return size
 
 
 def resized_sparse(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A sparse tensor of another shape, with as many elements for each further row as there are for
-    one now, rounded up.
-    """
+    """A sparse tensor of another shape; further rows have the mean number of elements."""
     indices, values = dense_parts(tensor)
     num_dims, number = indices.shape
     number = max(number + (shape[0] - tensor.shape[0]) * -(-number // max(tensor.shape[0], 1)), 0)
@@ -266,9 +247,7 @@ def resized_sparse(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def resized_lengths(lengths: Sequence[int], number: int) -> list[int]:
-    """The lengths of another number of sequences: each further one as long as the mean, rounded up;
-    of fewer, their sum spread evenly.
-    """
+    """Lengths of another number of sequences: more have the mean length, fewer share it evenly."""
     mean = -(-sum(lengths) // max(len(lengths), 1))
     if number >= len(lengths):
         return [*lengths, *[mean] * (number - len(lengths))]

@@ -1,4 +1,4 @@
-"""The enums everybody uses: Phase, Category, Kind."""
+"""The enums that all folders use: Phase, Category, Kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Phase(Enum):
 
     @property
     def label(self) -> str:
-        """The phase as a person reads it, such as `optimizer step`."""
+        """The phase in words, such as `optimizer step`."""
         return self.value.replace("_", " ")
 
 
@@ -30,13 +30,13 @@ class Category(Enum):
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
 
-    #: Each is one object; what `Enum` has is a function in Python, which a replay would call for
-    #: every event.
+    #: Members are singletons. `Enum`'s own hash is a Python function, too slow for every event of a
+    #: replay.
     __hash__ = object.__hash__
 
     @property
     def label(self) -> str:
-        """The category as a person reads it, such as `parameters` or `optimizer state`."""
+        """The category in words, such as `parameters` or `optimizer state`."""
         countable = (
             Category.PARAMETER,
             Category.BUFFER,
@@ -47,9 +47,8 @@ class Category(Enum):
         return self.value.replace("_", " ") + ("s" if self in countable else "")
 
 
-#: What a running training can be asked for: the storages that its model, its optimizers and its
-#: batch hold. What is allocated beyond them (activations, temporaries, workspaces) is known only as
-#: the rest.
+#: The categories that can be counted in a running training: storages of its model, optimizers and
+#: batch. Activations, temporaries and workspaces are measured only together, as the rest.
 PERSISTENT_CATEGORIES = (
     Category.PARAMETER,
     Category.BUFFER,
@@ -60,7 +59,7 @@ PERSISTENT_CATEGORIES = (
 
 
 class Kind(Enum):
-    """Whether a figure was read from a running program or worked out without one."""
+    """Whether a value was measured in a running program or predicted."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"

@@ -97,9 +97,9 @@ def _whole(value: object) -> int:
     )
 
 
-def _negative(given: str | int) -> str:
+def _negative(size: str | int) -> str:
     return (
-        f"{given!r} is not a size: a size cannot be negative. Give a number of bytes such as "
+        f"{size!r} is not a size: a size cannot be negative. Give a number of bytes such as "
         "25769803776, or '24GiB'."
     )
 

@@ -1,7 +1,6 @@
-"""Bytes held by parameters, buffers, gradients, optimizer state and input.
+"""Count the bytes of parameters, buffers, gradients, optimizer state and input on one device.
 
-Storages are counted, not tensors: a tied weight or a view adds nothing. Only those on one device
-count.
+Storages are counted, not tensors: a tied weight or a view adds nothing.
 """
 
 from __future__ import annotations
@@ -62,17 +61,14 @@ def holdings(
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
-    """What an optimizer keeps, with the parameter for which it does; `ZeroRedundancyOptimizer` does
-    so in the optimizer of a rank's own part.
-    """
+    """An optimizer's parameters with their state."""
+    # ZeroRedundancyOptimizer keeps it in an optimizer of the rank's own parameters.
     own = getattr(optimizer, "optim", None)
     return list((own if isinstance(own, torch.optim.Optimizer) else optimizer).state.items())
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Those of an optimizer's state, which as a rule is a dict of tensors for each parameter; its
-    keys are no state.
-    """
+    """The tensors of an optimizer's state, usually a dict of tensors for each parameter."""
     for _, state in states_of(optimizer):
         for value in list(state.values()) if type(state) is dict else (state,):
             if isinstance(value, torch.Tensor):
@@ -82,12 +78,10 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one storage: most have, and of them that is all there is to ask."""
+    """Whether a tensor certainly has one storage: the fast path, as nearly all have."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def bucket_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the buckets in which DistributedDataParallel sums gradients, as large as these
-    (gradient_as_bucket_view=False).
-    """
+    """Bytes of DistributedDataParallel's gradient buckets, if they are no views of gradients."""
     return storage_bytes([parameter for parameter in model.parameters() if parameter.requires_grad])

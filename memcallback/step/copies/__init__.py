@@ -1,5 +1,4 @@
-"""Copies of a user's objects on fake tensors: models, batches, hooks, optimizers; and batches of
-other sizes.
+"""Copies of a user's models, batches, functions and optimizers on fake tensors, at any batch size.
 
 Start with `fakes`.
 """

@@ -24,54 +24,48 @@ from memcallback.step.copies.functions import FunctionCopies, hooks_of
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-#: How many copies are being made, in any thread.
+#: The number of copies in progress, in all threads.
 _num_copying = 0
 _copying = threading.Lock()
-# What ties a LightningModule to the run it is in: lightning/pytorch/core/module.py,
+# Attributes that tie a LightningModule to its run: lightning/pytorch/core/module.py,
 # LightningModule.__init__.
 _RUN_ATTRIBUTES = ("_trainer", "_fabric")
 
 
 class _CannotBeFake(ValueError):
-    """A tensor for which no fake can stand."""
+    """A tensor that cannot be made fake."""
 
 
 def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
-    """Deep-copy an object, with a fake tensor for every tensor in it.
+    """Deep-copy an object with a fake tensor for every tensor.
 
-    Every fake lies on device `cpu`, whatever the device of the original, and has its shape,
-    strides, dtype and `requires_grad`. A parameter stays a parameter. Tensors that are one object,
-    or that share one storage, do so in the copy as well. Gradients (`.grad`) are not copied.
+    Every fake is on device `cpu` with the original's shape, strides, dtype and `requires_grad`. A
+    parameter stays a parameter. Tensors that are the same object, or share a storage, do so in the
+    copy. Gradients (`.grad`) are not copied.
 
-    What differs from `copy.deepcopy`:
+    Differences from `copy.deepcopy`:
 
-    - The Trainer and the Fabric of a LightningModule become None, wherever the object refers to
-      them.
+    - References to the Trainer and the Fabric of a LightningModule become None.
     - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a
-      LightningModule says `cpu`.
-    - A module compiled by `torch.compile` is replaced by the module that it wraps.
+      LightningModule is `cpu`.
+    - A module compiled by `torch.compile` is replaced by the module inside.
     - A dataset or data loader that is an attribute of a module is shared with the original, since
       it can be as large as the data.
-    - What cannot be deep-copied (a lock, an open file, a generator of Python's) is shared with the
-      original; what holds it is copied.
-
-    - A function that holds a part of a copied module (a hook that knows its module by a closure) is
-      copied, and holds the copied part.
+    - An object that cannot be deep-copied (a lock, an open file, a Python generator) is shared with
+      the original; its owner is copied.
+    - A function that refers to a part of a copied module (a hook with its module in a closure) is
+      copied, and refers to the copied part. Other functions are shared, with their closures.
     - Hooks of parameters are copied with them.
-
-    As in `copy.deepcopy`, other functions are shared, with what their closures hold.
     """
     return copy_with(obj, _FakeFactory(fake_mode))
 
 
 @contextlib.contextmanager
 def untouched_globals() -> Iterator[None]:
-    """Give back the random number generators as they were, and keep `torch.compile` from compiling
-    for fakes.
+    """Restore the random number generators, and keep `torch.compile` from compiling for fakes.
 
-    Covers Python's `random`, NumPy's global generator where NumPy is imported, and PyTorch's CPU
-    generator. Enter it outside of any fake mode, in which the generator's state would be a fake as
-    well.
+    Covers Python's `random`, NumPy's global generator if NumPy is imported, and PyTorch's CPU
+    generator. Enter it outside of any fake mode: inside, the generator's state would be a fake.
     """
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
@@ -96,7 +90,7 @@ def _eager() -> contextlib.AbstractContextManager[object]:
 
 
 class _FakeFactory:
-    """Makes a fake for a tensor; tensors on one storage get fakes on one storage."""
+    """Makes fakes; tensors that share a storage get fakes that share a storage."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._mode = fake_mode
@@ -132,16 +126,14 @@ class _FakeFactory:
         return fake.requires_grad_(tensor.requires_grad)
 
     def _with_values(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A fake whose values are known; nested tensors are of one shape if they share theirs."""
+        """A fake with known values; nested tensors that share it have the same shape."""
         if id(numbers) not in self._numbers:
             self._numbers[id(numbers)] = numbers, fake_with_values(self(numbers), numbers.tolist())
         return self._numbers[id(numbers)][1]
 
 
 class _CopyMode(TorchFunctionMode):
-    """Answers for `copy.deepcopy` of a tensor; a parameter's own `__deepcopy__` asks for a clone of
-    its data.
-    """
+    """Intercepts `copy.deepcopy` of tensors; that of a parameter clones its data."""
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -172,7 +164,8 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
             f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for "
             "it. Run the model once on a real batch first."
         )
-    is_jagged = tensor.layout is torch.jagged and tensor._lengths is None  # type: ignore[attr-defined]
+    lengths = getattr(tensor, "_lengths", None)
+    is_jagged = tensor.layout is torch.jagged and lengths is None
     own_dispatch = (
         kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         and not isinstance(tensor, FakeTensor)
@@ -199,11 +192,9 @@ def _shape_text(tensor: torch.Tensor) -> str:
 
 
 def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """Deep-copy an object as `fake_copy` does, with what a function makes in the place of each
-    tensor.
-    """
+    """Deep-copy an object as `fake_copy` does, with `make(tensor)` for each tensor."""
     for module in _modules_of(obj):
-        # A lazy parameter copies itself without a word to the mode below.
+        # A lazy parameter copies itself, unseen by the mode below.
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             _refuse_unless_known(tensor)
     shared: list[Any] = _to_share(obj)
@@ -242,15 +233,16 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
 
 @contextlib.contextmanager
 def _copied_generators() -> Iterator[None]:
-    """Let `copy.deepcopy` copy random generators without a tensor: given a fake for its state, one
-    is not copied, and PyTorch 2.6 dies of it.
+    """Copy random generators without a tensor: with a fake for its state PyTorch 2.6 crashes.
 
-    Whoever else copies one meanwhile, in another thread, gets what he would have got.
+    Copies of generators in other threads meanwhile are the same as without this.
     """
     global _num_copying
     with _copying:
         _num_copying += 1
-        copy._deepcopy_dispatch[torch.Generator] = lambda generator, memo: generator.clone_state()  # type: ignore[attr-defined]
+        copy._deepcopy_dispatch[torch.Generator] = (  # type: ignore[attr-defined]
+            lambda generator, memo: generator.clone_state()
+        )
     try:
         yield
     finally:
@@ -261,7 +253,7 @@ def _copied_generators() -> Iterator[None]:
 
 
 def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:
-    """Register the hooks of leaves with their copies."""
+    """Register copies of the hooks of parameters and buffers on their copies."""
     for tensor in {
         id(t): t
         for module in _modules_of(obj)
@@ -272,12 +264,12 @@ def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:
 
 
 def _last_object_copied(traceback: TracebackType | None) -> Any:
-    found = None
+    last = None
     while traceback is not None:
         if traceback.tb_frame.f_code is copy.deepcopy.__code__:
-            found = traceback.tb_frame.f_locals["x"]
+            last = traceback.tb_frame.f_locals["x"]
         traceback = traceback.tb_next
-    return found
+    return last
 
 
 def _modules_of(obj: object) -> Iterator[nn.Module]:

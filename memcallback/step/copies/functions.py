@@ -1,4 +1,4 @@
-"""Copy hooks and closures that refer to the copied model."""
+"""Copy functions that refer to a copied model by a closure, a default or a global variable."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import nn
 from memcallback.core.tensors import walk
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-#: Those that are given back as they were.
-_WRITTEN = (list, dict, set, deque, OrderedDict, defaultdict)
+#: Containers whose contents are restored.
+_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
-    """The hooks of a leaf: for each the name of the method that registers it, and the function."""
+    """The hooks of a leaf tensor: the name of the registering method, and the function."""
     return [
         (method, hook)
         for method, hooks in (
@@ -34,12 +34,10 @@ def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
 
 
 class FunctionCopies:
-    """Makes copies of the functions that hold a part of some modules in a closure, a default or a
-    global variable.
+    """Copies the functions that refer to parts of some modules, for use with `copy.deepcopy`.
 
-    `copy.deepcopy` shares functions with the original, and so a hook that knows its module by such
-    a variable would go on working with the original's. The copies know the copied parts instead,
-    and share all else.
+    `copy.deepcopy` shares functions, so a copied hook would still work on the original module. The
+    copies made here refer to the copied parts instead, and share everything else.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -49,26 +47,23 @@ class FunctionCopies:
         self._copies: list[FunctionType] = []
 
     def begin(self, memo: dict[int, Any]) -> None:
-        """Put copies that hold nothing yet into the memo of `copy.deepcopy`."""
+        """Put copies with empty closures into the memo of `copy.deepcopy`."""
         cells: dict[int, CellType] = {}
         self._copies = [self._empty(function, cells) for function in self._functions]
-        memo.update(
-            (id(function), made)
-            for function, made in zip(self._functions, self._copies, strict=True)
-        )
+        memo.update(zip(map(id, self._functions), self._copies, strict=True))
 
     def complete(self, memo: dict[int, Any]) -> None:
-        """Let them hold what was copied since."""
-        for function, made in zip(self._functions, self._copies, strict=True):
-            for own, cell in zip(function.__closure__ or (), made.__closure__ or (), strict=True):
+        """Fill the copies with the parts that were copied since."""
+        for function, copied in zip(self._functions, self._copies, strict=True):
+            for own, cell in zip(function.__closure__ or (), copied.__closure__ or (), strict=True):
                 if cell is not own:
                     cell.cell_contents = copy.deepcopy(own.cell_contents, memo)
             for name in ("__defaults__", "__kwdefaults__"):
                 if self._holds(getattr(function, name)):
-                    setattr(made, name, copy.deepcopy(getattr(function, name), memo))
+                    setattr(copied, name, copy.deepcopy(getattr(function, name), memo))
             for name in _global_names(function):
                 if self._holds(function.__globals__[name]):
-                    made.__globals__[name] = copy.deepcopy(function.__globals__[name], memo)
+                    copied.__globals__[name] = copy.deepcopy(function.__globals__[name], memo)
 
     def _empty(self, function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
         closure = tuple(
@@ -77,30 +72,28 @@ class FunctionCopies:
         )
         is_global = any(self._holds(function.__globals__[name]) for name in _global_names(function))
         variables = dict(function.__globals__) if is_global else function.__globals__
-        made = FunctionType(
+        copied = FunctionType(
             function.__code__, variables, function.__name__, function.__defaults__, closure
         )
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__dict__.update(function.__dict__)
-        return made
+        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__dict__.update(function.__dict__)
+        return copied
 
     def _holds(self, value: object) -> bool:
-        return any(id(one) in self._parts for one in walk([value], _children))
+        return any(id(reached) in self._parts for reached in walk([value], _children))
 
 
 @contextmanager
 def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterator[None]:
-    """Give back what functions write to, as it was: variables of closures, and lists, dicts and
-    sets that they know by a variable.
-    """
-    found = functions_of(model.modules(), functions)
-    cells = {id(cell): cell for function in found for cell in function.__closure__ or ()}
+    """Restore closure variables, and containers in variables, that functions write to."""
+    all_functions = functions_of(model.modules(), functions)
+    cells = {id(cell): cell for function in all_functions for cell in function.__closure__ or ()}
     contents = {key: _contents(cell) for key, cell in cells.items()}
     containers = {
         id(value): (value, copy.copy(value))
-        for function in found
+        for function in all_functions
         for value in _variables(function)
-        if type(value) in _WRITTEN and value is not function.__globals__
+        if type(value) in _WRITABLE and value is not function.__globals__
     }
     try:
         yield
@@ -109,7 +102,7 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
             if contents[key] is not _EMPTY:
                 cell.cell_contents = contents[key]
         for container, before in containers.values():
-            # Only those that were written to: others are read meanwhile by other threads.
+            # Only containers that changed: other threads may be reading the rest.
             if not _is_same(container, before):
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(
@@ -127,9 +120,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def functions_of(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> list[FunctionType]:
-    """The functions in attributes and hooks of modules and in the hooks of their parameters,
-    others, and those that these know, each once.
-    """
+    """The functions in modules' attributes and hooks, in parameters' hooks and in `others`."""
     values = list(others)
     for module in modules:
         values += [
@@ -144,9 +135,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _children(value: object) -> list[Any] | None:
-    """What a function, a container, an optimizer or a module holds; nothing of other objects, which
-    may lead anywhere.
-    """
+    """The contents of a function, container, optimizer or module; others may lead anywhere."""
     if isinstance(value, FunctionType):
         return _variables(value)
     if isinstance(value, MethodType):
@@ -163,9 +152,7 @@ def _children(value: object) -> list[Any] | None:
 
 
 def _variables(function: FunctionType) -> list[Any]:
-    """The values of the variables that a function has from elsewhere; of its functions those that
-    are defined in the same place.
-    """
+    """The values of a function's outer variables; global functions only of the same module."""
     values = [
         *map(_contents, function.__closure__ or ()),
         *(function.__defaults__ or ()),

@@ -10,8 +10,8 @@ import torch
 
 #: An optimizer's class and attributes.
 OptimizerParts = tuple[type, dict[str, Any]]
-#: What ties an optimizer to its run: hooks, and the `step` that a scheduler or a profiler puts in
-#: place of the class's own.
+#: Attributes that tie an optimizer to its run: hooks, and the `step` that a scheduler or a profiler
+#: puts in place of the class's own.
 _TIES = (
     "step",
     "_optimizer_step_pre_hooks",
@@ -21,16 +21,14 @@ _TIES = (
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer in a wrapper of Lightning, Fabric or accelerate; another one is given as
-    it is.
-    """
+    """The torch optimizer inside a wrapper of Lightning, Fabric or accelerate."""
     while (
         isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
         and inner is not optimizer
     ):
         optimizer = inner
-    found: torch.optim.Optimizer = optimizer
-    return found
+    unwrapped_optimizer: torch.optim.Optimizer = optimizer
+    return unwrapped_optimizer
 
 
 def optimizer_parts(optimizer: Any) -> OptimizerParts:
@@ -44,7 +42,7 @@ def optimizer_parts(optimizer: Any) -> OptimizerParts:
 
 
 def optimizer_from(parts: OptimizerParts) -> torch.optim.Optimizer:
-    """An optimizer made of the copied parts of another one."""
+    """Build an optimizer from the copied parts of another one."""
     kind, attributes = parts
     optimizer: torch.optim.Optimizer = object.__new__(kind)
     vars(optimizer).update(attributes)
@@ -55,9 +53,7 @@ def optimizer_from(parts: OptimizerParts) -> torch.optim.Optimizer:
 
 
 def moved_to(parts: OptimizerParts, successors: Mapping[int, torch.nn.Parameter]) -> OptimizerParts:
-    """The parts of an optimizer as it would be made for the parameters that a model has after it
-    was spread over ranks, without state.
-    """
+    """An optimizer's parts without state, for the parameters of a model after sharding."""
     kind, attributes = parts
     groups = [
         {
@@ -74,18 +70,15 @@ def moved_to(parts: OptimizerParts, successors: Mapping[int, torch.nn.Parameter]
 
 
 def run_to_the_end(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Let each update of LBFGS have all its iterations: whether it may end early depends on values."""
-    for group in (
-        group
-        for optimizer in optimizers
-        if isinstance(optimizer, torch.optim.LBFGS)
-        for group in optimizer.param_groups
-    ):
-        group["tolerance_grad"] = group["tolerance_change"] = -1.0
+    """Make each LBFGS update run all its iterations: ending early would depend on values."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            for group in optimizer.param_groups:
+                group["tolerance_grad"] = group["tolerance_change"] = -1.0
 
 
 def fill_history(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """Give LBFGS the full history that it has after some more updates."""
+    """Fill LBFGS's history as further updates would; whether there was anything to fill."""
     is_filled = False
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):

@@ -30,9 +30,7 @@ _CPU = torch.device("cpu")
 def resize_batch(
     batch: T, batch_size: int, new_batch_size: int, *, lengths: tuple[int, int] | None = None
 ) -> T:
-    """Copy a batch of fake tensors with another number of samples, and perhaps with sequences of
-    another length.
-    """
+    """Copy a fake batch with another number of samples, and optionally another sequence length."""
     for name, size in (("batch_size", batch_size), ("new_batch_size", new_batch_size)):
         if size < 0:
             raise ValueError(f"{name} is a number of samples and cannot be negative, got {size}.")
@@ -42,9 +40,7 @@ def resize_batch(
 
 
 def has_samples(batch: object, batch_size: int) -> bool:
-    """Whether a batch can have another number of samples: a tensor in it has them in its first
-    dimension, or a list an item for each.
-    """
+    """Whether a tensor's first dimension, or a list's length, is the number of samples."""
     is_first = any(
         tensor.dim() > 0 and tensor.shape[0] == batch_size for tensor in tensors_in(batch)
     )
@@ -52,17 +48,17 @@ def has_samples(batch: object, batch_size: int) -> bool:
 
 
 class _Resizer:
-    """Makes a resized batch: its lists first, then each of its tensors."""
+    """Resizes a batch: its lists first, then each of its tensors."""
 
     def __init__(
         self, batch_size: int, new_batch_size: int, lengths: tuple[int, int] | None
     ) -> None:
         self._batch_size, self._new_batch_size = batch_size, new_batch_size
         self._lengths = lengths
-        #: Tensors of single samples, by their id.
+        #: Tensors of single samples by id.
         self._single: dict[int, torch.Tensor] = {}
-        #: Offsets of nested tensors and those in their place: tensors that share them have the same
-        #: shape.
+        #: Offsets of nested tensors and their replacements by id: tensors that share offsets have
+        #: the same shape.
         self._offsets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def has_lists(self, batch: object) -> bool:
@@ -75,27 +71,23 @@ class _Resizer:
         )
 
     def with_samples(self, value: Any, *, is_inside: bool = False) -> Any:
-        """A container in which every list of samples has another number of them; itself if there is
-        no such list.
-        """
+        """A container with every list of samples resized; the same object if it has none."""
         if type(value) in (list, tuple) and self._is_of_samples(value, is_inside=is_inside):
             return self._as_many(value)
         items = _items(value)
         changed = {
-            key: made
+            key: resized
             for key, item in items
-            if (made := self.with_samples(item, is_inside=True)) is not item
+            if (resized := self.with_samples(item, is_inside=True)) is not item
         }
         return _with_items(value, changed) if changed else value
 
     def _is_of_samples(self, values: Sequence[object], *, is_inside: bool) -> bool:
-        """Whether there is an item for each sample, rather than a tensor of all samples for each
-        item.
-        """
+        """Whether a list has an item for each sample, rather than tensors of all samples."""
         if not is_inside and any(
             isinstance(value, (torch.Tensor, list, tuple)) for value in values
         ):
-            return False  # the batch itself, which has its parts side by side
+            return False  # the batch itself: a list of its parts
         sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(values)}
         return len(values) == self._batch_size and bool(sizes) and sizes != {self._batch_size}
 
@@ -110,7 +102,7 @@ class _Resizer:
         return made
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the place of one."""
+        """Resize a tensor."""
         fake: Any = tensor if isinstance(tensor, FakeTensor) else tensor._values
         with fake.fake_mode, torch.no_grad():
             if tensor.layout is torch.jagged:
@@ -149,7 +141,7 @@ class _Resizer:
 
 
 def _items(value: object) -> list[tuple[Any, Any]]:
-    """What a container holds, and under which key, index or name."""
+    """A container's items with their keys, indices or field names."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (list, tuple)):
@@ -162,7 +154,7 @@ def _items(value: object) -> list[tuple[Any, Any]]:
 
 
 def _with_items(value: Any, changed: Mapping[Any, object]) -> Any:
-    """A shallow copy of a container with some other items."""
+    """A shallow copy of a container with some items replaced."""
     if isinstance(value, (list, tuple)):
         items: list[Any] = [changed.get(index, item) for index, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -176,16 +168,15 @@ def _with_items(value: Any, changed: Mapping[Any, object]) -> Any:
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind in a storage of its own."""
+    """A tensor like another one, in a storage of its own."""
     return _Resizer(0, 0, None)(tensor)
 
 
 def _empty_in_order_of(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of some shape, its dimensions in the same order in memory as those of another."""
+    """An empty tensor whose dimensions have the same memory order as another tensor's."""
     strides = [0] * len(shape)
     step = 1
-    # The smallest stride first; of equal strides the last dimension first, as in a contiguous
-    # tensor.
+    # Smallest stride first; of equal strides the last dimension first, as in a contiguous tensor.
     for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):
         if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             continue
