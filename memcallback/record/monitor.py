@@ -1,25 +1,34 @@
-"""Monitor (was Monitor): points, reports and warnings of one training."""
+"""Monitor: predicts, logs and reports one training, whatever its loop; shared by all callbacks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from memcallback.batch_size.advice import DEFAULT_HEADROOM
+from memcallback.batch_size.estimate import check_headroom
+from memcallback.core.document import for_console
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
+from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import CATALOGUE, Device
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.health.monitor import HealthMonitor
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.prediction.predict_or_warn import PredictedSteps, predicted_modules
+from memcallback.prediction.predict_or_warn import (
+    PredictedSteps,
+    predict_or_warn,
+    predicted_modules,
+)
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.record.oom_response import AllocatorHistory, tell
+from memcallback.record.oom_response import AllocatorHistory, respond
 from memcallback.record.rank_exchange import RankExchange, place_of
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
@@ -35,85 +44,138 @@ from memcallback.report.tensorboard import (
     scalars,
 )
 from memcallback.report.writers import Writers
+from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
+from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
 
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """What the user of a callback or a log has set.
+
+    Attributes:
+        owner: The name of that class, for warnings.
+        without_prediction: How to leave the prediction out, for warnings.
+        target: The device to suggest a batch size for; None for the one that trains.
+        headroom: The fraction of its memory that the suggestion leaves free.
+        batch_size: Samples in a batch; None to infer them.
+        predict: Whether to predict the first step.
+        warnings: Whether to warn of unhealthy memory; None for all devices but a CPU.
+        oom_snapshot: Whether to record the CUDA allocator's history.
+    """
+
+    owner: str
+    without_prediction: str
+    target: Device | None = None
+    headroom: float = DEFAULT_HEADROOM
+    batch_size: int | None = None
+    predict: bool = True
+    warnings: bool | None = None
+    oom_snapshot: bool = False
+
+    def __post_init__(self) -> None:
+        check_headroom(self.headroom)
+        if self.batch_size is not None:
+            whole_number("batch_size", self.batch_size, INFERRED)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The memory of the target; None for that of the device that trains."""
+        return self.target.capacity_bytes if self.target else None
+
+
 class Monitor:
-    """Sets recorded steps beside a prediction, writes both to the sinks and prints reports.
+    """Compares recorded steps with a prediction, logs both and prints reports.
+
+    The callbacks translate their loop's hooks: `begin` before the first step, `on_step` after each
+    recorded one, `on_out_of_memory`, `finish` at the end of the training, and `close`.
 
     Attributes:
         prediction: The prediction; None if there is none.
-        notes: What else the person should know, one sentence each.
+        notes: More notes for the report, one sentence each.
         report: The last report; None before the first.
-        out_of_memory: Of the out-of-memory error that ended the training; None if none did.
+        out_of_memory: The report on the out-of-memory error that ended the training; None if none
+            did.
+        writers: Where values, texts and pictures are logged; None off rank zero.
     """
 
     def __init__(
         self,
         recorder: MemoryRecorder,
-        sinks: Writers | None,
-        say: Callable[[str], None],
+        settings: MonitorSettings,
         *,
-        planned: Device | None,
-        headroom: float,
-        completed: Callable[[Report], Report] | None = None,
-        exchange: RankExchange | None = None,
+        print_fn: Callable[[str], None],
+        folder: Path | None,
+        is_main: bool,
+        loggers: Sequence[Any] = (),
+        progress: Callable[[], Progress] = Progress,
+        complete: Callable[[Report], Report] = lambda report: report,
     ) -> None:
         self.prediction: StepPrediction | None = None
-        # Of a card by name which of several was taken; its architecture is nothing here.
-        is_named = planned is not None and any(planned.name == card.name for card in CATALOGUE)
-        self.notes: tuple[str, ...] = planned.caveats if planned and is_named else ()
+        target = settings.target
+        # Of a card by name the caveats say which one was meant; its architecture is nothing here.
+        is_named = target is not None and any(target.name == card.name for card in CATALOGUE)
+        self.notes: tuple[str, ...] = target.caveats if target and is_named else ()
         self.report: Report | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
+        self.writers = Writers(list(loggers), folder) if is_main else None
         self._recorder = recorder
-        self._sinks = sinks
-        self._say = say
-        self._capacity_bytes = planned.capacity_bytes if planned else None
-        self._headroom = headroom
-        self._completed = completed
-        self._exchange = exchange
+        self._settings = settings
+        self._print = print_fn
+        self._folder = folder
+        self._progress = progress
+        self._complete = complete
+        self._exchange = RankExchange.of_job()
         self._ranks: RankValues | None = None
         self._steady_since: int | None = None
         self._predicted_steps = PredictedSteps(None)
         self._unlogged: StepMemory | None = None
+        device = recorder.meter.device
+        self._history = (
+            AllocatorHistory(device) if settings.oom_snapshot and device.type == "cuda" else None
+        )
+        self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
         self._health: HealthMonitor | None = None
 
-    def begin(self, prediction: StepPrediction | None) -> None:
-        """The first step is about to begin."""
-        self.prediction = prediction
-        self._predicted_steps = PredictedSteps(prediction)
-        if self._sinks is not None:
-            bands = (
-                ("allocated",)
-                if self._recorder.meter.device.type == "cpu"
-                else ("allocated", "reserved")
-            )
-            rank_bands = () if self._exchange is None else bands
-            self._sinks.write_layout(
-                has_band=isinstance(prediction, TextbookPrediction), rank_bands=rank_bands
-            )
-
-    def watch_health(
+    def begin(
         self,
-        modules: Iterable[torch.nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
-        progress: Callable[[], Progress] = Progress,
+        make_step: Callable[[], TrainingStep] | None,
+        *,
+        model: torch.nn.Module | None,
+        batch: object = None,
     ) -> None:
-        """Warn from here on of what is wrong with the memory of the training; the report says it
-        too.
-        """
-        self._health = HealthMonitor(
-            modules,
-            optimizers,
-            self._recorder.meter.device,
-            headroom=self._headroom,
-            progress=progress,
-            suggestion=lambda: (
-                self.report.advice.batch_size if self.report and self.report.advice else None
-            ),
-        )
+        """Predict the first step, which is about to begin, and write the dashboard's layout.
 
-    def publish(
+        Args:
+            make_step: Makes the step; None to predict nothing.
+            model: The model, to warn if it is on several devices.
+            batch: The first batch, to warn if its size is unclear; None if `make_step` checks it.
+        """
+        meter, settings = self._recorder.meter, self._settings
+        if model is not None:
+            warn_of_devices(model, meter.device)
+        if batch is not None:
+            warn_of_batch(batch, settings.batch_size, settings.owner)
+            if settings.batch_size is None and infer_batch_size(batch).batch_size is None:
+                make_step = None
+        if make_step is not None and settings.predict:
+            self.prediction = predict_or_warn(
+                make_step,
+                device=meter.device,
+                device_name=meter.device_name,
+                capacity_bytes=settings.capacity_bytes,
+                say=self._print,
+                without=settings.without_prediction,
+            )
+        self._predicted_steps = PredictedSteps(self.prediction)
+        if self.writers is not None:
+            bands = ("allocated",) if meter.device.type == "cpu" else ("allocated", "reserved")
+            self.writers.write_layout(
+                has_band=isinstance(self.prediction, TextbookPrediction),
+                rank_bands=() if self._exchange is None else bands,
+            )
+
+    def on_step(
         self,
         record: StepMemory,
         number: int,
@@ -122,14 +184,13 @@ class Monitor:
         is_window_complete: bool,
         batch: object = None,
     ) -> None:
-        """A step was recorded: log it if that is due, and report the first steady one."""
-        if self._health is not None:
-            self._health.on_step(record, batch)
+        """Check the health of a recorded step; log it if that is due; report the first steady one."""
+        self._check_health(record, batch)
         if self._exchange is not None:
-            had_none = self._ranks is None
+            is_first_exchange = self._ranks is None
             self._log_ranks(self._exchange.ready())
-            if had_none and self._ranks is not None:
-                self._say(self._ranks.to_text())
+            if is_first_exchange and self._ranks is not None:
+                self._print(self._ranks.to_text())
         self._unlogged = larger(self._unlogged, record)
         is_first_steady = self._recorder.steady is not None and self.report is None
         if not is_window_complete or not (is_due or is_first_steady):
@@ -143,148 +204,172 @@ class Monitor:
         if self._health is not None:
             self._health.on_reading(device)
 
-    def explain(
-        self,
-        error: BaseException,
-        *,
-        folder: Path | None,
-        where: str = "",
-        rank: int | None = None,
-        make_step: Callable[[], TrainingStep] | None = None,
-        history: AllocatorHistory | None = None,
-    ) -> OutOfMemoryReport | None:
-        """Memory ran out: say where and of what, and work out what would have helped (see
-        `rescue.tell`).
-        """
-        report = self._recorder.explain(error, self.prediction, where=where, rank=rank)
-        if report is None:
-            return None
-        # Of a loop that goes on with a smaller batch again and again savings are tried once.
+    def _check_health(self, record: StepMemory, batch: object) -> None:
+        if not self._warns:
+            return
+        if self._health is None:
+            # Not earlier: a watch may get its model after a log was made.
+            self._health = HealthMonitor(
+                self._recorder.models,
+                self._recorder.optimizers,
+                self._recorder.meter.device,
+                headroom=self._settings.headroom,
+                progress=self._progress,
+                suggestion=lambda: (
+                    self.report.advice.batch_size if self.report and self.report.advice else None
+                ),
+            )
+        self._health.on_step(record, batch)
+
+    def on_out_of_memory(
+        self, report: OutOfMemoryReport, *, make_step: Callable[[], TrainingStep] | None = None
+    ) -> None:
+        """Print, write and log a report on an out-of-memory error, with savings for the first."""
+        rank, folder = report.rank, self._folder
+        if folder is not None and self.writers is not None and self.writers.log_dir is not None:
+            folder = self.writers.log_dir
+        # A loop may retry with smaller batches again and again; we try savings once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
-        self.out_of_memory = tell(
+        self.out_of_memory = respond(
             report,
-            # What is said otherwise is rank zero's; this is the matter of the rank that failed.
-            say=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr))
+            # Rank zero prints for all, but here the rank that failed speaks.
+            print_fn=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr))
             if rank
-            else self._say,
-            folder=self._sinks.log_dir
-            if folder and self._sinks and self._sinks.log_dir
-            else folder,
-            sinks=self._sinks,
+            else self._print,
+            folder=folder,
+            writers=self.writers,
             prediction=self.prediction if is_first_in_step else None,
             make_step=make_step,
-            history=history,
+            history=self._history,
         )
-        return self.out_of_memory
 
-    def finish(self, number: int, *, num_updates: int, is_short_on_purpose: bool = False) -> None:
-        """Training is over: the last point and the last report."""
-        if self._recorder.largest is None and self._recorder.warm_up:
+    def note_interruption(self, kind: type[BaseException] | None) -> None:
+        """Say in the last report which exception ended the last step."""
+        name = kind.__name__ if kind else "an exception"
+        self.notes = (*self.notes, f"The last step ended with {name}.")
+
+    def finish(self, number: int, *, is_short_on_purpose: bool = False) -> None:
+        """Log the last point and write the last report."""
+        recorder = self._recorder
+        if recorder.largest is None and recorder.warm_up:
             text = (
-                f"Only {num_updates} optimizer update was made: gradients and optimizer state were not there before it, so no steady "
-                "step was measured. Train for at least 2 steps to compare prediction and measurement."
+                f"Only {recorder.num_updates} optimizer update was made. Gradients and optimizer "
+                "state did not exist before it, so no steady step was measured. Train for at least "
+                "2 steps to compare prediction and measurement."
             )
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:
                 warn_and_go_on(text)
-        device = device_memory(self._recorder.meter.device)
+        device = device_memory(recorder.meter.device)
         self._log(device, number)
         if self._exchange is not None:
             self._log_ranks(self._exchange.end())
             self.notes = (*self.notes, *self._notes_on_ranks(self._exchange))
         self._write_report(device, number)
-        if self._sinks is not None and self._sinks.log_dir is not None:
-            self._say(
-                f"Memory curves: tensorboard --logdir {self._sinks.log_dir}\nthen open http://localhost:6006/#custom_scalars"
+        if self.writers is not None and self.writers.log_dir is not None:
+            self._print(
+                f"Memory curves: tensorboard --logdir {self.writers.log_dir}\n"
+                "then open http://localhost:6006/#custom_scalars"
             )
 
     def close(self) -> None:
-        """Write out what is buffered, and let go of the loop. Nothing is written afterwards."""
-        if self._sinks is not None:
-            self._sinks.close()
+        """Flush the writers and release the loop. Nothing is written or printed afterwards."""
+        if self._history is not None:
+            self._history.close()
+        if self.writers is not None:
+            self.writers.close()
         if self._exchange is not None:
             self._exchange.close()
-        self._sinks = self._completed = self._exchange = None
-        self._say = lambda _: None
         if self._health is not None:
             self._health.close()
+        self.writers = self._exchange = self._history = None
+        self._complete, self._print, self._progress = (
+            lambda report: report,
+            lambda _: None,
+            Progress,
+        )
+        self._warns = False
 
     def _log(self, device: DeviceMemory, number: int) -> None:
+        """Log the largest step since the last point."""
         step, self._unlogged = self._unlogged, None
         if step is None:
             return
-        if self._sinks is not None:
-            self._sinks.log_scalars(
-                scalars(step, self._predicted_steps.at(step.batch_size), device), number
-            )
+        predicted = self._predicted_steps.at(step.batch_size)
+        if self.writers is not None:
+            self.writers.log_scalars(scalars(step, predicted, device), number)
         if self._exchange is not None:
-            self._tell_ranks(self._exchange, step, device, number)
-
-    def _tell_ranks(
-        self, exchange: RankExchange, step: StepMemory, device: DeviceMemory, number: int
-    ) -> None:
-        meter = self._recorder.meter
-        capacity_bytes = self._capacity_bytes
-        if capacity_bytes is None:
-            capacity_bytes = usable_bytes(
-                meter.device, device.capacity_bytes, device.non_pytorch_bytes or 0
+            meter = self._recorder.meter
+            capacity_bytes = self._settings.capacity_bytes
+            if capacity_bytes is None:
+                capacity_bytes = usable_bytes(
+                    meter.device, device.capacity_bytes, device.non_pytorch_bytes or 0
+                )
+            self._exchange.send(
+                point_of(
+                    step,
+                    predicted,
+                    rank=self._exchange.rank,
+                    number=number,
+                    capacity_bytes=capacity_bytes,
+                    place=place_of(meter.device_name),
+                )
             )
-        exchange.send(
-            point_of(
-                step,
-                self._predicted_steps.at(step.batch_size),
-                rank=exchange.rank,
-                number=number,
-                capacity_bytes=capacity_bytes,
-                place=place_of(meter.device_name),
-            )
-        )
 
-    def _log_ranks(self, found: Iterable[RankValues]) -> None:
-        for ranks in found:
-            if self._sinks is not None:
-                self._sinks.log_scalars(rank_scalars(ranks), ranks.number)
+    def _log_ranks(self, steps: Iterable[RankValues]) -> None:
+        for ranks in steps:
+            if self.writers is not None:
+                self.writers.log_scalars(rank_scalars(ranks), ranks.number)
             if self._steady_since is not None and ranks.number >= self._steady_since:
                 self._ranks = ranks
 
     def _notes_on_ranks(self, exchange: RankExchange) -> list[str]:
         problem = exchange.problem
         if problem is None and self._ranks is None and self._steady_since is not None:
-            problem = "no figures of theirs came"
-        return (
-            [f"What the other ranks took is not told: {problem}."]
-            if problem and exchange.rank == 0
-            else []
-        )
+            problem = "they sent no values"
+        if problem is None or exchange.rank != 0:
+            return []
+        return [f"The memory of the other ranks is unknown: {problem}."]
 
     def _write_report(self, device: DeviceMemory, number: int) -> None:
-        """Print the report, and write it and its pictures where there is a TensorBoard run."""
-        notes = (*self.notes, *map(str, self._health.findings if self._health else ()))
+        """Print the report, and log it with its pictures."""
+        findings = self._health.findings if self._health else ()
         report = self._recorder.report(
             self.prediction,
             device=device,
-            capacity_bytes=self._capacity_bytes,
-            headroom=self._headroom,
-            notes=notes,
+            capacity_bytes=self._settings.capacity_bytes,
+            headroom=self._settings.headroom,
+            notes=(*self.notes, *map(str, findings)),
         )
-        report = replace(report, ranks=self._ranks)
-        self.report = report = self._completed(report) if self._completed else report
-        if self._sinks is None:
+        self.report = report = self._complete(replace(report, ranks=self._ranks))
+        if self.writers is None:
             return
-        self._say(report.to_text())
-        self._sinks.log_text(REPORT_TAG, report.to_markdown(), number)
+        self._print(report.to_text())
+        self.writers.log_text(REPORT_TAG, report.to_markdown(), number)
         step, prediction, advice = report.measured, report.prediction, report.advice
         if (
             step is not None
             and step.held_bytes is not None
             and step.windows[0].start.allocated_bytes is not None
         ):
-            self._sinks.log_image(STEP_IMAGE_TAG, number, step_by_category, step, prediction)
+            self.writers.log_image(STEP_IMAGE_TAG, number, step_by_category, step, prediction)
         if advice is not None:
-            self._sinks.log_image(CURVE_IMAGE_TAG, number, batch_size_curve, advice, prediction)
+            self.writers.log_image(CURVE_IMAGE_TAG, number, batch_size_curve, advice, prediction)
         modules = self._recorder.modules
         if modules is not None:
             predicted = predicted_modules(self.prediction, modules.batch_size)
-            self._say(modules.to_text(predicted))
-            self._sinks.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
-            self._sinks.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)
+            self._print(modules.to_text(predicted))
+            self.writers.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
+            self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)
+
+
+def sample_interval(device: torch.device) -> int:
+    """Steps from one sample to the next where the logging steps of a Trainer are sampled besides."""
+    # A CPU is read at those alone. Elsewhere the split by category, which walks the model, is not
+    # needed as often as points.
+    return sys.maxsize if device.type == "cpu" else 50
+
+
+def print_here(text: str) -> None:
+    """Print a text in characters that the console has."""
+    print(for_console(text))

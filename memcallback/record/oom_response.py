@@ -1,6 +1,4 @@
-"""What a training does about it: print, write and log the OOM report; try which savings would have
-helped.
-"""
+"""Responds to an out-of-memory error once: print, write and log the report, and try savings."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import json
 import os
 import pickle
 import uuid
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from pathlib import Path
 import torch
 
 from memcallback.core.errors import warn_and_go_on
-from memcallback.diagnose.out_of_memory.explain import there_was
+from memcallback.diagnose.out_of_memory.explain import OomContext, at_failed_size, explain
+from memcallback.diagnose.out_of_memory.observer import shortage_in
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.predict import report_progress
 from memcallback.prediction.prediction import Prediction, StepPrediction
@@ -25,13 +25,140 @@ from memcallback.savings.plan import PlanRow
 from memcallback.savings.what_if import rescues
 from memcallback.step.training_step import TrainingStep
 
+#: Allocations and frees in a history, at most.
+NUM_EVENTS = 20_000
+#: Errors that were explained: id -> a weak reference; None for Python's own types, which allow none
+#: and whose ids hold until the next step begins.
+_explained: dict[int, weakref.ref[BaseException] | None] = {}
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place and move it there once it is on the disk; its folder is made if
-    need be.
 
-    A process that is killed meanwhile leaves the place as it was. Of several that write at once the
-    last one stays, whole.
+def forget_explained() -> None:
+    """A step begins, so an error after it is a new one."""
+    _explained.clear()
+
+
+def is_new_shortage(error: BaseException) -> bool:
+    """Whether memory ran out, and this was not explained yet."""
+    shortage = shortage_in(error)
+    if shortage is None:
+        return False
+    if id(shortage) not in _explained:
+        return True
+    reference = _explained[id(shortage)]
+    return reference is not None and reference() is not shortage
+
+
+def explain_or_warn(
+    error: BaseException, context: Callable[[], OomContext]
+) -> OutOfMemoryReport | None:
+    """Explain an out-of-memory error; None for another error, or, with a warning, if that fails."""
+    shortage = shortage_in(error)
+    if shortage is None:
+        return None
+    _explained[id(shortage)] = None
+    with suppress(TypeError):
+        _explained[id(shortage)] = weakref.ref(shortage)
+    try:
+        return explain(shortage, context())
+    except Exception as other:  # a full device can fail in any way, and the error itself goes on
+        warn_and_go_on(
+            f"The out-of-memory error could not be explained: {type(other).__name__}: "
+            f"{str(other).rstrip('.')}. It goes on as it is."
+        )
+        return None
+
+
+def respond(
+    report: OutOfMemoryReport,
+    *,
+    print_fn: Callable[[str], None],
+    folder: Path | None,
+    writers: Writers | None = None,
+    prediction: StepPrediction | None = None,
+    make_step: Callable[[], TrainingStep] | None = None,
+    history: AllocatorHistory | None = None,
+) -> OutOfMemoryReport:
+    """Print a report, write it as Markdown and JSON, log it, and find savings that would have helped.
+
+    The savings come last, since each needs a trace of the step. Ctrl-C ends the search and keeps
+    the rows found so far.
+    """
+    step = "" if report.place.step is None else f"_step{report.place.step}"
+    name = f"out_of_memory{step}" + ("" if report.rank is None else f"_rank{report.rank}")
+    print_fn(report.to_text())
+    path = _write(report, folder, name)
+    if history is not None and path is not None:
+        try:
+            snapshot = history.write(path.parent, name)
+            print_fn(f"The allocator's history, for https://pytorch.org/memory_viz: {snapshot}")
+        except OSError as error:
+            warn_and_go_on(
+                f"The allocator's history could not be written: {error}. Give a folder with more "
+                "room."
+            )
+    if isinstance(prediction, Prediction) and make_step is not None:
+        report = report.with_savings(_savings(report, prediction, make_step, print_fn))
+        if report.savings:
+            print_fn(report.savings_document().text().rstrip("\n"))
+            _write(report, folder, name)
+    if writers is not None:
+        writers.log_text(OUT_OF_MEMORY_TAG, report.to_markdown(), report.place.step or 0)
+    if path is not None:
+        print_fn(f"This report: {path}")
+    return report
+
+
+def _savings(
+    report: OutOfMemoryReport,
+    prediction: Prediction,
+    make_step: Callable[[], TrainingStep],
+    print_fn: Callable[[str], None],
+) -> list[PlanRow]:
+    rows: list[PlanRow] = []
+    try:
+        base = at_failed_size(prediction, report.batch_size, report.shortage)
+        assert isinstance(base, Prediction)
+        progress = report_progress(
+            lambda part: print_fn(
+                f"Trying savings that would have helped: {part} (Ctrl-C to stop)."
+            ),
+            of="savings",
+        )
+        # One by one: an interrupt keeps those before it.
+        rows.extend(rescues(make_step(), base, progress=progress))
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:  # a model can fail on fake tensors; the real error goes on
+        warn_and_go_on(
+            f"Savings that would have helped could not be tried: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}."
+        )
+    return rows
+
+
+def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | None:
+    """Write both files and return the path of the Markdown file; None, with a warning, if that
+    fails.
+    """
+    if folder is None:
+        return None
+    try:
+        atomic_write(folder / f"{name}.json", json.dumps(report.to_dict(), indent=2) + "\n")
+        atomic_write(folder / f"{name}.md", report.to_markdown() + "\n")
+    except OSError as error:
+        warn_and_go_on(
+            f"The out-of-memory report could not be written to {str(folder)!r}: {error}. It is "
+            "printed. Give a folder that can be written."
+        )
+        return None
+    return folder / f"{name}.md"
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write a file beside its place, then move it there; make its folder if needed.
+
+    If the process is killed meanwhile, the old file stays. Of several writers the last one wins,
+    and its file is whole.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
@@ -47,101 +174,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
-#: Allocations and frees in a history, at most.
-NUM_EVENTS = 20_000
-
-
-def tell(
-    report: OutOfMemoryReport,
-    *,
-    say: Callable[[str], None],
-    folder: Path | None,
-    sinks: Writers | None = None,
-    prediction: StepPrediction | None = None,
-    make_step: Callable[[], TrainingStep] | None = None,
-    history: AllocatorHistory | None = None,
-) -> OutOfMemoryReport:
-    """Print a report once, log it as text, write it as Markdown and JSON, and work out which
-    savings would have helped.
-
-    The savings come last, since each is a trace of the step; an interrupt (Ctrl-C) ends that, and
-    what is known by then stays.
-    """
-    of_step = "" if report.place.step is None else f"_step{report.place.step}"
-    name = "out_of_memory" + of_step + ("" if report.rank is None else f"_rank{report.rank}")
-    say(report.to_text())
-    written = _write(report, folder, name)
-    if history is not None and written is not None:
-        try:
-            say(
-                f"The allocator's history, for https://pytorch.org/memory_viz: {history.write(written.parent, name)}"
-            )
-        except OSError as error:
-            warn_and_go_on(
-                f"The allocator's history could not be written: {error}. Give a folder with more room."
-            )
-    if isinstance(prediction, Prediction) and make_step is not None:
-        report = report.with_savings(_savings(report, prediction, make_step, say))
-        if report.savings:
-            say(report.savings_document().text().rstrip("\n"))
-            _write(report, folder, name)
-    if sinks is not None:
-        sinks.log_text(OUT_OF_MEMORY_TAG, report.to_markdown(), report.place.step or 0)
-    if written is not None:
-        say(f"This report: {written}")
-    return report
-
-
-def _savings(
-    report: OutOfMemoryReport,
-    prediction: Prediction,
-    make_step: Callable[[], TrainingStep],
-    say: Callable[[str], None],
-) -> list[PlanRow]:
-    found: list[PlanRow] = []
-    try:
-        base = there_was(prediction, report.batch_size, report.shortage)
-        assert isinstance(base, Prediction)
-        progress = report_progress(
-            lambda part: say(f"Trying what would have helped: {part} (Ctrl-C to leave it)."),
-            of="savings",
-        )
-        # Those that are known before an interrupt stay in the list.
-        found.extend(rescues(make_step(), base, progress=progress))
-    except KeyboardInterrupt:
-        pass
-    except (
-        Exception
-    ) as error:  # whatever a user's model does on fake tensors, the real error goes on
-        warn_and_go_on(
-            f"What would have helped is not told: {type(error).__name__}: {str(error).rstrip('.')}."
-        )
-    return found
-
-
-def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | None:
-    """Write both files; a folder that cannot be written is told of once, and nothing is lost that
-    was not printed.
-    """
-    if folder is None:
-        return None
-    try:
-        write_whole(folder / f"{name}.json", json.dumps(report.to_dict(), indent=2) + "\n")
-        write_whole(folder / f"{name}.md", report.to_markdown() + "\n")
-    except OSError as error:
-        warn_and_go_on(
-            f"The out-of-memory report could not be written to {str(folder)!r}: {error}. It is printed. Give a folder that can be written."
-        )
-        return None
-    return folder / f"{name}.md"
-
-
 class AllocatorHistory:
-    """The allocator's own history of the last allocations with the lines that made them, for
-    PyTorch's memory_viz. It costs time at each of them.
+    """The CUDA allocator's last events with the lines that caused them, for PyTorch's memory_viz.
 
-    Where somebody else records a history already, that one is left as it is, and is the one that is
-    written.
+    Recording costs time at each allocation. If another part of the program records a history
+    already, we leave it as it is and write that one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,15 +188,15 @@ class AllocatorHistory:
             torch.cuda.memory._record_memory_history(max_entries=NUM_EVENTS, stacks="python")
 
     def write(self, folder: Path, name: str) -> Path:
-        """Write the allocator's snapshot with the history."""
+        """Write the allocator's snapshot with its history."""
         with torch.cuda.device(self._device):
             snapshot = torch.cuda.memory._snapshot()
         path = folder / f"{name}.pickle"
-        write_whole(path, pickle.dumps(snapshot))
+        atomic_write(path, pickle.dumps(snapshot))
         return path
 
     def close(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._is_ours:
             self._is_ours = False
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,25 +1,26 @@
-"""The step being recorded."""
+"""The step being recorded: what the meter reads at the boundaries of its phases and modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from memcallback.core.module_table import ModuleTable
+from torch import nn
+
+from memcallback.core.allocation_trace import ModuleMark
+from memcallback.core.errors import warn_and_go_on
+from memcallback.core.module_table import ModuleInfo, ModuleTable, Span, modules_of, phase_of_span
 from memcallback.core.phase_spans import PhaseSpan, PhaseSpans, phase_of
 from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, measured_window
 from memcallback.core.types import Kind, Phase
 from memcallback.devices.meters import Meter
-from memcallback.record.module_timeline import ModuleTimeline
+from memcallback.step.module_follower import ModuleFollower
 
 
 class OpenStep:
-    """A step that has begun: its windows are pairs of boundaries, each a reading of the meter.
+    """A step that has begun; its phases lie between two readings of the meter each.
 
     Attributes:
-        batch: As given.
-        batch_size: As given.
-        counts_holdings: As given.
-        num_updates_before: As given.
+        phases: Its phases; None once the reading is over.
         failed_in: The phase that an exception has ended; None if none has.
     """
 
@@ -28,85 +29,70 @@ class OpenStep:
         batch: object,
         batch_size: int | None,
         *,
-        counts_holdings: bool,
         num_updates_before: int,
-        phases: PhaseSpans,
         meter: Meter,
-        watch: ModuleTimeline | None,
+        count_holdings: Callable[[], Holdings] | None,
+        modules: ModuleTimeline | None,
     ) -> None:
         self.batch = batch
         self.batch_size = batch_size
-        self.counts_holdings = counts_holdings
         self.num_updates_before = num_updates_before
         self.failed_in: Phase | None = None
-        self._phases = phases
+        self.phases: PhaseSpans | None = PhaseSpans(self._read)
         self._meter = meter
-        self._watch = watch
-        self._stats: tuple[MemoryStats, ...] | None = None
+        self._count_holdings = count_holdings
+        self._modules = modules
+        self._windows: list[PhaseSpan] = []
+        self._stats: tuple[MemoryStats, ...] = ()
 
     def begin(self) -> None:
-        """Begin the reading."""
+        """Begin reading."""
         self._meter.begin()
-        if self._watch is not None:
-            self._watch.begin()
+        if self._modules is not None:
+            self._modules.begin()
 
-    @property
-    def current_phase(self) -> Phase | None:
-        """The phase that is open and did begin; None between phases, and in one that is
-        provisional.
-        """
-        return self._phases.current_phase
+    def _read(self) -> None:
+        self._meter.read(None if self._count_holdings is None else self._count_holdings())
+        if self._modules is not None:
+            self._modules.on_boundary()
+
+    def end_reading(self) -> None:
+        """Stop reading, and release the meter."""
+        if self.phases is None:
+            return
+        if self._modules is not None:
+            self._modules.end()
+        # This also ends the reference cycle through `_read`, which would keep the batch alive.
+        self._windows, self.phases = self.phases.windows, None
+        self._stats = self._meter.end()
+
+    def end(self) -> None:
+        """End the open phase and the reading; a provisional phase did not happen."""
+        if self.phases is not None:
+            self.phases.end_step()
+        self.end_reading()
 
     @property
     def has_update(self) -> bool:
-        """Whether an optimizer step is in one of its windows that are over."""
-        return any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in self._phases.windows)
+        """Whether a phase that is over was an optimizer step."""
+        return any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in self._windows)
 
-    def open_phase(self, phase: Phase, *, is_provisional: bool) -> None:
-        """As `PhaseSpans.open_phase`; nothing once the reading is over."""
-        if self._stats is None:
-            self._phases.open_phase(phase, is_provisional=is_provisional)
-
-    def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
-        """As `PhaseSpans.close_phase`; nothing once the reading is over."""
-        if self._stats is None:
-            self._phases.close_phase(covers=covers)
-
-    def end_phases(self) -> None:
-        """The step is over: so is the open phase, unless it is provisional, and did not happen."""
-        if self._stats is None:
-            self._phases.end_step()
-
-    def read(self, held: Holdings | None) -> None:
-        """A boundary."""
-        self._meter.read(held)
-        if self._watch is not None:
-            self._watch.boundary()
-
-    def end_reading(self) -> tuple[MemoryStats, ...]:
-        """No boundary is read any more."""
-        if self._stats is None:
-            if self._watch is not None:
-                self._watch.end()
-            self._stats = self._meter.end()
+    @property
+    def stats(self) -> tuple[MemoryStats, ...]:
+        """All readings, once the reading is over."""
         return self._stats
 
     def to_memory(
         self, *, index: int, num_updates: int | None, is_interrupted: bool
-    ) -> tuple[StepMemory, tuple[MemoryStats, ...], Callable[[], ModuleTable] | None]:
-        """What the step took; its reading is over with that."""
-        stats = self.end_reading()
-        windows: list[PhaseSpan] = (
-            self._phases.windows
-            if self._watch is None
-            else self._watch.windows(self._phases.windows)
-        )
+    ) -> tuple[StepMemory, Callable[[], ModuleTable] | None]:
+        """The step that was read, and what computes its table by module, if there is one."""
+        windows = self._windows if self._modules is None else self._modules.windows(self._windows)
         record = StepMemory(
             kind=Kind.MEASURED,
             source=self._meter.source,
             device_name=self._meter.device_name,
             windows=tuple(
-                measured_window(phase_of(covers), covers, stats[start : end + 1])
+                measured_window(phase_of(covers), covers, self._stats[start : end + 1])
                 for covers, start, end in windows
             ),
             index=index,
@@ -115,10 +101,109 @@ class OpenStep:
             num_optimizer_updates=num_updates,
             is_interrupted=is_interrupted,
         )
-        return (
-            record,
-            stats,
-            None
-            if self._watch is None
-            else self._watch.recording(windows, stats, batch_size=self.batch_size),
-        )
+        if self._modules is None:
+            return record, None
+        return record, self._modules.table(windows, self._stats, batch_size=self.batch_size)
+
+
+class ModuleTimeline:
+    """Reads the meter wherever another module begins to run, and assigns the readings to modules."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], infos: tuple[ModuleInfo, ...], meter: Meter
+    ) -> None:
+        self._infos = infos
+        self._meter = meter
+        self._follower = ModuleFollower(models, self._on_change, self._fail)
+        self._marks: dict[int, ModuleMark] = {}
+        self._boundaries: list[int] = []
+        self._num_readings = 0
+        self._has_failed = False
+
+    def begin(self) -> None:
+        """Put hooks on the modules; the meter has begun."""
+        try:
+            self._follower.begin()
+        except Exception as error:  # a user's module can refuse hooks
+            self._follower.end()
+            self._fail(error)
+
+    def on_boundary(self) -> None:
+        """Note that the meter has read the boundary of a phase."""
+        self._boundaries.append(self._num_readings)
+        self._num_readings += 1
+        self._follower.begin_phase()
+
+    def end(self) -> None:
+        """Remove all hooks; the meter ends next."""
+        self._follower.end()
+
+    def windows(self, windows: Sequence[PhaseSpan]) -> list[PhaseSpan]:
+        """Phase windows by the numbers of readings instead of the numbers of phase boundaries."""
+        return [
+            (covers, self._boundaries[start], self._boundaries[end])
+            for covers, start, end in windows
+        ]
+
+    def table(
+        self,
+        windows: Sequence[PhaseSpan],
+        stats: Sequence[MemoryStats],
+        *,
+        batch_size: int | None,
+    ) -> Callable[[], ModuleTable] | None:
+        """What computes the table by module; None if following the modules has failed.
+
+        The sums take longer than the readings, so they are computed only when asked for.
+        """
+        if self._has_failed:
+            return None
+        # The function must not keep the models alive, as this object does.
+        source, device_name = self._meter.source, self._meter.device_name
+        infos, notes, marks = self._infos, self._follower.notes, self._marks
+
+        def compute() -> ModuleTable:
+            spans = [list(_spans(window, stats, marks)) for window in windows]
+            return ModuleTable(
+                step_kind=Kind.MEASURED,
+                source=source,
+                device_name=device_name,
+                batch_size=batch_size,
+                modules=modules_of(spans, infos),
+                notes=notes,
+            )
+
+        return compute
+
+    def _on_change(self, path: tuple[str, ...], is_backward: bool) -> None:
+        self._meter.mark()
+        self._marks[self._num_readings] = ModuleMark(self._num_readings, path, is_backward)
+        self._num_readings += 1
+
+    def _fail(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            warn_and_go_on(
+                f"Memory by module is not recorded in this step: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. The rest of the step is."
+            )
+
+
+def _spans(
+    window: PhaseSpan, stats: Sequence[MemoryStats], marks: Mapping[int, ModuleMark]
+) -> Iterator[Span]:
+    """Cut a phase window at its module marks."""
+    covers, start, end = window
+    mark = ModuleMark(start, ())
+    for position in range(start, end):
+        mark = marks.get(position, mark)
+        phase = phase_of_span(covers, is_backward=mark.is_backward)
+        if phase is not None:
+            before, after = stats[position], stats[position + 1]
+            yield Span(
+                phase,
+                mark.path,
+                before.allocated_bytes,
+                after.allocated_bytes,
+                after.peak_allocated_bytes,
+            )

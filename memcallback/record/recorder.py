@@ -1,4 +1,4 @@
-"""MemoryRecorder: turn loop boundaries into StepMemory."""
+"""MemoryRecorder: records training steps as StepMemory, from marks of the loop or from hooks."""
 
 from __future__ import annotations
 
@@ -10,73 +10,76 @@ from typing import Any, Protocol
 
 import torch
 
-from memcallback.core.errors import warn_and_go_on
-from memcallback.core.module_table import ModuleInfo
+from memcallback.batch_size.advice import DEFAULT_HEADROOM
+from memcallback.core.module_table import ModuleInfo, ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
-from memcallback.core.step_memory import StepMemory
+from memcallback.core.step_memory import DeviceMemory, Holdings, StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.devices.local import default_device
 from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
-from memcallback.diagnose.out_of_memory.explain import explain
-from memcallback.diagnose.out_of_memory.observer import forget, shortage_in
+from memcallback.diagnose.out_of_memory.explain import OomContext
+from memcallback.diagnose.out_of_memory.observer import forget
 from memcallback.diagnose.out_of_memory.observer import listen as listen_for_moments
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.record.module_timeline import ModuleTimeline
-from memcallback.record.open_step import OpenStep
+from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
+from memcallback.record.open_step import ModuleTimeline, OpenStep
+from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recording import Recording
 from memcallback.record.watch import FirstCall, Watch
+from memcallback.report.report import Report
 from memcallback.step.batch import INFERRED, infer_batch_size
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.holdings import holdings
 from memcallback.step.module_follower import module_infos
 
-#: An attribute of errors that were told.
-_TOLD = "_is_told_by_memcallback"
 #: In a sentence.
 _WORDS = {
     Phase.FORWARD: "forward pass",
     Phase.BACKWARD: "backward pass",
     Phase.OPTIMIZER_STEP: "optimizer step",
 }
-#: Steps are always sampled until so many updates were made: the warm-up, the first steady window,
-#: and one after it.
+#: Updates of which every step is sampled: the warm-up, the first steady one, and one after it.
 NUM_FIRST_SAMPLED = 3
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 class StepListener(Protocol):
-    """What is told of a recorder's steps; nothing of it may raise."""
+    """Callbacks of a `MemoryRecorder`. They must not raise."""
+
+    @property
+    def prediction(self) -> StepPrediction | None:
+        """The prediction of the steps, for the report on an out-of-memory error."""
 
     def wants_step(self) -> bool | None:
-        """Whether the step that begins is to be recorded also where only sampled ones are."""
+        """Whether to record the step that begins, also where only sampled steps are."""
 
-    def on_step(self, record: StepMemory) -> None:
+    def on_step(self, record: StepMemory, batch: object) -> None:
         """A step was recorded."""
 
-    def on_out_of_memory(self, error: BaseException) -> None:
-        """Memory ran out; a step that is open is not over yet."""
+    def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
+        """Memory ran out; an open step has not ended yet."""
 
     def close(self) -> None:
         """The recorder is closed."""
 
 
-class MemoryRecorder(Recording):
+class MemoryRecorder:
     """Records the memory of training steps, in any loop.
 
-    On CUDA every step costs five reads of the allocator's counters and no synchronisation. What
-    model, optimizers and batch hold, by category, is counted on sampled steps only: those of the
-    first three updates and of every `sample_every_n_steps`-th after them (an accumulation window is
-    sampled whole). On a CPU only sampled steps are recorded.
+    On CUDA each step costs five reads of the allocator's counters and no synchronisation. The bytes
+    held by model, optimizers and batch, by category, are counted on sampled steps only: those of
+    the first three updates, then every `sample_every_n_steps`-th (an accumulation window is sampled
+    whole). On a CPU only sampled steps are recorded.
 
     Args:
-        model: The model or models, for the split by category; on a CPU, for any figure but the
+        model: The model or models, for the split by category; on a CPU, for any value but the
             resident size.
         optimizer: The optimizer or optimizers, for their state, and to know which steps made an
-            update; without any, each optimizer step is taken for one.
-        device: What to read; by default the model's device, else the current accelerator, else the
+            update; without any, each optimizer step counts as one.
+        device: The device to read; by default the model's, else the current accelerator, else the
             CPU.
         sample_every_n_steps: At least 1.
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see
@@ -84,24 +87,15 @@ class MemoryRecorder(Recording):
         use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have
             one at a time; else only the resident size is read.
         per_module: Whether sampled steps are also read wherever another module begins to run,
-            forward and backward (see `modules`). That takes the host some 50 µs for each reading
+            forward and backward (see `modules`). Each reading takes about 50 µs on the host
             (benchmarks/per_module.py); other steps have no hooks.
 
     Attributes:
-        warm_up: The last step that no optimizer update came before; None if there was none.
-        steady: Of the steady steps on which holdings were counted, the one whose phases' peaks add
-            up to the most; None if there was none.
-        largest: Of all steady steps, the one with the largest peak; None if there was none.
-        lifetime_peak_allocated_bytes: The largest allocated figure of the process so far, between
-            steps and before the first one included; what `torch.cuda.max_memory_allocated()` would
-            say without the resets. None before the first step.
-        lifetime_peak_reserved_bytes: The same for reserved memory.
-        lifetime_peak_resident_bytes: The same for the resident size of the process (CPU).
-        out_of_memory: Of the last out-of-memory error in a step; None if there was none.
+        out_of_memory: The report on the last out-of-memory error in a step; None if there was none.
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
-        TypeError: If it is no whole number.
+        TypeError: If it is not a whole number.
         MeterUnavailableError: If the device cannot be read.
 
     Examples:
@@ -142,7 +136,8 @@ class MemoryRecorder(Recording):
         self._per_module = per_module
         self._module_infos: tuple[ModuleInfo, ...] | None = None
         self._add(model, optimizer)
-        super().__init__(self._new_meter())
+        self.meter = self._new_meter()
+        self.history = Recording()
         listen_for_moments()
         self.out_of_memory: OutOfMemoryReport | None = None
         self._num_steps = 0
@@ -154,30 +149,27 @@ class MemoryRecorder(Recording):
         self._listeners: list[StepListener] = []
 
     def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
-        models = (
-            [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
-        )
-        optimizers = (
-            []
-            if optimizer is None
-            else [optimizer]
-            if isinstance(optimizer, torch.optim.Optimizer)
-            else list(optimizer)
-        )
-        self._modules += [one for one in models if all(one is not known for known in self._modules)]
+        models = [model] if isinstance(model, torch.nn.Module) else list(model or ())
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizers = [optimizer]
+        else:
+            optimizers = list(optimizer or ())
+        for module in models:
+            if all(module is not known for known in self._modules):
+                self._modules.append(module)
         self._module_infos = None
-        # The optimizer shall not keep the recorder, and with it the model, alive.
+        # An optimizer must not keep the recorder, and with it the model, alive.
         this = weakref.ref(self)
-        for one in map(unwrapped, optimizers):
-            if all(one is not known for known in self._optimizers):
-                self._optimizers.append(one)
-                self._hooks.append(one.register_step_post_hook(lambda *_: _count_update(this)))
+        for plain in map(unwrapped, optimizers):
+            if all(plain is not known for known in self._optimizers):
+                self._optimizers.append(plain)
+                self._hooks.append(plain.register_step_post_hook(lambda *_: _count_update(this)))
 
     def _new_meter(self) -> Meter:
-        chosen = default_device(self._modules) if self._device is None else self._device
-        if chosen.type == "cpu":
+        device = default_device(self._modules) if self._device is None else self._device
+        if device.type == "cpu":
             return CpuMeter(reset_peaks=self._reset_peaks, use_profiler=self._use_profiler)
-        return AllocatorMeter(chosen, reset_peaks=self._reset_peaks)
+        return AllocatorMeter(device, reset_peaks=self._reset_peaks)
 
     def watch(
         self,
@@ -188,25 +180,24 @@ class MemoryRecorder(Recording):
         per_module: bool = True,
         on_first_call: FirstCall | None = None,
     ) -> Watch:
-        """Let steps and their phases mark themselves from here on, by hooks on models and
-        optimizers: the loop stays as it is.
+        """Mark steps and phases from now on by hooks on models and optimizers; the loop stays as it
+        is.
 
-        A step begins when a model is called in training mode and with gradients, and ends when each
+        A step begins when a model is called in training mode and with gradients. It ends when each
         optimizer has made its update; under gradient accumulation, when the next batch comes. A
-        forward pass without a backward pass belongs to the step of the next one. Where a batch has
+        forward pass without a backward pass belongs to the step of the next one. If a batch has
         several backward passes that are to be one step (a GAN), put its body into `with
-        recorder.step(batch):`; phases mark themselves inside it too. What is done by
-        `torch.autograd.grad` counts to the phase in which it is called.
+        recorder.step(batch):`; phases are still marked inside it. `torch.autograd.grad` counts to
+        the phase in which it is called.
 
         Args:
             model: The model or models that the loop calls, besides those of the recorder.
             optimizer: The optimizer or optimizers, besides those of the recorder.
-            batch_size: Samples in a batch, if they are not to be inferred from what the model is
-                called with.
+            batch_size: Samples in a batch; by default inferred from the model's arguments.
             per_module: Whether sampled steps are recorded by module too (see `modules`), even if
-                the recorder was not asked for that.
-            on_first_call: Is called before the first step begins, with the arguments by position
-                and those by name with which a model is called.
+                the recorder was made without that.
+            on_first_call: Called before the first step begins, with the positional and the keyword
+                arguments of the model's call.
 
         Returns:
             The watch. It ends when it is closed (it is a context manager), when the recorder is
@@ -214,7 +205,7 @@ class MemoryRecorder(Recording):
 
         Raises:
             ValueError: If there is no model, or the batch size is below 1.
-            TypeError: If the batch size is no whole number.
+            TypeError: If the batch size is not a whole number.
 
         Examples:
             >>> model = torch.nn.Linear(10, 1)
@@ -226,15 +217,14 @@ class MemoryRecorder(Recording):
             >>> recorder.steps[-1].batch_size, [phase.label for phase in recorder.steps[-1].phases]
             (32, ['forward', 'backward', 'optimizer step'])
         """
-        if not self._modules:
-            if model is None:
-                raise ValueError(
-                    "There is no model to watch. Give it: recorder.watch(model, optimizer)."
-                )
-            self._add(model, optimizer)
-            self.meter = self._new_meter()
-        else:
-            self._add(model, optimizer)
+        had_models = bool(self._modules)
+        if not had_models and model is None:
+            raise ValueError(
+                "There is no model to watch. Give it: recorder.watch(model, optimizer)."
+            )
+        self._add(model, optimizer)
+        if not had_models:
+            self.meter = self._new_meter()  # the model says which device to read
         self._per_module = self._per_module or per_module
         if self._watch is not None:
             self._watch.close()
@@ -248,16 +238,16 @@ class MemoryRecorder(Recording):
         return self._watch
 
     def listen(self, listener: StepListener) -> None:
-        """Tell somebody of every step from here on, until the recorder is closed."""
+        """Call a listener at every step from now on, until the recorder is closed."""
         self._listeners.append(listener)
 
     def unlisten(self, listener: StepListener) -> None:
-        """Tell them no more."""
-        self._listeners = [one for one in self._listeners if one is not listener]
+        """Stop calling a listener."""
+        self._listeners = [other for other in self._listeners if other is not listener]
 
     def close(self) -> None:
-        """End the recording: take back the hooks, drop an open step, let go of the model. Reports
-        go on.
+        """End the recording: remove the hooks, drop an open step, release the model. Reports still
+        work.
         """
         if self._watch is not None:
             self._watch.close()
@@ -269,21 +259,98 @@ class MemoryRecorder(Recording):
             listener.close()
         self._watch, self._hooks, self._modules, self._optimizers = None, [], [], []
 
-    def drop_step(self) -> None:
-        """Forget the open step, if there is one: nothing says when it ended."""
-        self._is_skipping = False
-        if self._open is not None:
-            step, self._open = self._open, None
-            step.end_reading()
+    # What was recorded.
+
+    @property
+    def steps(self) -> tuple[StepMemory, ...]:
+        """The last 100 recorded steps, oldest first."""
+        return self.history.steps
+
+    @property
+    def warm_up(self) -> StepMemory | None:
+        """The last step before the first optimizer update; None if there was none."""
+        return self.history.warm_up
+
+    @property
+    def steady(self) -> StepMemory | None:
+        """Of the steady sampled steps, the one with the largest sum of the phases' peaks; None if
+        there was none.
+        """
+        return self.history.steady
+
+    @property
+    def largest(self) -> StepMemory | None:
+        """Of all steady steps, the one with the largest peak; None if there was none."""
+        return self.history.largest
+
+    @property
+    def modules(self) -> ModuleTable | None:
+        """With `per_module` the last sampled steady step by module, if possible one with an
+        optimizer step; None if there was none.
+        """
+        return self.history.modules
+
+    @property
+    def lifetime_peak_allocated_bytes(self) -> int | None:
+        """The largest allocated bytes of the process so far, also before and between steps: what
+        `torch.cuda.max_memory_allocated()` would say without our resets. None before the first
+        step.
+        """
+        return self.history.lifetime_peaks["allocated_bytes"]
+
+    @property
+    def lifetime_peak_reserved_bytes(self) -> int | None:
+        """The same for reserved memory."""
+        return self.history.lifetime_peaks["reserved_bytes"]
+
+    @property
+    def lifetime_peak_resident_bytes(self) -> int | None:
+        """The same for the resident size of the process (CPU)."""
+        return self.history.lifetime_peaks["resident_bytes"]
+
+    def report(
+        self,
+        prediction: StepPrediction | None = None,
+        *,
+        device: DeviceMemory | None = None,
+        capacity_bytes: int | None = None,
+        headroom: float = DEFAULT_HEADROOM,
+        notes: tuple[str, ...] = (),
+    ) -> Report:
+        """Compare the recorded steps with a prediction, and suggest the largest batch size that
+        fits. It asks the device's driver, so do not call it every step.
+
+        Args:
+            prediction: The prediction, at any batch size.
+            device: The memory of the device, if it has just been read.
+            capacity_bytes: The memory to suggest a batch size for, by default that of the device
+                that trains.
+            headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and
+                below 1.
+            notes: More notes for the reader, one sentence each.
+
+        Raises:
+            ValueError: If `headroom` is out of range.
+        """
+        return self.history.report(
+            self.meter.device,
+            prediction,
+            device=device,
+            capacity_bytes=capacity_bytes,
+            headroom=headroom,
+            notes=notes,
+        )
+
+    # Steps and phases as context managers.
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
-        """One training step: one batch, with its phases inside. If memory runs out in it, a report
-        is printed to stderr.
+        """Record one training step: one batch, with its phases inside. If memory runs out in it, a
+        report is printed to stderr.
 
         Args:
             batch: The batch, to count its storages as input and its samples.
-            batch_size: Samples in the batch, if they are not to be inferred from it.
+            batch_size: Samples in the batch; by default inferred from it.
 
         Raises:
             RuntimeError: If a step is open already.
@@ -298,7 +365,7 @@ class MemoryRecorder(Recording):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """One phase inside a step. A phase may come several times in a step.
+        """Record one phase inside a step. A phase may come several times in a step.
 
         Raises:
             RuntimeError: If no step is open.
@@ -306,11 +373,13 @@ class MemoryRecorder(Recording):
         """
         if not isinstance(phase, Phase):
             raise TypeError(
-                f"phase must be a memcallback.Phase, got {phase!r}. Use Phase.FORWARD, Phase.BACKWARD or Phase.OPTIMIZER_STEP."
+                f"phase must be a memcallback.Phase, got {phase!r}. Use Phase.FORWARD, "
+                "Phase.BACKWARD or Phase.OPTIMIZER_STEP."
             )
-        if self._open is None and not self._is_skipping:
+        if not self.is_in_step:
             raise RuntimeError(
-                f"The phase {phase.label!r} is outside a step. Put it inside `with recorder.step(batch_size=...):`."
+                f"The phase {phase.label!r} is outside a step. Put it inside "
+                "`with recorder.step(batch_size=...):`."
             )
         self.open_phase(phase)
         try:
@@ -322,7 +391,7 @@ class MemoryRecorder(Recording):
         finally:
             self.close_phase()
 
-    # The same as calls, for loops whose boundaries are hooks.
+    # The same as calls, for loops with hooks at these boundaries.
 
     @property
     def num_updates(self) -> int:
@@ -331,15 +400,14 @@ class MemoryRecorder(Recording):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step has begun and not ended, be it recorded or not."""
+        """Whether a step is open, recorded or not."""
         return self._open is not None or self._is_skipping
 
     @property
     def current_phase(self) -> Phase | None:
-        """The phase that is open and did begin; None between phases, and in one that is
-        provisional.
-        """
-        return self._open.current_phase if self._open else None
+        """The open phase; None between phases, and in a provisional one (see `open_phase`)."""
+        phases = self._phases
+        return None if phases is None else phases.current_phase
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -353,8 +421,13 @@ class MemoryRecorder(Recording):
 
     @property
     def open_batch(self) -> object:
-        """The batch of the step that is open; None if none is."""
+        """The batch of the open step; None if none is open."""
         return self._open.batch if self._open else None
+
+    @property
+    def _phases(self) -> PhaseSpans | None:
+        """The phases of the open step; None once its reading is over."""
+        return self._open.phases if self._open else None
 
     def begin_step(
         self, batch: object = None, *, batch_size: int | None = None, sample: bool = False
@@ -364,12 +437,12 @@ class MemoryRecorder(Recording):
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Record this step too on a device where only sampled steps are.
+            sample: Whether to record this step even on a device where only sampled steps are.
 
         Raises:
             RuntimeError: If a step is open already.
             ValueError: If the batch size is below 1.
-            TypeError: If it is no whole number.
+            TypeError: If it is not a whole number.
         """
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
@@ -383,80 +456,81 @@ class MemoryRecorder(Recording):
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
         forget()
+        forget_explained()
         if self._is_skipping:
             self._num_steps += 1
             return
-        size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
         counts_holdings = is_sampled and bool(self._modules)
         self._open = OpenStep(
             batch,
-            size,
-            counts_holdings=counts_holdings,
+            infer_batch_size(batch).batch_size if batch_size is None else batch_size,
             num_updates_before=self._num_updates,
-            phases=PhaseSpans(self._read),
             meter=self.meter,
-            watch=self._new_module_watch() if counts_holdings and self._per_module else None,
+            count_holdings=self._count_holdings if counts_holdings else None,
+            modules=self._new_timeline() if counts_holdings and self._per_module else None,
         )
         self._open.begin()
 
-    def _read(self) -> None:
-        step = self._open
-        assert step is not None
-        step.read(
-            holdings(self._modules, self._optimizers, step.batch, self.meter.device)
-            if step.counts_holdings
-            else None
-        )
+    def _count_holdings(self) -> Holdings:
+        return holdings(self._modules, self._optimizers, self.open_batch, self.meter.device)
 
-    def _new_module_watch(self) -> ModuleTimeline:
+    def _new_timeline(self) -> ModuleTimeline:
         if self._module_infos is None:
             self._module_infos = module_infos(self._modules)
         return ModuleTimeline(self._modules, self._module_infos, self.meter)
 
     def _is_due(self) -> bool:
-        # Updates, since an accumulation window has several steps; steps where updates are not
-        # counted.
+        """Whether the step that begins is sampled."""
+        # We count updates, since an accumulation window has several steps; without an optimizer
+        # updates are not counted, and we count steps.
         progress = self._num_updates if self._hooks else self._num_steps
         if progress - self._sampled_since >= self._sample_every_n_steps:
             self._sampled_since = progress
         return progress < NUM_FIRST_SAMPLED or progress == self._sampled_since
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
-        """Begin a phase, ending the one that is open at the same reading.
+        """Begin a phase; an open one ends at the same reading.
 
         An optimizer step right after a backward pass begins with the reading that ended it: nothing
-        happens between them that a person would look for, and a step stays at five reads.
+        of interest happens between them, and a step stays at five reads.
 
         Args:
             phase: The phase.
-            is_provisional: It begins at the last reading, and did not happen if the step ends or
-                another provisional phase or an optimizer step begins without a reading in between.
+            is_provisional: Whether it begins at the last reading, and is dropped if the step ends
+                or another provisional phase or an optimizer step begins without a reading in
+                between.
         """
         forget()
-        if self._open is not None:
-            self._open.open_phase(phase, is_provisional=is_provisional)
+        if (phases := self._phases) is not None:
+            phases.open_phase(phase, is_provisional=is_provisional)
 
     def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
         """End the open phase, if there is one.
 
         Args:
-            covers: All the phases that were in this window, where nothing marked the boundary
-                between them.
+            covers: All phases inside it, if the loop has no boundary between them.
         """
-        if self._open is not None:
-            self._open.close_phase(covers=covers)
+        if (phases := self._phases) is not None:
+            phases.close_phase(covers=covers)
 
     def end_reading(self) -> None:
-        """No boundary of the open step is read from here on: on a CPU, PyTorch's profiler is free."""
+        """Stop reading the open step: on a CPU, PyTorch's profiler is free from here on."""
         if self._open is not None:
-            self._open.close_phase()
+            self.close_phase()
             self._open.end_reading()
+
+    def drop_step(self) -> None:
+        """Drop the open step, if there is one, without a record."""
+        self._is_skipping = False
+        if self._open is not None:
+            step, self._open = self._open, None
+            step.end_reading()
 
     def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
         """End the step and keep its record.
 
         Args:
-            is_interrupted: An exception ended it.
+            is_interrupted: Whether an exception ended it.
 
         Returns:
             The record; None if this step was not read.
@@ -468,36 +542,41 @@ class MemoryRecorder(Recording):
         step = self._open
         if step is None:
             return None
-        step.end_phases()
+        step.end()
         self._open = None
         self._num_steps += 1
         if not self._hooks and not is_interrupted and step.has_update:
             self._num_updates += 1
         num_updates = self._num_updates - step.num_updates_before if self._hooks else None
-        record, stats, modules = step.to_memory(
+        record, compute_modules = step.to_memory(
             index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted
         )
-        self._keep(record, stats, modules)
+        self.history.add(record, step.stats, compute_modules)
         for listener in tuple(self._listeners):
-            listener.on_step(record)
+            listener.on_step(record, step.batch)
         return record
 
-    def failed(self, error: BaseException | None) -> None:
-        """An error has ended a step, or goes through the loop between steps: if memory ran out,
-        that is said, once.
+    # Out of memory.
 
-        Listeners say it, with what they know of the training; without any, the report is printed to
-        stderr.
+    def failed(self, error: BaseException | None) -> None:
+        """Report an error that goes through the loop, if memory ran out; each error once.
+
+        Listeners print and write the report. Without any it is printed to stderr.
 
         Args:
             error: The error, with the frames that it went through; None for none.
         """
-        shortage = None if error is None else shortage_in(error)
-        if error is None or shortage is None or getattr(shortage, _TOLD, False):
+        if error is None or not is_new_shortage(error):
             return
-        for listener in tuple(self._listeners):
-            listener.on_out_of_memory(error)
-        if not self._listeners and (report := self.explain(error)) is not None:
+        listeners = tuple(self._listeners)
+        predictions = (listener.prediction for listener in listeners)
+        prediction = next((known for known in predictions if known is not None), None)
+        report = self.explain(error, prediction)
+        if report is None:
+            return
+        for listener in listeners:
+            listener.on_out_of_memory(report, error)
+        if not listeners:
             print(report.to_text(), file=sys.stderr)
 
     def explain(
@@ -509,51 +588,44 @@ class MemoryRecorder(Recording):
         batch: object = None,
         rank: int | None = None,
     ) -> OutOfMemoryReport | None:
-        """Say what stood when memory ran out, while the frames of the error still hold it; for who
-        catches errors of a loop.
+        """Explain an out-of-memory error that a loop has caught, while its frames still hold the
+        tensors.
 
         Args:
             error: The error.
-            prediction: What was predicted of a training step, at any batch size; outside of one it
-                says nothing.
-            where: What was going on outside of steps, such as `validation`.
-            batch: The batch there, if it is no step's.
-            rank: Of a job of several ranks that of this process.
+            prediction: The prediction of a training step, at any batch size; it is not used outside
+                of a step.
+            where: What was running outside of steps, such as `validation`.
+            batch: The batch there.
+            rank: The rank of this process in a job of several; by default that of
+                `torch.distributed`.
 
         Returns:
             The report, which is also kept in `out_of_memory`; None if the error is another one, or,
-            with a warning, if nothing can be said.
+            with a warning, if it cannot be explained.
         """
-        shortage = shortage_in(error)
-        if shortage is None:
-            return None
-        with suppress(Exception):  # an error of a kind that takes no attributes is told again
-            setattr(shortage, _TOLD, True)
         step = self._open
-        phase = (step.failed_in or step.current_phase) if step else None
-        batch = step.batch if step else batch
-        try:
-            self.out_of_memory = explain(
-                shortage,
+        phase = (step.failed_in or self.current_phase) if step else None
+
+        def context() -> OomContext:
+            return OomContext(
+                device=self.meter.device,
                 modules=self._modules,
                 optimizers=self._optimizers,
-                batch=batch,
-                batch_size=step.batch_size if step else infer_batch_size(batch).batch_size,
-                device=self.meter.device,
-                device_name=self.meter.device_name,
+                batch=step.batch if step else batch,
+                batch_size=step.batch_size if step else None,
                 phase=_WORDS[phase] if phase else where,
                 step=self._num_steps + 1 if step else None,
                 prediction=prediction if step else None,
-                rank=rank,
+                rank=rank_here() if rank is None else rank,
             )
-        except Exception as other:  # of whatever state a device that is full leaves things in, the error itself goes on
-            warn_and_go_on(
-                f"The out-of-memory error could not be explained: {type(other).__name__}: {str(other).rstrip('.')}. It goes on as it is."
-            )
-            return None
-        return self.out_of_memory
+
+        report = explain_or_warn(error, context)
+        if report is not None:
+            self.out_of_memory = report
+        return report
 
 
 def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:
-    if (found := recorder()) is not None:
-        found._num_updates += 1
+    if (alive := recorder()) is not None:
+        alive._num_updates += 1

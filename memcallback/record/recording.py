@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import suggest
@@ -11,29 +13,25 @@ from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, StepMemory, larger, largest
 from memcallback.core.types import Phase
 from memcallback.devices.memory import device_memory, usable_bytes
-from memcallback.devices.meters import Meter
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.report.report import Report
 
+_NUM_STEPS = 100
+_PEAKS = ("allocated_bytes", "reserved_bytes", "resident_bytes")
+
 
 class Recording:
-    """What a recorder has recorded; its attributes are those of `MemoryRecorder`.
+    """The steps that a `MemoryRecorder` has recorded; it documents the attributes."""
 
-    Args:
-        meter: What the steps are read with.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self._steps: deque[StepMemory] = deque(maxlen=100)
+    def __init__(self) -> None:
+        self._steps: deque[StepMemory] = deque(maxlen=_NUM_STEPS)
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
         self.largest: StepMemory | None = None
-        self.lifetime_peak_allocated_bytes: int | None = None
-        self.lifetime_peak_reserved_bytes: int | None = None
-        self.lifetime_peak_resident_bytes: int | None = None
-        self._modules_recorded: Callable[[], ModuleTable] | None = None
-        self._module_table: ModuleTable | None = None
+        #: By name, such as `allocated_bytes`; None before the first step.
+        self.lifetime_peaks: dict[str, int | None] = dict.fromkeys(_PEAKS)
+        self._compute_modules: Callable[[], ModuleTable] | None = None
+        self._modules: ModuleTable | None = None
 
     @property
     def steps(self) -> tuple[StepMemory, ...]:
@@ -42,29 +40,22 @@ class Recording:
 
     @property
     def modules(self) -> ModuleTable | None:
-        """With `per_module` the last sampled steady step by module, if possible one with an
-        optimizer step; None if there was none.
-        """
-        if self._module_table is None and self._modules_recorded is not None:
-            self._module_table = self._modules_recorded()
-        return self._module_table
+        """As `MemoryRecorder.modules`; computed when first asked for."""
+        if self._modules is None and self._compute_modules is not None:
+            self._modules = self._compute_modules()
+        return self._modules
 
-    def _keep(
+    def add(
         self,
         record: StepMemory,
-        stats: tuple[MemoryStats, ...],
-        modules: Callable[[], ModuleTable] | None,
+        stats: Sequence[MemoryStats],
+        compute_modules: Callable[[], ModuleTable] | None,
     ) -> None:
-        """Take in a step."""
-        self.lifetime_peak_allocated_bytes = largest(
-            (self.lifetime_peak_allocated_bytes, *(s.peak_allocated_bytes for s in stats))
-        )
-        self.lifetime_peak_reserved_bytes = largest(
-            (self.lifetime_peak_reserved_bytes, *(s.peak_reserved_bytes for s in stats))
-        )
-        self.lifetime_peak_resident_bytes = largest(
-            (self.lifetime_peak_resident_bytes, *(s.peak_resident_bytes for s in stats))
-        )
+        """Add a step, with all its readings and what computes its table by module."""
+        for name, peak in self.lifetime_peaks.items():
+            self.lifetime_peaks[name] = largest(
+                (peak, *(getattr(reading, f"peak_{name}") for reading in stats))
+            )
         self._steps.append(record)
         if record.is_warm_up:
             self.warm_up = record
@@ -72,13 +63,22 @@ class Recording:
             self.largest = larger(self.largest, record)
             if record.held_bytes is not None:
                 self.steady = larger(self.steady, record, in_all_phases=True)
-            if modules is not None and (
-                self._modules_recorded is None or Phase.OPTIMIZER_STEP in record.phases
+            if compute_modules is not None and (
+                self._compute_modules is None or Phase.OPTIMIZER_STEP in record.phases
             ):
-                self._modules_recorded, self._module_table = modules, None
+                self._compute_modules, self._modules = compute_modules, None
+
+    def peaks_to_dict(self) -> dict[str, int | None]:
+        """The lifetime peaks for a checkpoint."""
+        return {f"lifetime_peak_{name}": peak for name, peak in self.lifetime_peaks.items()}
+
+    def load_peaks(self, state: Mapping[str, int | None]) -> None:
+        """Continue from the lifetime peaks of a checkpoint."""
+        self.lifetime_peaks = {name: state.get(f"lifetime_peak_{name}") for name in _PEAKS}
 
     def report(
         self,
+        torch_device: torch.device,
         prediction: StepPrediction | None = None,
         *,
         device: DeviceMemory | None = None,
@@ -86,39 +86,25 @@ class Recording:
         headroom: float = DEFAULT_HEADROOM,
         notes: tuple[str, ...] = (),
     ) -> Report:
-        """What was recorded so far beside a prediction, with the largest batch size that fits. Asks
-        the device's driver: not for every step.
-
-        Args:
-            prediction: The prediction, at any batch size.
-            device: The whole device, if it has just been asked for.
-            capacity_bytes: The memory to plan for, by default that of the device that trains.
-            headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and
-                below 1.
-            notes: What else the person should know, one sentence each.
-
-        Raises:
-            ValueError: If `headroom` is out of range.
-        """
-        device = device_memory(self.meter.device) if device is None else device
+        """As `MemoryRecorder.report`, of steps on a device."""
+        device = device_memory(torch_device) if device is None else device
         step = self.steady or self.warm_up
         if prediction and step and step.batch_size:
             try:
                 prediction = prediction.at(step.batch_size)
             except ValueError as error:
-                notes = (
-                    *notes,
-                    f"Nothing is predicted for batch size {step.batch_size}: {str(error).rstrip('.')}.",
-                )
+                reason = str(error).rstrip(".")
+                notes = (*notes, f"No prediction for batch size {step.batch_size}: {reason}.")
                 prediction = None
+        outside_bytes = self._outside_bytes(device) if capacity_bytes is None else None
         advice = suggest(
             measured=self.largest,
             predicted=prediction,
             always_held_bytes=self.steady.always_held_bytes if self.steady else None,
-            capacity_bytes=self._plannable_bytes(device)
+            capacity_bytes=usable_bytes(torch_device, device.capacity_bytes, outside_bytes or 0)
             if capacity_bytes is None
             else capacity_bytes,
-            outside_bytes=self._outside_bytes(device) if capacity_bytes is None else None,
+            outside_bytes=outside_bytes,
             headroom=headroom,
         )
         if capacity_bytes is not None:
@@ -128,23 +114,15 @@ class Recording:
             prediction=prediction,
             device=device,
             advice=advice,
-            lifetime_peak_allocated_bytes=self.lifetime_peak_allocated_bytes,
+            lifetime_peak_allocated_bytes=self.lifetime_peaks["allocated_bytes"],
             notes=notes,
         )
 
-    def _plannable_bytes(self, device: DeviceMemory) -> int | None:
-        return usable_bytes(
-            self.meter.device, device.capacity_bytes, self._outside_bytes(device) or 0
-        )
-
     def _outside_bytes(self, device: DeviceMemory) -> int | None:
-        """Used on the device, but not by this training's tensors."""
+        """Memory used on the device, but not by the tensors of this training."""
         if device.reserved_bytes is not None:
             return device.non_pytorch_bytes
-        if (
-            self.largest is None
-            or self.largest.peak_allocated_bytes is None
-            or device.used_bytes is None
-        ):
+        peak_bytes = self.largest.peak_allocated_bytes if self.largest else None
+        if peak_bytes is None or device.used_bytes is None:
             return None
-        return max(0, device.used_bytes - self.largest.peak_allocated_bytes)
+        return max(0, device.used_bytes - peak_bytes)

@@ -16,7 +16,7 @@ from torch import nn
 
 import memcallback as mc
 from memcallback.core.units import MiB
-from memcallback.diagnose.out_of_memory.explain import explain
+from memcallback.diagnose.out_of_memory.explain import OomContext, explain
 
 
 class Hungry(training.Automatic):
@@ -96,7 +96,7 @@ def test_what_cannot_be_explained_goes_on_as_it_is(monkeypatch):
     def broken(*_, **__):
         raise KeyError("nothing is as it was")
 
-    monkeypatch.setattr("memcallback.record.recorder.explain", broken)
+    monkeypatch.setattr("memcallback.record.oom_response.explain", broken)
     recorder = mc.MemoryRecorder(nn.Linear(2, 2))
     with (
         pytest.warns(mc.MemoryWarning, match="could not be explained: KeyError"),
@@ -211,18 +211,8 @@ def test_a_folder_without_permission_is_told(tmp_path):
 
 def test_the_batch_is_described_by_the_names_of_its_tensors():
     batch = {"ids": torch.zeros(2, 5, dtype=torch.long), "meta": ["a"], "pair": (torch.ones(2), 3)}
-    report = explain(
-        MemoryError(),
-        modules=[],
-        optimizers=[],
-        batch=batch,
-        batch_size=2,
-        device=torch.device("cpu"),
-        device_name="CPU",
-        phase="",
-        step=None,
-        prediction=None,
-    )
+    report = explain(MemoryError(), OomContext(device=torch.device("cpu"), batch=batch))
+    assert report.batch_size == 2
     assert report.batch == (("['ids']", (2, 5), "int64"), ("['pair'][0]", (2,), "float32"))
     assert report.error == "MemoryError"
 
@@ -305,7 +295,7 @@ def test_where_warnings_are_errors_the_error_is_still_the_users(monkeypatch):
     def broken(*_, **__):
         raise KeyError("nothing is as it was")
 
-    monkeypatch.setattr("memcallback.record.recorder.explain", broken)
+    monkeypatch.setattr("memcallback.record.oom_response.explain", broken)
     recorder = mc.MemoryRecorder(nn.Linear(2, 2))
     with pytest.raises(MemoryError), recorder.step(torch.ones(2, 2)):
         raise MemoryError

@@ -203,9 +203,9 @@ def test_a_log_on_one_rank_alone_waits_for_nobody(tmp_path, rank):
     report = ranks[rank].found[0]["report"]
     assert report.measured is not None
     assert report.rank_values is None
-    assert (
-        "What the other ranks took is not told: no figures of theirs came." in report.notes
-    ) == (rank == 0)
+    assert ("The memory of the other ranks is unknown: they sent no values." in report.notes) == (
+        rank == 0
+    )
 
 
 def test_ranks_that_log_at_different_steps_are_put_together(tmp_path):
@@ -278,6 +278,6 @@ def test_ranks_that_met_through_a_file_are_recorded_each_for_itself(tmp_path):
     ranks = run(Job(store="file"), tmp_path)
     assert fates(ranks) == [(0, None)] * 2
     assert ranks[0].found[0]["report"].ranks is None
-    assert "What the other ranks took is not told: the ranks have no TCPStore" in ranks[
+    assert "The memory of the other ranks is unknown: the ranks have no TCPStore" in ranks[
         0
     ].output.replace("\n  ", " ")

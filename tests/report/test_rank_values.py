@@ -6,7 +6,7 @@ import pytest
 
 from memcallback.core.types import Phase
 from memcallback.core.units import GiB, MiB
-from memcallback.record.rank_points import MAX_MESSAGE_BYTES, PATIENCE_S, RankMessage, RankPoints
+from memcallback.record.rank_exchange import MAX_MESSAGE_BYTES, PATIENCE_S, RankMessage, RankPoints
 from memcallback.report.rank_values import RankPoint, RankValues, Spread
 
 

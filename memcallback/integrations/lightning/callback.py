@@ -1,11 +1,10 @@
-"""MemoryCallback."""
+"""MemoryCallback: a Monitor for Lightning's Trainer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
-from memcallback.batch_size.estimate import check_headroom
 from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.errors import fail_safe, warn_and_go_on
 from memcallback.core.phase_spans import (
@@ -24,70 +22,55 @@ from memcallback.core.phase_spans import (
     end_manual_step,
     end_update,
 )
-from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
-from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
-from memcallback.diagnose.out_of_memory.errors import out_of_memory_in
+from memcallback.diagnose.out_of_memory.explain import OomContext
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.integrations.lightning.fit.fit_batch_size import fit_in_place
 from memcallback.integrations.lightning.fit.settings import FitSettings
-from memcallback.integrations.lightning.trainer.savings import TrainerSavings
+from memcallback.integrations.lightning.trainer.savings import TrainerSavings, compare_savings
 from memcallback.integrations.lightning.trainer.state import (
     is_logging_step,
+    print_beside,
     progress_of,
-    say_beside,
     stage_of,
     step_number,
 )
 from memcallback.integrations.lightning.trainer.step import (
     LEAVES_OUT_PREDICTION,
-    forecast_without,
-    plan_for,
+    UnshardedModule,
+    copy_unsharded,
     step_of,
 )
-from memcallback.integrations.lightning.trainer.strategies import UnshardedModule, whole_before
-from memcallback.prediction.predict_or_warn import predict_or_warn
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.record.monitor import Monitor
-from memcallback.record.oom_response import AllocatorHistory
-from memcallback.record.rank_exchange import RankExchange
+from memcallback.record.monitor import Monitor, MonitorSettings, sample_interval
+from memcallback.record.oom_response import explain_or_warn, respond
+from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.plots import what_if_bars
 from memcallback.report.report import Report
 from memcallback.report.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
-from memcallback.report.writers import Writers
 from memcallback.savings.checkpointing import CheckpointOption
 from memcallback.savings.plan import Plan
-from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
-from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
     # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback
-    # of the other one's. A program uses one of them: what it has imported. If it has imported
-    # neither yet, the class is of both, as far as they are installed.
+    # of the other package. A program uses one of them: the one it has imported. If it has imported
+    # neither yet, the class derives from both, as far as they are installed.
     _names = ("lightning.pytorch", "pytorch_lightning")
     _bases = [sys.modules[name].Callback for name in _names if name in sys.modules]
     for _name in () if _bases else _names:
-        with suppress(
-            Exception
-        ):  # one of the two may be missing or broken, and the program may use the other
+        with suppress(Exception):  # one of the two may be missing or broken
             _bases.append(import_module(_name).Callback)
     if not _bases:
         raise ModuleNotFoundError(
             "MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without it."
         )
     Callback = type("Callback", tuple(_bases), {})
-#: Attributes of the recorder that a checkpoint carries on.
-_LIFETIME_PEAKS = (
-    "lifetime_peak_allocated_bytes",
-    "lifetime_peak_reserved_bytes",
-    "lifetime_peak_resident_bytes",
-)
 
 
 class MemoryCallback(Callback):
@@ -183,246 +166,205 @@ class MemoryCallback(Callback):
         oom_snapshot: bool = False,
         warnings: bool | None = None,
     ) -> None:
-        check_headroom(headroom)
         if batch_size is not None and fit_batch_size:
             raise ValueError(
-                f"batch_size={batch_size} says how many samples a batch has, and fit_batch_size=True is to find that out. Leave one of the two out."
+                f"batch_size={batch_size} is the number of samples in a batch, and "
+                "fit_batch_size=True is to find it. Leave one of the two out."
             )
-        self._batch_size = (
-            None if batch_size is None else whole_number("batch_size", batch_size, INFERRED)
+        self._settings = MonitorSettings(
+            owner="MemoryCallback",
+            without_prediction=LEAVES_OUT_PREDICTION,
+            target=None if device is None else resolve(device, needs_capacity=True),
+            headroom=headroom,
+            batch_size=batch_size,
+            predict=predict,
+            warnings=warnings,
+            oom_snapshot=oom_snapshot,
         )
-        self._planned = None if device is None else resolve(device, needs_capacity=True)
-        self._capacity_bytes = self._planned.capacity_bytes if self._planned else None
-        self._headroom = headroom
-        self._predicts = predict
-        self._whole: UnshardedModule | None = None
-        self._tries_savings = what_if
+        self._compares_savings = what_if
         self._per_module = per_module
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
-        self._records_history = oom_snapshot
-        self._watches_health = warnings
-        self._history: AllocatorHistory | None = None
-        self.fitted: FittedBatchSize | None = None
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
-        self.recorder: MemoryRecorder | None = None
-        self.plan: Plan | None = None
+        self._unsharded: UnshardedModule | None = None
         self._restored_peaks: dict[str, int | None] = {}
-        self._start_anew()
+        self.fitted: FittedBatchSize | None = None
+        self.recorder: MemoryRecorder | None = None
+        self._reset()
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """As in the attributes above."""
-        return self._journal.prediction if self._journal else None
+        """The prediction of the current or last fit; None if there is none."""
+        return self._monitor.prediction if self._monitor else None
 
     @property
     def report(self) -> Report | None:
-        """As in the attributes above."""
-        return self._journal.report if self._journal else None
+        """The last report; None before the first."""
+        return self._monitor.report if self._monitor else None
 
-    def _start_anew(self) -> None:
-        self._journal: Monitor | None = None
-        self._without_savings: Prediction | None = None
-        self.plan = None
+    def _reset(self) -> None:
+        """Forget the fit before."""
+        self._monitor: Monitor | None = None
+        self._savings.prediction_without = None
+        self.plan: Plan | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
-        self._sinks: Writers | None = None
         self._hooks: list[Any] = []
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
 
-    # When something begins and ends.
+    # The beginning of a fit.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Set the Trainer's accumulation and precision, before it sets itself up."""
         if stage == "fit":
-            self._savings.setup(trainer, pl_module, say_beside(pl_module))
-            self._whole = whole_before(trainer, pl_module) if self._predicts else None
+            self._savings.setup(trainer, pl_module, print_beside(pl_module))
+            if self._settings.predict:
+                self._unsharded = copy_unsharded(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Checkpoint the module, which is whole now; with that find its batch size, if that is
-        wanted. An earlier fit's errors are past.
+        """Checkpoint the module, which has all its layers now; then find its batch size, if that
+        was asked for.
         """
         self._savings.checkpoint(pl_module)
-        self._is_broken = False
+        self._is_broken = False  # whatever failed in an earlier fit
         if self._fits_batch_size:
             self._fit_batch_size(trainer, pl_module)
+
+    def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        self.fitted = None
+        settings = FitSettings(
+            capacity_bytes=self._settings.capacity_bytes, headroom=self._settings.headroom
+        )
+        try:
+            self.fitted = fit_in_place(trainer, pl_module, settings, print_beside(pl_module))
+        except Exception as error:  # also the step's own, which training will meet again
+            warn_and_go_on(
+                "No batch size was found, and training goes on with the size as it is. "
+                f"{type(error).__name__}: {error}"
+            )
+        if self.fitted is not None:
+            print_beside(pl_module)(self.fitted.to_text())
 
     @fail_safe
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin recording; sanity validation is over."""
         self._release()
-        self._start_anew()
+        self._reset()
         device = trainer.strategy.root_device
         optimizers = [
             optimizer
             for optimizer in trainer.optimizers
             if isinstance(optimizer, torch.optim.Optimizer)
         ]
+        profilers = {kind.__name__ for kind in type(trainer.profiler).__mro__}
         self.recorder = MemoryRecorder(
             pl_module,
             optimizers,
             device=device,
-            # A CPU is read at the logging interval; elsewhere the split by category, which walks
-            # the model, needs no such frequency.
-            sample_every_n_steps=sys.maxsize if device.type == "cpu" else 50,
+            sample_every_n_steps=sample_interval(device),
             reset_peaks=self._reset_peaks,
             per_module=self._per_module,
-            use_profiler=not any(
-                kind.__name__ == "PyTorchProfiler" for kind in type(trainer.profiler).__mro__
-            ),
+            use_profiler="PyTorchProfiler" not in profilers,
         )
-        for name in _LIFETIME_PEAKS:
-            setattr(self.recorder, name, self._restored_peaks.get(name))
+        self.recorder.history.load_peaks(self._restored_peaks)
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
         for optimizer in optimizers:
-            self._hooks.append(
-                optimizer.register_step_pre_hook(
-                    lambda *_: self._on_update_start(is_manual) if is_manual else None
+            if is_manual:
+                self._hooks.append(
+                    optimizer.register_step_pre_hook(lambda *_: self._on_update_start(is_manual))
                 )
-            )
             self._hooks.append(
                 optimizer.register_step_post_hook(lambda *_: self._on_update_end(is_manual))
             )
-        if trainer.is_global_zero:
-            own = None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
-            self._sinks = Writers(trainer.loggers, own)
-        self._journal = Monitor(
+        self._monitor = Monitor(
             self.recorder,
-            self._sinks,
-            say_beside(pl_module),
-            planned=self._planned,
-            headroom=self._headroom,
-            completed=lambda report: self._completed(report, trainer.accumulate_grad_batches),
-            exchange=RankExchange.of_job(),
+            self._settings,
+            print_fn=print_beside(pl_module),
+            folder=_folder_of(trainer),
+            is_main=trainer.is_global_zero,
+            loggers=trainer.loggers,
+            progress=lambda: progress_of(trainer),
+            complete=lambda report: self._complete(report, trainer.accumulate_grad_batches),
         )
-        warn_of_devices(pl_module, device)
-        if self._watches_health or (self._watches_health is None and device.type != "cpu"):
-            self._journal.watch_health(
-                [pl_module], optimizers, progress=lambda: progress_of(trainer)
-            )
-        if self._records_history and device.type == "cuda":
-            self._history = AllocatorHistory(device)
+
+    def _complete(self, report: Report, accumulate: int) -> Report:
+        assert self.recorder is not None
+        batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
+        return self._savings.complete(report, batch_size, accumulate)
+
+    def _begin(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        """Predict the first step, with and without savings."""
+        assert self.recorder is not None
+        assert self._monitor is not None
+        monitor, device = self._monitor, self.recorder.meter.device
+        make_step = self._maker_of_step(trainer, pl_module, batch)
+        monitor.begin(make_step, model=pl_module, batch=batch)
+        if isinstance(monitor.prediction, Prediction):
+            self._savings.predict_without(make_step, device)
+        if not self._compares_savings:
+            return
+        self.plan = compare_savings(
+            make_step,
+            device=device,
+            capacity_bytes=self._settings.capacity_bytes,
+            headroom=self._settings.headroom,
+            print_fn=print_beside(pl_module),
+        )
+        if self.plan is not None and monitor.writers is not None:
+            number = step_number(trainer)
+            print_beside(pl_module)(self.plan.to_text())
+            monitor.writers.log_text(WHAT_IF_TAG, self.plan.to_markdown(), number)
+            monitor.writers.log_image(WHAT_IF_IMAGE_TAG, number, what_if_bars, self.plan)
+
+    def _maker_of_step(
+        self, trainer: Any, pl_module: Any, batch: Any
+    ) -> Callable[[], TrainingStep]:
+        size = self._settings.batch_size
+        return lambda: step_of(trainer, pl_module, batch, size, self._unsharded)
+
+    # Phases of a step.
 
     @fail_safe
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step begins with its forward pass; before the first one comes the prediction."""
-        if self.recorder is None or self._journal is None:
+        """Begin a step with its forward pass; predict before the first one."""
+        if self.recorder is None or self._monitor is None:
             return
         if not self._has_seen_batch:
             self._has_seen_batch = True
-            warn_of_batch(batch, self._batch_size, "MemoryCallback")
-            self._journal.begin(
-                self._predict(trainer, pl_module, batch) if self._predicts else None
-            )
-            if self._tries_savings:
-                self._try_savings(trainer, pl_module, batch)
+            self._begin(trainer, pl_module, batch)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
         self.recorder.begin_step(
-            batch, batch_size=self._batch_size, sample=is_logging_step(trainer)
+            batch, batch_size=self._settings.batch_size, sample=is_logging_step(trainer)
         )
         self.recorder.open_phase(Phase.FORWARD)
 
     @fail_safe
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Under automatic optimization the forward pass is over."""
+        """End the forward pass, under automatic optimization."""
         if self.recorder:
             end_forward(self.recorder)
 
     @fail_safe
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """The backward pass begins."""
+        """Begin the backward pass."""
         if self.recorder:
             begin_backward(self.recorder)
 
     @fail_safe
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """The backward pass is over; by hand, another forward pass may follow."""
+        """End the backward pass; under manual optimization another forward pass may follow."""
         if self.recorder:
             end_backward(self.recorder, is_manual=not pl_module.automatic_optimization)
 
     @fail_safe
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The optimizer step begins, gradient clipping included."""
+        """Begin the optimizer step, gradient clipping included."""
         self._on_update_start(not pl_module.automatic_optimization)
-
-    @fail_safe
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """The step is over, the optimizer's too if the update was skipped."""
-        if self.recorder is None:
-            return
-        if not pl_module.automatic_optimization:
-            end_manual_step(self.recorder)
-        record = self.recorder.end_step()
-        if record is not None:
-            self._publish(trainer, pl_module, record, batch)
-
-    @fail_safe
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """A step that did not run does not reach into validation."""
-        if self.recorder:
-            self.recorder.drop_step()
-
-    @fail_safe
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The last report."""
-        self._finish(trainer)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training has failed: say where memory ran out, undo the savings, keep what was recorded
-        of the step, and report.
-        """
-        if out_of_memory_in(exception, is_memory_short=True) is not None:
-            with suppress(
-                Exception
-            ):  # of the state that a full device is in; the error itself goes on
-                self._explain(trainer, pl_module, exception)
-        self._on_failure(trainer, pl_module, exception)
-        self._savings.undo()
-
-    @fail_safe
-    def _on_failure(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self.recorder is None or not self._is_running:
-            return
-        record = self.recorder.end_step(is_interrupted=True)
-        if record is not None and self._journal is not None:
-            self._journal.notes = (
-                *self._journal.notes,
-                f"The last step ended with {type(exception).__name__}.",
-            )
-        self._finish(trainer)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Undo the savings, and take back the hooks on the optimizers."""
-        self._savings.undo()
-        self._tear_down()
-
-    @fail_safe
-    def _tear_down(self) -> None:
-        self._release()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The peaks over the life of the training, and the state of a GradScaler of ours."""
-        peaks = (
-            self._restored_peaks
-            if self.recorder is None
-            else {name: getattr(self.recorder, name) for name in _LIFETIME_PEAKS}
-        )
-        amp = self._savings.state_dict()
-        return {**peaks, "amp": amp} if amp else dict(peaks)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's peaks and GradScaler."""
-        self._restored_peaks = {name: state_dict.get(name) for name in _LIFETIME_PEAKS}
-        self._savings.load_state_dict(state_dict.get("amp", {}))
-
-    # What happens then.
 
     @fail_safe
     def _on_update_start(self, is_manual: bool) -> None:
@@ -439,127 +381,121 @@ class MemoryCallback(Callback):
             # Before other callbacks' on_train_batch_end, in which a user's own profiler may start.
             self.recorder.end_reading()
 
-    def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        self.fitted = None
-        settings = FitSettings(capacity_bytes=self._capacity_bytes, headroom=self._headroom)
-        try:
-            self.fitted = fit_in_place(trainer, pl_module, settings, say_beside(pl_module))
-        except Exception as error:  # also the step's own, which training will meet again
-            warn_and_go_on(
-                f"No batch size was found, and training goes on with the size as it is. {type(error).__name__}: {error}"
-            )
-        if self.fitted is not None:
-            say_beside(pl_module)(self.fitted.to_text())
-
-    def _predict(self, trainer: Any, pl_module: Any, batch: Any) -> StepPrediction | None:
-        assert self.recorder is not None
-        if self._batch_size is None and infer_batch_size(batch).batch_size is None:
-            return None
-        make_step, meter = self._maker_of_step(trainer, pl_module, batch), self.recorder.meter
-        prediction = predict_or_warn(
-            make_step,
-            device=meter.device,
-            device_name=meter.device_name,
-            capacity_bytes=self._capacity_bytes,
-            say=say_beside(pl_module),
-            without=LEAVES_OUT_PREDICTION,
-        )
-        if isinstance(prediction, Prediction):
-            self._without_savings = forecast_without(self._savings, make_step, meter.device)
-        return prediction
-
-    def _maker_of_step(
-        self, trainer: Any, pl_module: Any, batch: Any
-    ) -> Callable[[], TrainingStep]:
-        return lambda: step_of(trainer, pl_module, batch, self._batch_size, self._whole)
-
-    def _try_savings(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        assert self.recorder is not None
-        self.plan = plan_for(
-            self._maker_of_step(trainer, pl_module, batch),
-            device=self.recorder.meter.device,
-            capacity_bytes=self._capacity_bytes,
-            headroom=self._headroom,
-            say=say_beside(pl_module),
-        )
-        if self.plan is None or self._sinks is None:
+    @fail_safe
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the step, and its optimizer step too if the update was skipped."""
+        if self.recorder is None or self._monitor is None:
             return
-        say_beside(pl_module)(self.plan.to_text())
-        self._sinks.log_text(WHAT_IF_TAG, self.plan.to_markdown(), step_number(trainer))
-        self._sinks.log_image(WHAT_IF_IMAGE_TAG, step_number(trainer), what_if_bars, self.plan)
+        is_manual = not pl_module.automatic_optimization
+        if is_manual:
+            end_manual_step(self.recorder)
+        record = self.recorder.end_step()
+        if record is not None:
+            self._monitor.on_step(
+                record,
+                step_number(trainer),
+                is_due=is_logging_step(trainer),
+                is_window_complete=is_manual or Phase.OPTIMIZER_STEP in record.phases,
+                batch=batch,
+            )
 
-    def _completed(self, report: Report, accumulate: int) -> Report:
-        """A report with what the savings change, and what they save."""
-        assert self.recorder is not None
-        batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
-        report = replace(
-            report, notes=(*report.notes, *self._savings.notes(batch_size, accumulate))
-        )
-        if self._without_savings is not None and report.prediction is not None:
-            with suppress(
-                ValueError
-            ):  # the trace may know one batch size alone, which the report's caveats say
-                return replace(
-                    report,
-                    without_savings=self._without_savings.at(
-                        report.prediction.batch_size * accumulate
-                    ),
-                )
-        return report
+    @fail_safe
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Drop a step that did not run, so that it does not reach into validation."""
+        if self.recorder:
+            self.recorder.drop_step()
+
+    # The end of a fit.
+
+    @fail_safe
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the last report."""
+        self._finish(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Explain an out-of-memory error, keep what was recorded of the step, report, and undo the
+        savings.
+        """
+        with suppress(Exception):  # a full device can fail in any way; the error itself goes on
+            self._explain(trainer, pl_module, exception)
+        self._on_failure(trainer, exception)
+        self._savings.undo()
 
     def _explain(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
-        """Say where memory ran out, also outside of a fit: in validation before it, in tests."""
-        journal = self._journal if self._is_running else None
-        if journal is None:
-            recorder = MemoryRecorder(pl_module, device=trainer.strategy.root_device)
-            journal = Monitor(
-                recorder, None, say_beside(pl_module), planned=None, headroom=self._headroom
-            )
-        batch = self.recorder.open_batch if self.recorder else None
-        self.out_of_memory = journal.explain(
+        if self._is_running and self.recorder is not None and self._monitor is not None:
+            report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
+            if report is not None:
+                make_step = self._maker_of_step(trainer, pl_module, self.recorder.open_batch)
+                self._monitor.on_out_of_memory(report, make_step=make_step)
+                self.out_of_memory = self._monitor.out_of_memory
+            return
+        # Before training, in a test, in a prediction: nothing is recorded.
+        report = explain_or_warn(
             error,
-            where=stage_of(trainer),
-            folder=None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback",
-            rank=trainer.global_rank if trainer.world_size > 1 else None,
-            make_step=self._maker_of_step(trainer, pl_module, batch),
-            history=self._history,
+            lambda: OomContext(
+                device=trainer.strategy.root_device,
+                modules=[pl_module],
+                phase=stage_of(trainer),
+                rank=rank_here(),
+            ),
         )
+        if report is not None:
+            self.out_of_memory = respond(
+                report, print_fn=print_beside(pl_module), folder=_folder_of(trainer)
+            )
 
-    def _publish(self, trainer: Any, pl_module: Any, record: StepMemory, batch: Any) -> None:
-        assert self._journal is not None
-        is_window_complete = (
-            Phase.OPTIMIZER_STEP in record.phases or not pl_module.automatic_optimization
-        )
-        is_due = is_logging_step(trainer)
-        self._journal.publish(
-            record,
-            step_number(trainer),
-            is_due=is_due,
-            is_window_complete=is_window_complete,
-            batch=batch,
-        )
+    @fail_safe
+    def _on_failure(self, trainer: Any, exception: BaseException) -> None:
+        if self.recorder is None or self._monitor is None or not self._is_running:
+            return
+        if self.recorder.end_step(is_interrupted=True) is not None:
+            self._monitor.note_interruption(type(exception))
+        self._finish(trainer)
 
     def _finish(self, trainer: Any) -> None:
-        if self.recorder is None or self._journal is None:
+        if self._monitor is None:
             return
         self._is_running = False
         # Lightning has counted the last batch already.
         number = max(0, step_number(trainer) - 1)
-        self._journal.finish(
-            number, num_updates=trainer.global_step, is_short_on_purpose=trainer.fast_dev_run
-        )
+        self._monitor.finish(number, is_short_on_purpose=bool(trainer.fast_dev_run))
+        self._release()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Undo the savings, and remove the hooks on the optimizers."""
+        self._savings.undo()
+        self._tear_down()
+
+    @fail_safe
+    def _tear_down(self) -> None:
         self._release()
 
     def _release(self) -> None:
-        """Leave nothing behind on the optimizers; write out what is buffered."""
+        """Remove all hooks, and flush the writers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._history is not None:
-            self._history.close()
-            self._history = None
         if self.recorder is not None:
             self.recorder.close()
-        if self._journal is not None:
-            self._journal.close()
-        self._sinks = None
+        if self._monitor is not None:
+            self._monitor.close()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The peaks over the life of the training, and the state of our GradScaler."""
+        peaks = self.recorder.history.peaks_to_dict() if self.recorder else self._restored_peaks
+        amp = self._savings.state_dict()
+        return {**peaks, "amp": amp} if amp else dict(peaks)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the peaks and the GradScaler of a checkpoint."""
+        self._restored_peaks = {name: peak for name, peak in state_dict.items() if name != "amp"}
+        self._savings.load_state_dict(state_dict.get("amp", {}))
+
+
+def _folder_of(trainer: Any) -> Path | None:
+    """Where our own files go; None for nowhere."""
+    return None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"

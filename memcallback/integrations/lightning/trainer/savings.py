@@ -1,13 +1,24 @@
-"""Apply accumulate/amp/checkpoint to a Trainer and undo it."""
+"""Memory savings of a Trainer: applies and undoes them, and predicts what they save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import torch
+
+from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
+from memcallback.devices.local import resolve
+from memcallback.devices.memory import cpu_memory
 from memcallback.integrations.lightning.trainer.state import lightning_of
+from memcallback.prediction import predict as tracing
+from memcallback.prediction.predict_or_warn import traced
+from memcallback.prediction.prediction import Prediction
+from memcallback.report.report import Report
 from memcallback.savings.accumulation import check_accumulate
 from memcallback.savings.checkpointing import (
     Checkpointing,
@@ -16,12 +27,16 @@ from memcallback.savings.checkpointing import (
     checkpoint_option,
 )
 from memcallback.savings.mixed_precision import CountingGradScaler, check_precision
+from memcallback.savings.plan import Plan
+from memcallback.savings.what_if import what_if
 from memcallback.step.training_step import TrainingStep
 
 
 class TrainerSavings:
-    """What `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` does to a Trainer and its
-    module.
+    """Applies `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` to a Trainer and its module.
+
+    Attributes:
+        prediction_without: The prediction of the step without them; None if there is none.
     """
 
     def __init__(
@@ -30,13 +45,8 @@ class TrainerSavings:
         amp: str | None,
         checkpoint: CheckpointOption | None,
     ) -> None:
-        for number in (
-            accumulate.values()
-            if isinstance(accumulate, Mapping)
-            else ()
-            if accumulate is None
-            else (accumulate,)
-        ):
+        numbers = accumulate.values() if isinstance(accumulate, Mapping) else (accumulate,)
+        for number in numbers if accumulate is not None else ():
             check_accumulate(number)
         if amp is not None:
             check_precision(amp)
@@ -49,36 +59,25 @@ class TrainerSavings:
         self._last_state: dict[str, Any] = {}
         self._checkpointing: Checkpointing | None = None
         self._undo: list[Callable[[], None]] = []
+        self.prediction_without: Prediction | None = None
 
-    def setup(self, trainer: Any, pl_module: Any, say: Callable[[str], None]) -> None:
-        """Before the Trainer sets up its strategy: set the accumulation and the precision."""
+    def setup(self, trainer: Any, pl_module: Any, print_fn: Callable[[str], None]) -> None:
+        """Set the accumulation and the precision, before the Trainer sets up its strategy."""
         self.undo()
         self._last_state = {}
         if self._accumulate is not None:
             self._set_accumulation(trainer, pl_module, self._accumulate)
         if self._amp is not None:
-            self._set_precision(trainer, self._amp, say)
+            self._set_precision(trainer, self._amp, print_fn)
 
     def checkpoint(self, pl_module: Any) -> None:
-        """Checkpoint the module, which has all of its layers by now (`setup`, `configure_model`)."""
+        """Checkpoint the module, which now has all its layers (`setup`, `configure_model`)."""
         if self._checkpoint:
             self._checkpointing = checkpoint_option(pl_module, self._checkpoint)
             self._undo.append(self._checkpointing.undo)
 
-    @contextmanager
-    def taken_from(self, step: TrainingStep) -> Iterator[TrainingStep | None]:
-        """The Trainer's step as it would be without the savings, inside the context; None if there
-        are none.
-        """
-        changes: dict[str, Any] = {} if self._accumulate is None else {"accumulate": 1}
-        if self._amp is not None:
-            changes["precision"] = "32-true"
-        is_checkpointed = self._checkpointing is not None and bool(self._checkpointing.names)
-        with self._checkpointing.paused() if self._checkpointing is not None else nullcontext():
-            yield step.varied(**changes) if changes or is_checkpointed else None
-
     def undo(self) -> None:
-        """Leave Trainer and module as they were before `setup`; a second time nothing happens."""
+        """Restore Trainer and module as they were before `setup`; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
         if self._scaler is not None:
@@ -90,21 +89,20 @@ class TrainerSavings:
     ) -> None:
         if not pl_module.automatic_optimization:
             raise ValueError(
-                f"accumulate={accumulate} is for automatic optimization, and {type(pl_module).__name__} steps its optimizers itself. Leave it "
-                "out, and call them every so many batches in training_step."
+                f"accumulate={accumulate} is for automatic optimization, and "
+                f"{type(pl_module).__name__} steps its optimizers itself. Leave it out, and call "
+                "them every so many batches in training_step."
             )
-        scheduler_class = import_module(
-            f"{lightning_of(trainer)}.callbacks"
-        ).GradientAccumulationScheduler
-        is_scheduled = any(isinstance(callback, scheduler_class) for callback in trainer.callbacks)
-        if trainer.accumulate_grad_batches != 1 or is_scheduled:
-            has = (
-                "a GradientAccumulationScheduler"
-                if is_scheduled
-                else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-            )
+        scheduler_class = _of_lightning(trainer, "callbacks").GradientAccumulationScheduler
+        has = ""
+        if any(isinstance(callback, scheduler_class) for callback in trainer.callbacks):
+            has = "a GradientAccumulationScheduler"
+        elif trainer.accumulate_grad_batches != 1:
+            has = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        if has:
             raise ValueError(
-                f"MemoryCallback(accumulate={accumulate}) for a Trainer that has {has}. Leave one of them out."
+                f"MemoryCallback(accumulate={accumulate}) for a Trainer that has {has}. Leave one "
+                "of them out."
             )
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         if isinstance(accumulate, Mapping):
@@ -114,49 +112,118 @@ class TrainerSavings:
         else:
             trainer.accumulate_grad_batches = accumulate
 
-    def _set_precision(self, trainer: Any, precision: str, say: Callable[[str], None]) -> None:
+    def _set_precision(self, trainer: Any, precision: str, print_fn: Callable[[str], None]) -> None:
         strategy = trainer.strategy
         before = strategy.precision_plugin
         if type(before).__name__ != "Precision":
             raise ValueError(
-                f"MemoryCallback(amp={precision!r}) for a Trainer of precision {trainer.precision} ({type(before).__name__}, "
-                f"{type(strategy).__name__}). Leave it out, and give Trainer(precision=...)."
+                f"MemoryCallback(amp={precision!r}) for a Trainer of precision {trainer.precision} "
+                f"({type(before).__name__}, {type(strategy).__name__}). Leave it out, and give "
+                "Trainer(precision=...)."
             )
         device_type = strategy.root_device.type
-        self._scaler = CountingGradScaler(device_type, say=say) if precision == "16-mixed" else None
-        strategy.precision_plugin = import_module(
-            f"{lightning_of(trainer)}.plugins.precision"
-        ).MixedPrecision(precision, device_type, self._scaler)
+        if precision == "16-mixed":
+            self._scaler = CountingGradScaler(device_type, say=print_fn)
+        else:
+            self._scaler = None
+        strategy.precision_plugin = _of_lightning(trainer, "plugins.precision").MixedPrecision(
+            precision, device_type, self._scaler
+        )
         self._undo.append(lambda: setattr(strategy, "precision_plugin", before))
 
-    # What is kept and said.
-
     def state_dict(self) -> dict[str, Any]:
-        """The state of the GradScaler, which Lightning's own checkpoints have only as long as the
-        fit lasts; empty without one.
+        """The state of our GradScaler; empty without one.
+
+        Lightning's own checkpoints have it only as long as the fit lasts.
         """
         return self._last_state if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         if self._scaler is not None and state_dict:
             self._scaler.load_state_dict(state_dict)
 
-    def notes(self, batch_size: int | None, accumulate: int) -> tuple[str, ...]:
-        """What the savings are in this fit, one sentence each."""
-        said = []
-        if self._accumulate is not None:
-            of = (
-                ""
-                if batch_size is None
-                else f" of {batch_size}, so {accumulate * batch_size} samples on this device,"
+    # What they save.
+
+    def predict_without(self, make_step: Callable[[], TrainingStep], device: torch.device) -> None:
+        """Predict the Trainer's step without the savings, if there are any."""
+        try:
+            with self._removed_from(make_step()) as step:
+                if step is not None:
+                    self.prediction_without = traced(step, device, lambda _: None)
+        except Exception as error:  # a model can fail on fake tensors, and training goes on
+            warn_and_go_on(
+                "Cannot compare with and without memory savings: predicting the step without them "
+                f"failed. {reason_of(error)}"
             )
-            said.append(f"{accumulate} batches{of} make one update (accumulate).")
+
+    @contextmanager
+    def _removed_from(self, step: TrainingStep) -> Iterator[TrainingStep | None]:
+        """Give the step without the savings inside the context; None if there are none."""
+        changes: dict[str, Any] = {} if self._accumulate is None else {"accumulate": 1}
+        if self._amp is not None:
+            changes["precision"] = "32-true"
+        is_checkpointed = self._checkpointing is not None and bool(self._checkpointing.names)
+        with self._checkpointing.paused() if self._checkpointing is not None else nullcontext():
+            yield step.varied(**changes) if changes or is_checkpointed else None
+
+    def complete(self, report: Report, batch_size: int | None, accumulate: int) -> Report:
+        """Add to a report what the savings do, and the prediction without them."""
+        report = replace(report, notes=(*report.notes, *self._notes(batch_size, accumulate)))
+        if self.prediction_without is not None and report.prediction is not None:
+            num_samples = report.prediction.batch_size * accumulate
+            with suppress(ValueError):  # a trace at one batch size alone; a caveat says so
+                return replace(report, without_savings=self.prediction_without.at(num_samples))
+        return report
+
+    def _notes(self, batch_size: int | None, accumulate: int) -> Iterator[str]:
+        if self._accumulate is not None:
+            size = ""
+            if batch_size is not None:
+                num_samples = accumulate * batch_size
+                size = f" of {batch_size}, so {num_samples} samples on this device,"
+            yield f"{accumulate} batches{size} make one update (accumulate)."
         if self._scaler is not None:
-            said.append(
-                f"{self._scaler.num_skipped_steps} of {self._scaler.num_steps} steps were skipped for gradients with inf or nan (amp)."
+            yield (
+                f"{self._scaler.num_skipped_steps} of {self._scaler.num_steps} steps were skipped "
+                "for gradients with inf or nan (amp)."
             )
         if self._checkpointing is not None and self._checkpointing.names:
             names = ", ".join(name or "(root module)" for name in self._checkpointing.names)
-            said.append(f"Computed again in the backward pass: {names} (checkpoint).")
-        return tuple(said)
+            yield f"Recomputed in the backward pass: {names} (checkpoint)."
+
+
+def compare_savings(
+    make_step: Callable[[], TrainingStep],
+    *,
+    device: torch.device,
+    capacity_bytes: int | None,
+    headroom: float,
+    print_fn: Callable[[str], None],
+) -> Plan | None:
+    """Predict a Trainer's step with each saving; None, with a warning, if that fails."""
+    try:
+        spec: Device | torch.device = device
+        if device.type == "cpu":
+            host_bytes = cpu_memory().capacity_bytes if capacity_bytes is None else capacity_bytes
+            spec = HostSpec(capacity_bytes=host_bytes)
+        elif capacity_bytes is not None:
+            here = resolve(device)
+            assert isinstance(here, DeviceSpec)
+            # What others use of the device does not count against a capacity that was given.
+            spec = replace(here, capacity_bytes=capacity_bytes, local_index=None)
+        progress = tracing.report_progress(
+            lambda part: print_fn(f"Trying savings before the first step: {part}."), of="savings"
+        )
+        return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
+    except Exception as error:  # a model can fail on fake tensors, and training goes on
+        warn_and_go_on(
+            f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves "
+            "them out."
+        )
+        return None
+
+
+def _of_lightning(trainer: Any, module: str) -> Any:
+    """A module of the package of the Trainer: the classes of the two packages are unrelated."""
+    return import_module(f"{lightning_of(trainer)}.{module}")

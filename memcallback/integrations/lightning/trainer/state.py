@@ -1,4 +1,4 @@
-"""Read a Trainer: progress, stage, logging step, package."""
+"""Reads a Trainer: its stage, progress, logging step and package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from memcallback.core.document import for_console
 from memcallback.diagnose.health.growth import Progress
 
-#: What Lightning calls a stage, in words.
+#: Lightning's stages in words.
 _STAGES = {
     "train": "training, between steps",
     "validate": "validation",
@@ -20,12 +20,12 @@ _STAGES = {
 
 
 def stage_of(trainer: Any) -> str:
-    """What goes on outside of training steps, in words; empty if nothing does."""
+    """What runs outside of training steps, in words; empty if nothing does."""
     return _STAGES.get(getattr(trainer.state.stage, "value", ""), "")
 
 
 def progress_of(trainer: Any) -> Progress:
-    """How far a fit is, in batches."""
+    """The progress of a fit, in batches."""
     in_epoch = trainer.num_training_batches
     if in_epoch == float("inf"):
         return Progress()
@@ -57,13 +57,13 @@ def is_logging_step(trainer: Any) -> bool:
     return interval > 0 and (step_number(trainer) + 1) % interval == 0
 
 
-def say_beside(pl_module: Any) -> Callable[[str], None]:
-    """What prints a text beside the progress bar, on rank zero."""
+def print_beside(pl_module: Any) -> Callable[[str], None]:
+    """A print function that leaves the progress bar intact, on rank zero."""
     return lambda text: pl_module.print(for_console(text))
 
 
 def lightning_of(trainer: Any) -> str:
-    """The package that a Trainer is of: `lightning.pytorch` or `pytorch_lightning`."""
+    """The package of a Trainer: `lightning.pytorch` or `pytorch_lightning`."""
     for kind in type(trainer).__mro__:
         for name in ("lightning.pytorch", "pytorch_lightning"):
             if kind.__module__.startswith(f"{name}."):
@@ -72,16 +72,13 @@ def lightning_of(trainer: Any) -> str:
 
 
 def as_callback(trainer: Any, own: type) -> type:
-    """A class of ours as a callback of the package that a Trainer is of, which may refuse those of
-    the other one.
-    """
-    return type(
-        own.__name__, (own, import_module(f"{lightning_of(trainer)}.callbacks").Callback), {}
-    )
+    """Derive a class of ours from the Callback of the Trainer's package, which may refuse others."""
+    base = import_module(f"{lightning_of(trainer)}.callbacks").Callback
+    return type(own.__name__, (own, base), {})
 
 
 def quiet_logger(trainer: Any, folder: str) -> Any:
-    """A logger that logs nothing; its folder is one that is removed."""
+    """A logger that logs nothing, with a temporary folder."""
     base = import_module(f"{lightning_of(trainer)}.loggers.logger").DummyLogger
-    places = dict.fromkeys(("save_dir", "log_dir", "root_dir"), property(lambda self: folder))
-    return type("QuietLogger", (base,), places)()
+    folders = dict.fromkeys(("save_dir", "log_dir", "root_dir"), property(lambda self: folder))
+    return type("QuietLogger", (base,), folders)()

@@ -1,78 +1,37 @@
-"""A Trainer's step as a TrainingStep; predictions with and without savings."""
+"""A Trainer's step as a TrainingStep, with the ranks and the unsharded module of its strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.core.errors import reason_of, warn_and_go_on
-from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
-from memcallback.devices.local import resolve
-from memcallback.devices.memory import cpu_memory
-from memcallback.integrations.lightning.trainer.savings import TrainerSavings
-from memcallback.integrations.lightning.trainer.strategies import UnshardedModule, ranks_within
-from memcallback.prediction import predict as tracing
-from memcallback.prediction.predict_or_warn import traced
-from memcallback.prediction.prediction import Prediction
-from memcallback.savings.plan import Plan
-from memcallback.savings.what_if import what_if
+from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.model import is_sharded
+from memcallback.step.ranks import Ranks, in_ddp, ranks_of
 from memcallback.step.training_step import TrainingStep
 
-#: How a person leaves the prediction of a Trainer's step out.
+#: How to leave the prediction of a Trainer's step out.
 LEAVES_OUT_PREDICTION = "MemoryCallback(predict=False)"
 
 
-def forecast_without(
-    savings: TrainerSavings, make_step: Callable[[], TrainingStep], device: torch.device
-) -> Prediction | None:
-    """Predict the step of a Trainer as it would be without the savings of the callback, to say what
-    they save.
+@dataclass(frozen=True, kw_only=True)
+class UnshardedModule:
+    """The module before a strategy has sharded it, so that the step can be traced.
+
+    Attributes:
+        module: A copy of the module on fake tensors, not sharded.
+        ranks: The job, with the function that shards a module as the strategy does.
     """
-    try:
-        with savings.taken_from(make_step()) as step:
-            return None if step is None else traced(step, device, lambda _: None)
-    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
-        warn_and_go_on(
-            f"What the savings save is not told: the step without them cannot be predicted. {reason_of(error)}"
-        )
-        return None
 
-
-def plan_for(
-    make_step: Callable[[], TrainingStep],
-    *,
-    device: torch.device,
-    capacity_bytes: int | None,
-    headroom: float,
-    say: Callable[[str], None],
-) -> Plan | None:
-    """What savings would buy in the step of a Trainer."""
-    try:
-        spec: Device | torch.device = device
-        if device.type == "cpu":
-            spec = HostSpec(
-                capacity_bytes=cpu_memory().capacity_bytes
-                if capacity_bytes is None
-                else capacity_bytes
-            )
-        elif capacity_bytes is not None:
-            here = resolve(device)
-            assert isinstance(here, DeviceSpec)
-            # What others use of the device does not count against a capacity that was given.
-            spec = replace(here, capacity_bytes=capacity_bytes, local_index=None)
-        progress = tracing.report_progress(
-            lambda part: say(f"Trying savings before the first step: {part}."), of="savings"
-        )
-        return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
-    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
-        warn_and_go_on(
-            f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves them out."
-        )
-        return None
+    module: Any
+    ranks: Ranks
 
 
 def step_of(
@@ -80,13 +39,13 @@ def step_of(
     pl_module: Any,
     batch: object,
     batch_size: int | None,
-    whole: UnshardedModule | None = None,
+    unsharded: UnshardedModule | None = None,
 ) -> TrainingStep:
-    """The step that a Trainer is about to run."""
-    if whole is None and is_sharded(trainer.model):
-        # Somebody else sharded it; there is no step of the whole.
+    """The step that a Trainer is about to run, with the Trainer's settings."""
+    if unsharded is None and is_sharded(trainer.model):
+        # The user has sharded it, and this step cannot be predicted.
         return TrainingStep(trainer.model, batch, batch_size=batch_size)
-    # Lightning does not clip at 0 or below; "norm" is what it takes if no algorithm is named.
+    # Lightning does not clip at 0 or below; its default algorithm is "norm".
     clip = (
         trainer.gradient_clip_val
         if trainer.gradient_clip_val and trainer.gradient_clip_val > 0
@@ -94,13 +53,109 @@ def step_of(
     )
     is_by_value = trainer.gradient_clip_algorithm == "value"
     return TrainingStep.from_lightning(
-        pl_module if whole is None else whole.module,
+        pl_module if unsharded is None else unsharded.module,
         batch,
-        optimizer=trainer.optimizers if whole is None else None,
+        optimizer=trainer.optimizers if unsharded is None else None,
         precision=trainer.precision,
         batch_size=batch_size,
         accumulate=trainer.accumulate_grad_batches,
         clip_grad_norm=None if is_by_value else clip,
         clip_grad_value=clip if is_by_value else None,
-        ranks=ranks_within(trainer) if whole is None else whole.ranks,
+        ranks=ranks_within(trainer) if unsharded is None else unsharded.ranks,
     )
+
+
+def copy_unsharded(trainer: Any, pl_module: Any) -> UnshardedModule | None:
+    """Copy a module that is about to be sharded onto fake tensors; None if it is not, or, with a
+    warning, if it cannot be copied.
+    """
+    strategy = trainer.strategy
+    names = (kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _STRATEGIES)
+    name = next(names, None)
+    if name is None:
+        return None
+    mesh = getattr(strategy, "device_mesh", None)
+    dimensions = (
+        dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)) if mesh is not None else None
+    )
+    try:
+        with untouched_globals():
+            module = fake_copy(pl_module, FakeTensorMode(allow_non_fake_inputs=True))
+    except Exception as error:  # a user's module can refuse in any way, and training goes on
+        warn_and_go_on(
+            "The sharded step will not be predicted: the module cannot be copied before it is "
+            f"sharded. {reason_of(error)}"
+        )
+        return None
+    return UnshardedModule(
+        module=module,
+        ranks=Ranks(
+            trainer.world_size,
+            _STRATEGIES[name](strategy),
+            rank=trainer.global_rank,
+            mesh=dimensions,
+        ),
+    )
+
+
+def ranks_within(trainer: Any) -> Ranks | None:
+    """The ranks of a Trainer with DistributedDataParallel; None for another strategy."""
+    ranks = ranks_of(trainer.model)
+    return None if ranks is None else Ranks(ranks.world_size, ddp, rank=ranks.rank, **ranks.options)
+
+
+def ddp(model: Any, mesh: Any, **options: Any) -> Any:
+    """Wrap a module as `DDPStrategy._setup_model` does."""
+    # In a stream of its own, so the first buckets belong to that stream.
+    model.to(mesh.device_type)
+    with torch.cuda.stream(torch.cuda.Stream()) if mesh.device_type == "cuda" else nullcontext():
+        return in_ddp(model, mesh, **options)
+
+
+def _fsdp(strategy: Any) -> Callable[..., Any]:
+    """Wrap a module as `FSDPStrategy._setup_model` does."""
+    options = {
+        name: value
+        for name, value in strategy.kwargs.items()
+        if name not in ("process_group", "device_mesh")
+    }
+    helpers = import_module(
+        next(kind.__module__ for kind in type(strategy).__mro__ if kind.__name__ == "FSDPStrategy")
+    )
+
+    def fsdp(model: Any, mesh: Any) -> Any:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        wrapped = FullyShardedDataParallel(
+            module=model,
+            cpu_offload=strategy.cpu_offload,
+            mixed_precision=strategy.mixed_precision_config,
+            sharding_strategy=strategy.sharding_strategy,
+            device_id=torch.cuda.current_device() if mesh.device_type == "cuda" else None,
+            **options,
+        )
+        helpers._setup_activation_checkpointing(wrapped, strategy._activation_checkpointing_kwargs)
+        return wrapped
+
+    return fsdp
+
+
+def _model_parallel(strategy: Any) -> Callable[..., Any]:
+    """Set up a module as `ModelParallelStrategy.setup` does: `configure_model` shards it, then the
+    rest is moved to the device.
+    """
+
+    def model_parallel(model: Any, mesh: Any) -> None:
+        model._device_mesh = mesh
+        model.configure_model()
+        if any(parameter.is_meta for parameter in model.parameters()):
+            model.to_empty(device=mesh.device_type)
+        model.to(mesh.device_type)
+
+    return model_parallel
+
+
+_STRATEGIES: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "FSDPStrategy": _fsdp,
+    "ModelParallelStrategy": _model_parallel,
+}
