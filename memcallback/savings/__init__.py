@@ -2,5 +2,5 @@
 (`what_if`).
 
 May import `core`, `devices`, `step`, `prediction` and `batch_size`. A new saving is applied in a
-module of its own and compared as a candidate in `candidates`. Start with `planner`.
+module of its own and compared as a candidate in `candidates`. Start with `what_if`.
 """

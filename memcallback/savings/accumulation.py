@@ -1,4 +1,4 @@
-"""accumulate(): gradient accumulation."""
+"""accumulate(): gradient accumulation for a plain loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def accumulate(
     """Gradient accumulation for a plain loop: the gradients of a large batch with the memory of a
     small one.
 
-    Several micro-batches make a window, and each window ends with one update. The gradients are
-    those of one batch with all samples of the window, to rounding, if the loss is a mean over
-    samples and no layer mixes them (batch norm sees micro-batches): each micro-batch counts by its
-    samples, and the last window by those that are left for it. A learning-rate scheduler belongs
-    after an update, of which an epoch has one for each window.
+    Several micro-batches make a window, and each window ends with one update. If the loss is a mean
+    over samples and no layer mixes samples (batch norm sees micro-batches), the gradients are those
+    of one batch with all samples of the window, up to rounding: each micro-batch is weighted by its
+    number of samples, and the last window may be smaller. Step a learning-rate scheduler after each
+    update, which is once a window.
 
         accumulation = mc.accumulate(4, model, optimizer)
         for batch in accumulation.over(loader):
@@ -39,14 +39,18 @@ def accumulate(
             if accumulation.step(clip_grad_norm=1.0):
                 scheduler.step()
 
-    Under DistributedDataParallel ranks exchange gradients once a window (`no_sync` before), and
-    each micro-batch counts the same, as each rank does there.
+    Under DistributedDataParallel ranks exchange gradients once a window (`no_sync` until then), and
+    micro-batches have equal weights, as ranks have there.
 
     Args:
         num_batches: Micro-batches in a window, at least 1.
-        model: The model, as it is called: wrapped by DistributedDataParallel if it is.
+        model: The model that the loop calls, with its DistributedDataParallel wrapper if it has
+            one.
         optimizer: The optimizer, or several, updated together.
         amp: Mixed precision, which then scales the loss and makes the update.
+
+    Returns:
+        The accumulation, which follows the loop through its windows.
 
     Raises:
         ValueError: If `num_batches` is below 1.
@@ -57,16 +61,16 @@ def accumulate(
 
 
 def check_accumulate(num_batches: object) -> None:
-    """See that a number of micro-batches is one."""
+    """Check a number of micro-batches."""
     if not isinstance(num_batches, int) or isinstance(num_batches, bool) or num_batches < 1:
         raise ValueError(
-            f"accumulate must be a whole number of at least 1, got {num_batches!r}. It is how many batches there are for one update: 1 for an "
-            "update after each."
+            f"accumulate must be a whole number of at least 1, got {num_batches!r}. "
+            "It is the number of batches for one update: 1 updates after each."
         )
 
 
 class Accumulation:
-    """What `accumulate` gives: it knows where in a window the loop is.
+    """Follows a loop through windows of micro-batches; made by `accumulate`.
 
     Attributes:
         num_batches: Micro-batches in a window.
@@ -91,11 +95,19 @@ class Accumulation:
     def over(
         self, loader: Iterable[Batch], *, num_samples: Callable[[Batch], int] | None = None
     ) -> Iterator[Batch]:
-        """The batches of an epoch, for a `for` loop in which each has its `backward` and its
-        `step`.
+        """The batches of an epoch; call `backward` and `step` for each.
 
-        Gradients are cleared before the first micro-batch of a window. From a loader without a
-        length one batch is taken ahead, to know which is the last.
+        Gradients are cleared before the first micro-batch of a window. If the loader has no length,
+        one batch is loaded ahead to know which is the last.
+
+        Args:
+            loader: The batches.
+            num_samples: Counts the samples of a batch, or its tokens; inferred by default.
+
+        Raises:
+            ValueError: If `num_samples` is given on several ranks, or returns less than 1.
+            RuntimeError: If `step` was not called when an update was due, or the loader's length
+                is wrong.
         """
         has_ranks = (
             torch.distributed.is_available()
@@ -104,14 +116,16 @@ class Accumulation:
         )
         if num_samples is not None and has_ranks:
             raise ValueError(
-                "num_samples cannot be given on several ranks: DistributedDataParallel counts every rank the same. Leave it out."
+                "num_samples cannot be given on several ranks: DistributedDataParallel gives every "
+                "rank the same weight. Leave it out."
             )
         length = _length(loader)
         for position, (batch, is_last) in enumerate(_until_last(loader, length)):
-            samples = 1 if has_ranks else (num_samples or _inferred)(batch)
+            samples = 1 if has_ranks else (num_samples or _inferred_samples)(batch)
             if samples < 1:
                 raise ValueError(
-                    f"num_samples gave {samples} for batch {position}: it must be at least 1. Leave such batches out of the loader."
+                    f"num_samples returned {samples} for batch {position}: it must be at least 1. "
+                    "Leave such batches out of the loader."
                 )
             if position % self.num_batches == 0:
                 num_left = (
@@ -125,7 +139,8 @@ class Accumulation:
                 yield batch
             if self._is_update_due:
                 raise RuntimeError(
-                    f"After batch {position} an update was due and step() was not called. Call it for each batch, one that is left out too."
+                    f"After batch {position} an update was due and step() was not called. "
+                    "Call it for each batch, also for one that you skip."
                 )
 
     def _begin_window(self, expected_samples: int) -> None:
@@ -139,7 +154,7 @@ class Accumulation:
         return context
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of this micro-batch's share of the window."""
+        """Run the backward pass of the loss, weighted by this micro-batch's share of the window."""
         share = loss / (self._expected_samples / self._num_samples)
         if self._amp is None:
             share.backward()
@@ -149,8 +164,14 @@ class Accumulation:
     def step(
         self, *, clip_grad_norm: float | None = None, clip_grad_value: float | None = None
     ) -> bool:
-        """At the end of a window unscale and clip the gradients and update the weights; else
-        nothing.
+        """At the end of a window, unscale and clip the gradients and update the weights.
+
+        Args:
+            clip_grad_norm: The largest norm of all gradients together; None for no limit.
+            clip_grad_value: The largest absolute value of a gradient; None for no limit.
+
+        Returns:
+            Whether the weights were updated.
         """
         if not self._is_update_due:
             return False
@@ -169,8 +190,9 @@ class Accumulation:
         return True
 
     def _rescale(self, factor: float) -> None:
-        """The window came out with other samples than expected: a smaller last batch, or a loader
-        without a length.
+        """Correct the gradients of a window with another number of samples than expected.
+
+        It is that of a smaller last batch, or of a loader without a length.
         """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         for parameter in dict.fromkeys(
@@ -180,7 +202,7 @@ class Accumulation:
                 parameter.grad.mul_(factor)
 
 
-def _inferred(batch: object) -> int:
+def _inferred_samples(batch: object) -> int:
     return infer_batch_size(batch).batch_size or 1
 
 
@@ -204,6 +226,7 @@ def _until_last(loader: Iterable[Batch], length: int | None) -> Iterator[tuple[B
         yield batch, num_batches == length
     if num_batches != length:
         raise RuntimeError(
-            f"The loader has a length of {length} and gave {'more' if num_batches > length else num_batches} batches, so the last window was "
-            "not what it was taken for. Mend its __len__, or hide it: over(batch for batch in loader)."
+            f"The loader has a length of {length} and gave "
+            f"{'more' if num_batches > length else num_batches} batches, so the last window was "
+            "weighted wrongly. Correct its __len__, or hide it: over(batch for batch in loader)."
         )

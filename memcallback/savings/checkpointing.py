@@ -1,4 +1,4 @@
-"""checkpoint(): activation checkpointing, undoable."""
+"""checkpoint(): activation checkpointing of a model in place, which can be undone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from memcallback.step.model import (
     segment_starts,
 )
 
-#: What `checkpoint=` may be: True for whatever is found, or what is to be: a name, several, or
-#: numbers of segments by name.
+#: `checkpoint=` of `MemoryCallback`: True for the layers that `checkpoint` finds, or a name of a
+#: module, several names, or numbers of segments by name.
 CheckpointOption = bool | str | Sequence[str] | Mapping[str, int]
 
 
@@ -33,77 +33,79 @@ def checkpoint(
     name: str | Sequence[str] | Mapping[str, int] | None = None,
     segments: int | None = None,
 ) -> Checkpointing:
-    """Checkpoint parts of a model in place: less memory for saved tensors, against a second forward
-    pass of these parts.
+    """Checkpoint parts of a model in place: fewer saved tensors, for a second forward pass of these
+    parts.
 
-    From its forward to its backward pass a segment keeps its input and nothing else
-    (`torch.utils.checkpoint`, non-reentrant). Gradients are to the bit those of the model as it
-    was: dropout draws the same masks again, the recomputation sees buffers as the forward pass saw
-    them, and leaves them (so the running statistics of batch norm) and the random number generators
-    as it finds them. Names of parameters, hooks, DistributedDataParallel and autocast work as
-    before. What else a module counts or keeps in its forward pass, it does twice: turn caches of
-    keys and values off.
+    Between its forward and its backward pass a segment keeps its input and nothing else
+    (`torch.utils.checkpoint`, non-reentrant). Gradients are bit-identical to those without
+    checkpointing: the second forward pass draws the same dropout masks, sees buffers as the first
+    pass saw them, and leaves buffers (such as the running statistics of batch norm) and random
+    number generators as it finds them. Names of parameters, hooks, DistributedDataParallel and
+    autocast work as before. Anything else that a module counts or stores in its forward pass
+    happens twice: turn key-value caches off.
 
-    - An `nn.Sequential` is cut into segments. Where it is the model itself, the last one is not
-      checkpointed, as in
-      `torch.utils.checkpoint.checkpoint_sequential`: it would be computed again as soon as it was
-      computed.
-    - Of an `nn.ModuleList`, or a list, each block is checkpointed.
-    - Any other module that is named is checkpointed as one block.
+    - An `nn.Sequential` is cut into segments. If it is the model itself, the last segment is not
+      checkpointed, as in `torch.utils.checkpoint.checkpoint_sequential`: it would be computed again
+      right after it was computed.
+    - Each block of an `nn.ModuleList`, or of a list, is checkpointed.
+    - Any other named module is checkpointed as one block.
 
-    Buffers other than the running statistics of norm layers are kept a second time until the
-    backward pass, since a module may change its own (spectral norm, codebooks).
+    Buffers other than the running statistics of norm layers are copied until the backward pass,
+    since a module may change its own (spectral norm, codebooks).
 
     Args:
         model: The model, which may be wrapped by DistributedDataParallel; or a list of its blocks.
-        name: The name of a module, several, or a mapping from names to numbers of segments; by
-            default every outermost `nn.Sequential` of several layers and every outermost
+        name: The name of a module, several names, or a mapping from names to numbers of segments;
+            by default every outermost `nn.Sequential` of several layers and every outermost
             `nn.ModuleList` of several blocks.
-        segments: Into how many segments an `nn.Sequential` is cut, as evenly as layers that work in
-            place allow. By default one for each child if one of them has children of its own, else
-            about the square root of their number (arXiv 1604.06174).
+        segments: Into how many segments an `nn.Sequential` is cut, as evenly as in-place layers
+            allow. By default one for each child if a child has children of its own, else about the
+            square root of their number (arXiv 1604.06174).
 
     Returns:
-        What was done; `undo()` restores the model, and so does the end of a `with` block.
+        The checkpointing; its `undo()` restores the model, and so does the end of a `with` block.
 
     Raises:
-        ValueError: If there is no such module, or none to be found; if a number of segments is out
-            of range or the module has none; if a module is checkpointed already; if `name` is
-            empty.
-        TypeError: If `name` is nothing of the kind, or a number of segments is none.
+        ValueError: If there is no such module, or no layers are found; if a number of segments is
+            out of range or the module cannot be cut; if a module is checkpointed already; if `name`
+            is empty.
+        TypeError: If `name`, or a number of segments, is of another type.
         RuntimeError: In the forward pass, if a segment changes its own input in place.
 
     Examples:
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
         >>> with checkpoint(model, segments=2):
         ...     model(torch.ones(4, 8)).sum().backward()
     """
     root = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     root = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
-    wanted = _wanted(root, name, segments)
-    stand_ins = list(
-        chain.from_iterable(_stand_ins(root, one, number) for one, number in wanted.items())
-    )
-    if len({id(stand_in.module) for stand_in in stand_ins}) < len(stand_ins):
-        raise ValueError(
-            f"name={list(wanted)} has a module twice, perhaps as a block of another one. Name each once."
+    segments_of = _segments_by_name(root, name, segments)
+    forwards = list(
+        chain.from_iterable(
+            _forwards(root, *name_and_segments) for name_and_segments in segments_of.items()
         )
-    return Checkpointing(tuple(wanted), stand_ins)
+    )
+    if len({id(forward.module) for forward in forwards}) < len(forwards):
+        raise ValueError(
+            f"name={list(segments_of)} has a module twice, perhaps as a block of another one. "
+            "Name each once."
+        )
+    return Checkpointing(tuple(segments_of), forwards)
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Whether a part of the model is checkpointed by `checkpoint` at this moment."""
-    return any(isinstance(vars(module).get("forward"), _StandIn) for module in model.modules())
+    """Whether a part of the model is checkpointed by `checkpoint` now."""
+    return any(isinstance(vars(module).get("forward"), _Forward) for module in model.modules())
 
 
 def checkpoint_option(model: nn.Module, option: CheckpointOption) -> Checkpointing:
-    """`checkpoint` as an option says."""
+    """Call `checkpoint` with the option `checkpoint=` of `MemoryCallback`."""
     check_checkpoint(option)
     return checkpoint(model, None if isinstance(option, bool) else option)
 
 
 def check_checkpoint(option: object) -> None:
-    """See that an option is one."""
+    """Check the option `checkpoint=` of `MemoryCallback`."""
     names = [option] if isinstance(option, str) else option
     if option is not True and not (
         isinstance(names, (list, tuple, Mapping))
@@ -111,76 +113,79 @@ def check_checkpoint(option: object) -> None:
         and all(isinstance(name, str) for name in names)
     ):
         raise ValueError(
-            f"checkpoint must be True, the name of a module, several, or numbers of segments by name, got {option!r}. Leave it out for none."
+            "checkpoint must be True, the name of a module, several, or numbers of segments by "
+            f"name, got {option!r}. Leave it out for none."
         )
 
 
-def _wanted(
+def _segments_by_name(
     root: nn.Module, name: str | Sequence[str] | Mapping[str, int] | None, segments: int | None
 ) -> Mapping[str, int | None]:
-    """Names of modules, with their numbers of segments."""
+    """The modules to checkpoint, with numbers of segments; None is for the default."""
     if name is not None:
         _check_name(name)
     if isinstance(name, Mapping):
         if segments is not None:
             raise ValueError(
-                f"segments={segments} cannot hold beside those in name={dict(name)}. Leave segments out."
+                f"segments={segments} contradicts the numbers in name={dict(name)}. "
+                "Leave segments out."
             )
         return name
     names = layer_containers(root) if name is None else [name] if isinstance(name, str) else name
     if segments is not None and len(names) > 1:
         raise ValueError(
-            f"segments={segments} is for one nn.Sequential, and there are {len(names)} modules: {listed(names)}. Leave it out, or give a "
-            "mapping: name={'...': 4}."
+            f"segments={segments} is for one nn.Sequential, and there are {len(names)} modules: "
+            f"{listed(names)}. Leave it out, or give a mapping: name={{'...': 4}}."
         )
     return dict.fromkeys(names, segments)
 
 
 def _check_name(name: object) -> None:
-    """See that `name` names modules."""
+    """Check the type of `name`."""
     names = [name] if isinstance(name, str) else name
-    hint = "Leave it out to have modules found."
+    hint = "Leave it out to find modules automatically."
     if not isinstance(names, (list, tuple, Mapping)) or not all(
         isinstance(one, str) for one in names
     ):
         raise TypeError(
-            f"name must be the name of a module, a list of several, or numbers of segments by name, got {name!r}. {hint}"
+            "name must be the name of a module, a list of several, or numbers of segments by name, "
+            f"got {name!r}. {hint}"
         )
     if not names:
         raise ValueError(f"name must have at least one name of a module, got {name!r}. {hint}")
 
 
 class Checkpointing:
-    """What `checkpoint` did to a model, until it is undone.
+    """The checkpointing of a model by `checkpoint`, until it is undone.
 
     Attributes:
-        names: The modules that are checkpointed; none once that is undone.
+        names: The checkpointed modules; empty after `undo()`.
     """
 
-    def __init__(self, names: tuple[str, ...], stand_ins: Sequence[_StandIn]) -> None:
+    def __init__(self, names: tuple[str, ...], forwards: Sequence[_Forward]) -> None:
         self.names = names
-        self._stand_ins = stand_ins
+        self._forwards = forwards
         self._apply()
 
     def _apply(self) -> None:
-        for stand_in in self._stand_ins:
-            vars(stand_in.module)["forward"] = stand_in
+        for forward in self._forwards:
+            vars(forward.module)["forward"] = forward
 
     def _restore(self) -> None:
-        for stand_in in self._stand_ins:
-            if stand_in.original is None:
-                del vars(stand_in.module)["forward"]
+        for forward in self._forwards:
+            if forward.original is None:
+                del vars(forward.module)["forward"]
             else:
-                vars(stand_in.module)["forward"] = stand_in.original
+                vars(forward.module)["forward"] = forward.original
 
     def undo(self) -> None:
         """Restore the modules exactly; a second time nothing happens."""
         self._restore()
-        self.names, self._stand_ins = (), ()
+        self.names, self._forwards = (), ()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The modules as they are without checkpointing, inside the context."""
+        """Inside the context the modules are as they were without checkpointing."""
         self._restore()
         try:
             yield
@@ -195,14 +200,15 @@ class Checkpointing:
 
 
 @dataclass(eq=False)
-class _StandIn:
-    """In place of a module's `forward`. It refers to the module as an attribute, so that a copy of
-    the model has one of its own.
+class _Forward:
+    """Replaces a module's `forward`.
+
+    The module is an attribute, no closure, so that a deep copy of the model refers to the copy.
 
     Attributes:
         module: The module.
         name: Its name.
-        original: What stood in place of the class's own `forward` before, if anything did.
+        original: The module's own `forward`, if it already replaced that of its class.
     """
 
     module: Any
@@ -211,8 +217,8 @@ class _StandIn:
 
 
 @dataclass(eq=False)
-class _Block(_StandIn):
-    """For a module that is checkpointed as a whole."""
+class _Block(_Forward):
+    """Checkpoints a module as a whole."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.original or partial(type(self.module).forward, self.module)
@@ -220,12 +226,12 @@ class _Block(_StandIn):
 
 
 @dataclass(eq=False)
-class _Segments(_StandIn):
-    """For an `nn.Sequential`.
+class _Segments(_Forward):
+    """Checkpoints the segments of an `nn.Sequential`.
 
     Attributes:
-        starts: Where segments begin; the layers before the first one are not checkpointed.
-        is_last_checkpointed: Whether the last segment is.
+        starts: Positions where segments begin; the layers before the first are not checkpointed.
+        is_last_checkpointed: Whether the last segment is checkpointed.
     """
 
     starts: Sequence[int]
@@ -259,7 +265,7 @@ def _recomputed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run modules forward in such a way that the backward pass runs them again."""
+    """Run modules forward so that the backward pass runs them again."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
@@ -268,35 +274,35 @@ def _recomputed(
         forward,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _BuffersOfThen(modules)),
+        context_fn=lambda: (nullcontext(), _BuffersOfFirstPass(modules)),
         **kwargs,
     )
     if [tensor._version for tensor in inputs] != versions:
         raise RuntimeError(
-            f"The checkpointed {name!r} has changed its own input in place, so it cannot be computed again. Let its first layer work out of "
-            "place (inplace=False), or checkpoint other modules: checkpoint(model, name=[...])."
+            f"The checkpointed {name!r} changed its own input in place, so it cannot be computed "
+            "again. Let its first layer work out of place (inplace=False), or checkpoint other "
+            "modules: checkpoint(model, name=[...])."
         )
     return output
 
 
-class _BuffersOfThen:
-    """Inside the context, which may be entered several times, modules in training have copies of
-    the buffers that they had when it was made.
+class _BuffersOfFirstPass:
+    """A context in which modules in training have copies of their buffers of the first pass.
 
-    PyTorch's norm layers have copies of those of now: in training they do not read their running
-    statistics, so none are kept.
+    It may be entered several times. PyTorch's norm layers get copies of their present buffers: in
+    training they do not read their running statistics, so those of the first pass are not kept.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         every = dict.fromkeys(chain.from_iterable(module.modules() for module in modules))
         self._modules = [module for module in every if module.training and module._buffers]
-        self._then = {module: _copies(module) for module in self._modules if not _is_norm(module)}
+        self._first = {module: _copies(module) for module in self._modules if not _is_norm(module)}
         self._now: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
 
     def __enter__(self) -> None:
         self._now = {module: dict(module._buffers) for module in self._modules}
-        for module, then in self._then.items():
-            module._buffers.update(then)
+        for module, first in self._first.items():
+            module._buffers.update(first)
         for module in self._modules:
             module._buffers.update(_copies(module))
 
@@ -319,8 +325,8 @@ def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _stand_ins(root: nn.Module, name: str, segments: int | None) -> Iterator[_StandIn]:
-    """What to put in place of the forward pass of a module, or of the blocks in it."""
+def _forwards(root: nn.Module, name: str, segments: int | None) -> Iterator[_Forward]:
+    """The replacements for the `forward` of a module, or of its blocks."""
     module = module_named(root, name)
     if is_sequential(module) and _original(module, name) is None:
         yield _Segments(
@@ -333,8 +339,8 @@ def _stand_ins(root: nn.Module, name: str, segments: int | None) -> Iterator[_St
         return
     if segments is not None:
         raise ValueError(
-            f"segments={segments} is for an nn.Sequential, and {name or 'the model'!r} is a {type(module).__name__}, which has blocks. Leave "
-            "segments out."
+            f"segments={segments} is for an nn.Sequential, and {name or 'the model'!r} is a "
+            f"{type(module).__name__}, which has blocks. Leave segments out."
         )
     blocks = dict(module.named_children()) if isinstance(module, nn.ModuleList) else {"": module}
     for block_name, block in blocks.items():
@@ -344,8 +350,9 @@ def _stand_ins(root: nn.Module, name: str, segments: int | None) -> Iterator[_St
 
 def _original(module: nn.Module, name: str) -> Callable[..., Any] | None:
     forward: Callable[..., Any] | None = vars(module).get("forward")
-    if isinstance(forward, _StandIn):
+    if isinstance(forward, _Forward):
         raise ValueError(
-            f"{name or 'the model'!r} is checkpointed already. Undo that first: undo() of what checkpoint() returned."
+            f"{name or 'the model'!r} is checkpointed already. "
+            "First call undo() of what checkpoint() returned."
         )
     return forward

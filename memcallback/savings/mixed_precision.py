@@ -1,4 +1,4 @@
-"""amp(): autocast and GradScaler."""
+"""amp(): autocast and GradScaler for a plain loop."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ def amp(
     say: Callable[[str], None] = print,
     **grad_scaler_options: Any,
 ) -> Amp:
-    """Automatic mixed precision for a plain loop: half the memory for most saved tensors, against
-    rounding.
+    """Automatic mixed precision for a plain loop: most saved tensors need half the memory, at the
+    price of rounding.
 
-    What is behind it has three names:
+    It has three parts:
 
     - *Weight backup.* Parameters, their gradients and the optimizer's state stay in float32. Under
-      `autocast` matrix products and
-      convolutions take copies of the weights in half precision, made as they are needed. An update
-      is often so small beside its weight that in half precision the sum would be the weight again;
-      in float32 it counts.
-    - *Loss scaling.* Gradients below 6e-8 are 0 in float16. So the loss is multiplied by a scale
-      before the backward pass, which
-      multiplies every gradient, and the gradients are divided by it before they are used
-      (`torch.amp.GradScaler`). If one of them is inf or nan, the scale was too large: the step is
-      skipped and the scale halved. After 2000 steps without that it is doubled. bfloat16 has the
-      range of float32 and needs none of this.
-    - *Precision accumulation.* Products of half-precision numbers are summed in float32, and what
-      sums over many values (losses, norms,
-      softmax) is computed in float32 altogether. The device and `autocast` see to that.
+      `autocast`, matrix products and convolutions use copies of the weights in half precision. In
+      half precision a small update would often vanish beside its weight; in float32 it counts.
+    - *Loss scaling.* Gradients below 6e-8 are 0 in float16. So the loss, and with it every
+      gradient, is multiplied by a scale before the backward pass, and the gradients are divided by
+      it before they are used (`torch.amp.GradScaler`). If one of them is inf or nan, the scale was
+      too large: the step is skipped and the scale halved. After 2000 steps without that it is
+      doubled. bfloat16 has the range of float32 and needs no scale.
+    - *Precision accumulation.* Products of half-precision numbers are summed in float32, and
+      operators that sum many values (losses, norms, softmax) run in float32. The device and
+      `autocast` do that.
 
-    A skipped step changes no weight. `step` returns False then, so that a learning-rate scheduler
-    can be left where it is; whether to do that is the loop's own decision. Some skipped steps at
-    the beginning are normal: the scale starts high.
+    A skipped step changes no weight, and `step` returns False, so that the loop can decide whether
+    a learning-rate scheduler steps. Some skipped steps at the beginning are normal: the scale
+    starts high.
 
     Args:
         precision: `16-mixed` (float16, with a GradScaler) or `bf16-mixed` (bfloat16, without).
-        device: Where the model is; by default the current accelerator, else the CPU.
-        say: Is told of the first, second, fourth, eighth ... skipped step.
-        **grad_scaler_options: Options of `torch.amp.GradScaler`, such as `init_scale` and `growth_interval`.
+        device: The device of the model; by default the current accelerator, else the CPU.
+        say: Called with a message for the first, second, fourth, eighth ... skipped step.
+        **grad_scaler_options: Options of `torch.amp.GradScaler`, such as `init_scale` and
+            `growth_interval`.
+
+    Returns:
+        The autocast context, the backward pass and the update to use in the loop.
 
     Raises:
-        ValueError: For another precision, or options of a GradScaler where there is none.
+        ValueError: For another precision, or for options of a GradScaler with bf16-mixed.
 
     Examples:
         >>> model, mixed = nn.Linear(8, 1), amp("bf16-mixed", device="cpu")
@@ -66,7 +67,8 @@ def amp(
     check_precision(precision)
     if grad_scaler_options and precision != "16-mixed":
         raise ValueError(
-            f"{precision} has no GradScaler, so {', '.join(grad_scaler_options)} cannot be set. Leave it out, or use 16-mixed."
+            f"{precision} has no GradScaler, so {', '.join(grad_scaler_options)} cannot be set. "
+            "Leave it out, or use 16-mixed."
         )
     device_type = (default_device(()) if device is None else torch.device(device)).type
     scaler = (
@@ -78,15 +80,16 @@ def amp(
 
 
 def check_precision(precision: object) -> None:
-    """See that a precision is a mixed one."""
+    """Check the name of a mixed precision."""
     if precision not in PRECISIONS:
         raise ValueError(
-            f"amp must be one of {', '.join(PRECISIONS)}, got {precision!r}. Leave it out to compute in the model's own type."
+            f"amp must be one of {', '.join(PRECISIONS)}, got {precision!r}. "
+            "Leave it out to compute in the model's own type."
         )
 
 
 class Amp:
-    """What `amp` gives: the passes and the update of a step under mixed precision.
+    """The passes and the update of a step under mixed precision; made by `amp`.
 
     Attributes:
         precision: `16-mixed` or `bf16-mixed`.
@@ -101,15 +104,15 @@ class Amp:
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps that were skipped for gradients with inf or nan."""
+        """Steps skipped because a gradient was inf or nan."""
         return 0 if self.scaler is None else self.scaler.num_skipped_steps
 
     def autocast(self) -> torch.autocast:
-        """For the forward pass and the loss, and for them alone."""
+        """The context for the forward pass and the loss, and for nothing else."""
         return torch.autocast(self.device_type, dtype=AUTOCAST[self.precision])
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass, of the scaled loss where there is a scale."""
+        """Run the backward pass of the loss, scaled with 16-mixed."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(
@@ -118,7 +121,17 @@ class Amp:
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
     ) -> bool:
-        """Unscale the gradients, clip them, update the weights or skip that, and adapt the scale."""
+        """Unscale and clip the gradients, update the weights, and adapt the scale.
+
+        Args:
+            *optimizers: All optimizers of the step.
+            clip_grad_norm: The largest norm of an optimizer's gradients together; None for no
+                limit.
+            clip_grad_value: The largest absolute value of a gradient; None for no limit.
+
+        Returns:
+            Whether the weights were updated; False if a gradient was inf or nan.
+        """
         before = self.num_skipped_steps
         for optimizer in optimizers:
             if self.scaler is not None and (
@@ -137,28 +150,27 @@ class Amp:
         return self.num_skipped_steps == before
 
     def state_dict(self) -> dict[str, Any]:
-        """The GradScaler's state with the counts of steps, to be saved beside model and optimizer;
-        empty without a scaler.
-        """
+        """The GradScaler's state and the counts of steps, to save with the model; else empty."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, that of a `torch.amp.GradScaler` too."""
+        """Restore a saved state, also that of a plain `torch.amp.GradScaler`."""
         if bool(state_dict) == (self.scaler is None):
             has = "no GradScaler's" if self.scaler is not None else "a GradScaler's"
             raise ValueError(
-                f"the state is {has}, and the precision is {self.precision}. Go on with the precision it was saved with."
+                f"the state is {has}, and the precision is {self.precision}. "
+                "Use the precision with which it was saved."
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
 
 class CountingGradScaler(torch.amp.GradScaler):
-    """A GradScaler that counts the steps that it skips, and tells of them.
+    """A GradScaler that counts and reports the steps that it skips.
 
     Attributes:
         num_steps: Calls of `step`, the skipped ones included.
-        num_skipped_steps: Those that changed no weight.
+        num_skipped_steps: Of these, the steps that changed no weight.
     """
 
     def __init__(self, device_type: str, *, say: Callable[[str], None], **options: Any) -> None:
@@ -169,8 +181,8 @@ class CountingGradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As `torch.amp.GradScaler.step`."""
         updates: list[None] = []
-        # The hook costs no wait for the device; a fused optimizer runs either way, and its kernel
-        # skips.
+        # A hook shows whether the optimizer ran without waiting for the device. A fused optimizer
+        # always runs: its kernel skips the update.
         hook = optimizer.register_step_post_hook(lambda *_: updates.append(None))
         try:
             result = super().step(optimizer, *args, **kwargs)
@@ -181,14 +193,15 @@ class CountingGradScaler(torch.amp.GradScaler):
             found.item() for found in self._found_inf_per_device(optimizer).values()
         )
         if not updates or has_overflowed:
-            self._tell_of_skipped()
+            self._count_skipped()
         return result
 
-    def _tell_of_skipped(self) -> None:
+    def _count_skipped(self) -> None:
         self.num_skipped_steps += 1
         if self.num_skipped_steps & (self.num_skipped_steps - 1) == 0:
             self._say(
-                f"Step {self.num_steps} was skipped: a gradient is inf or nan at loss scale {self.get_scale():g}, which is lowered now. "
+                f"Step {self.num_steps} was skipped: a gradient is inf or nan at loss scale "
+                f"{self.get_scale():g}, which is lowered now. "
                 f"Skipped so far: {self.num_skipped_steps} of {self.num_steps} steps."
             )
 
@@ -201,7 +214,7 @@ class CountingGradScaler(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.amp.GradScaler.load_state_dict`; without counts they go on as they are."""
+        """As `torch.amp.GradScaler.load_state_dict`; the counts stay if the state has none."""
         super().load_state_dict(state_dict)
         self.num_steps = state_dict.get("num_steps", self.num_steps)
         self.num_skipped_steps = state_dict.get("num_skipped_steps", self.num_skipped_steps)
@@ -210,9 +223,7 @@ class CountingGradScaler(torch.amp.GradScaler):
 def clip_gradients(
     optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None, clip_grad_value: float | None
 ) -> None:
-    """Clip the gradients of an optimizer's parameters, together by their norm, one by one by value,
-    or not at all.
-    """
+    """Clip an optimizer's gradients by their norm, by value, both or neither."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(parameters, clip_grad_norm)

@@ -1,4 +1,4 @@
-"""Plan: the what-if table."""
+"""Plan: the what-if table, a step as it is and with each saving."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from memcallback.core.document import (
 )
 from memcallback.core.units import format_bytes
 
-#: What is less than this share of the peak or of the largest batch, in percent, is no help.
+#: A saving helps from this share of the peak, or of the largest batch size, in percent.
 _NOTABLE_PCT = 1.0
-#: Of the savings with which a batch fits at all.
+#: Savings named in the sentence about a step that does not fit.
 _NUM_NAMED = 3
 
 
@@ -31,24 +31,23 @@ class PlanRow:
 
     Attributes:
         saving: The saving, or several joined by ` + `.
-        kind: What it changes, such as `precision` or `checkpointing`; of several, joined as they
-            are.
-        batch_size: Samples in one forward pass; as many samples as without the saving come between
-            two updates.
-        peak_allocated_bytes: The largest allocated figure of the steady step; None if the step
-            could not be predicted.
-        peak_reserved_bytes: The same of reserved memory; None too on a CPU.
-        largest_batch_size: The most samples in one forward pass that are sure to fit, with the
-            headroom; 0 if not one is; None if unknown.
+        kind: What it changes, such as `precision` or `checkpointing`; kinds of several savings are
+            joined like their names.
+        batch_size: Samples in one forward pass; the number between two updates is that without the
+            saving.
+        peak_allocated_bytes: Peak of allocated memory in the steady step; None if the step could
+            not be predicted.
+        peak_reserved_bytes: Peak of reserved memory; None also on a CPU.
+        largest_batch_size: The most samples in one forward pass that are sure to fit with the
+            headroom; 0 if not even one is; None if unknown.
         extra_compute_pct: Floating-point operations per sample beyond those without the saving, in
-            percent of them, by PyTorch's own formulas (torch.utils.flop_counter); None if it counts
-            none.
-        sent_bytes: What a rank sends to others from one update to the next, by the formulas of
-            rings; 0 on one device.
-        changes: What it changes in the numbers that come out.
-        line: What to write in a program to have it.
+            percent, by PyTorch's formulas (torch.utils.flop_counter); None if it counts none.
+        sent_bytes: Bytes that a rank sends between two updates, by the formulas of ring
+            collectives; 0 on one device.
+        changes: What it changes in the numbers that training computes.
+        line: The line to paste into a program.
         problem: Why it could not be predicted, or does not work with this model; empty if it does.
-        fits: Whether it was predicted to fit the device; None if it could not be predicted.
+        fits: Whether it is predicted to fit the device; None if it could not be predicted.
     """
 
     saving: str
@@ -67,17 +66,12 @@ class PlanRow:
     @property
     def peak_bytes(self) -> int | None:
         """The peak that must fit: of reserved memory, on a CPU of allocated memory."""
-        return (
-            self.peak_allocated_bytes
-            if self.peak_reserved_bytes is None
-            else self.peak_reserved_bytes
-        )
+        reserved = self.peak_reserved_bytes
+        return self.peak_allocated_bytes if reserved is None else reserved
 
     @property
     def rank(self) -> tuple[int, int, float]:
-        """The smaller, the better: by the largest batch size where that is known, then by the peak,
-        then by the computation.
-        """
+        """Sorts the best first: by largest batch size, then by peak, then by computation."""
         return -(self.largest_batch_size or 0), self.peak_bytes or 0, self.extra_compute_pct or 0.0
 
 
@@ -87,12 +81,12 @@ class Plan(Printable):
 
     Attributes:
         current: The step as it is.
-        tried: The same with savings, in the order in which they were tried.
+        tried: The step with savings, in the order in which they were tried.
         device_name: The device.
         capacity_bytes: Its memory; None if unknown.
-        headroom: The fraction of it that the largest batch sizes leave free.
-        outside_bytes: What others than this process's allocator use of it; None if that is not
-            known, and the device's context is left free.
+        headroom: The fraction of it that the largest batch sizes keep free.
+        outside_bytes: Bytes of it used outside this process's allocator; None if unknown, and the
+            device's context is kept free.
         caveats: What was assumed of the step as it is.
     """
 
@@ -125,49 +119,36 @@ class Plan(Printable):
 
     @cached_property
     def best_checkpointing(self) -> PlanRow | None:
-        """Of several ways to checkpoint, the one with the largest batch, then with the smallest
-        peak; None if not several help.
-        """
+        """The best of several ways to checkpoint that help; None if fewer than two do."""
         rows = [row for row in self.tried if row.kind == "checkpointing" and self.helps(row)]
         return min(rows, key=lambda row: row.rank) if len(rows) > 1 else None
 
     def name_of(self, row: PlanRow) -> str:
-        """The saving, with a mark at the best way to checkpoint."""
+        """The saving; the best way to checkpoint is marked."""
         return f"{row.saving} (best)" if row is self.best_checkpointing else row.saving
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        """Those that help, the smallest peak first; then those that do not; then those that do not
-        work.
-        """
-        return tuple(
-            sorted(
-                self.tried,
-                key=lambda row: (bool(row.problem), not self.helps(row), row.peak_bytes or 0),
-            )
-        )
+        """Savings that help, smallest peak first; then those that do not; then those that fail."""
+
+        def key(row: PlanRow) -> tuple[bool, bool, int]:
+            return bool(row.problem), not self.helps(row), row.peak_bytes or 0
+
+        return tuple(sorted(self.tried, key=key))
 
     def saved_pct(self, row: PlanRow) -> float | None:
-        """How much smaller the peak is, in percent of the present one; negative if it is larger."""
+        """By how much the peak falls, in percent of the present one; negative if it rises."""
         if row.peak_bytes is None or not self.current.peak_bytes:
             return None
         return 100 * (1 - row.peak_bytes / self.current.peak_bytes)
 
     def to_table(self) -> Table:
-        """One row for each saving that was predicted, the step as it is first."""
+        """One row for each saving that was predicted, below the step as it is."""
         known = [row for row in self.rows if not row.problem]
         num_helping = sum(map(self.helps, known))
-        capacity = "" if self.capacity_bytes is None else format_bytes(self.capacity_bytes)
-        # A card that was given by its size is named by it.
-        size = f" of {capacity}" if capacity and not self.device_name.endswith(capacity) else ""
-        room = f"{size}, {100 * self.headroom:g}% kept free" if capacity else ""
-        room += (
-            ""
-            if self.outside_bytes is None
-            else f", {format_bytes(self.outside_bytes)} in use outside the allocator"
-        )
         return Table(
-            title=f"What savings would buy (batch size {self.current.batch_size}) on {self.device_name}{room}\npredicted, each by a trace of its own",
+            title=f"What savings would buy (batch size {self.current.batch_size}) on "
+            f"{self._device()}\npredicted, each by a trace of its own",
             columns=(
                 "saving",
                 "peak allocated",
@@ -181,8 +162,19 @@ class Plan(Printable):
             rules_after=frozenset({0, num_helping} if num_helping else {0}),
         )
 
+    def _device(self) -> str:
+        """The device, its size, and the part of it that batches cannot have."""
+        text = self.device_name
+        if self.capacity_bytes is not None:
+            capacity = format_bytes(self.capacity_bytes)
+            # The name of a card given by its size ends with the size.
+            text += "" if text.endswith(capacity) else f" of {capacity}"
+            text += f", {100 * self.headroom:g}% kept free"
+        if self.outside_bytes is not None:
+            text += f", {format_bytes(self.outside_bytes)} in use outside the allocator"
+        return text
+
     def _sent_column(self) -> tuple[str, ...]:
-        """Where several ranks were tried."""
         return ("sent",) if any(row.sent_bytes for row in self.tried) else ()
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
@@ -212,9 +204,7 @@ class Plan(Printable):
         )
 
     def _if_nothing_fits(self) -> tuple[str, ...]:
-        """Where the step as it is does not fit with one sample: with which savings it does, the
-        best first.
-        """
+        """If not even one sample fits: the savings with which one does, the best first."""
         if self.current.largest_batch_size != 0:
             return ()
         fitting = sorted(
@@ -225,7 +215,8 @@ class Plan(Printable):
         named = [f"{row.saving} (up to {row.largest_batch_size:,})" for row in fitting[:_NUM_NAMED]]
         more = f" or {len(fitting) - _NUM_NAMED} more" if len(fitting) > _NUM_NAMED else ""
         return (
-            f"As it is, not even one sample is sure to fit. A batch fits with {' or '.join(named)}{more}.",
+            "As it is, not even one sample is sure to fit. "
+            f"A batch fits with {' or '.join(named)}{more}.",
         )
 
     def document(self) -> Document:

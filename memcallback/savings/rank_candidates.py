@@ -1,4 +1,4 @@
-"""The ways to parallelize that are tried."""
+"""The ways to parallelize a step that `what_if` tries."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from memcallback.savings.candidates import Saving
 from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
 
-#: Devices of one machine, over which HSDP shards where there are several such machines.
-_NUM_TOGETHER = 8
-_CHANGES = (
+#: Devices of a machine; HSDP shards within a machine and replicates over machines.
+_DEVICES_PER_MACHINE = 8
+_OWN_BATCHES = (
     "each rank has a batch of its own, so there are as many times more samples between two updates"
 )
-_TOGETHER = "nothing: the ranks are at one batch together"
+_ONE_BATCH = "nothing: all ranks share one batch"
 
 
 def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Ranks]:
-    """The usual ways to train on so many ranks."""
+    """The usual ways to train on `world_size` ranks."""
     yield Ranks(world_size, "ddp", gradient_as_bucket_view=True)
     yield Ranks(world_size, "fsdp2")
     yield Ranks(world_size, "fsdp2", reshard_after_forward=False)
-    shard = _NUM_TOGETHER if world_size > _NUM_TOGETHER else world_size // 2
+    shard = _DEVICES_PER_MACHINE if world_size > _DEVICES_PER_MACHINE else world_size // 2
     if shard > 1 and world_size % shard == 0:
         yield Ranks(world_size, "fsdp2", mesh={"replicate": world_size // shard, "shard": shard})
     plan = tensor_parallel_plan(step.model)
@@ -40,8 +40,9 @@ def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Rank
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
-    """A plan for `parallelize_module` from what a model of transformers says of itself (`tp_plan`);
-    None if it says nothing, or what PyTorch has no style for.
+    """A plan for `parallelize_module` from the `tp_plan` of a transformers model.
+
+    None without one, or if PyTorch lacks a style in it.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -49,38 +50,32 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
     styles: dict[str, Callable[[], Any]] = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
-        # The same under the names of several versions.
+        # Versions of transformers name these differently.
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
     for name, module in model.named_modules():
-        told = getattr(module, "tp_plan", None)
-        if isinstance(told, dict) and told:
+        plan = getattr(module, "tp_plan", None)
+        if isinstance(plan, dict) and plan:
+            if not styles.keys() >= {*plan.values()}:
+                return None
             prefix = f"{name}." if name else ""
-            return (
-                {prefix + part: styles[style]() for part, style in told.items()}
-                if styles.keys() >= {*told.values()}
-                else None
-            )
+            return {prefix + part: styles[style]() for part, style in plan.items()}
     return None
 
 
 def over_ranks(jobs: Iterable[Ranks]) -> Iterator[Saving]:
-    """A step in each of several jobs."""
+    """The step in each of several jobs."""
     for job in jobs:
         yield Saving(
             name=_name(job),
             kind="ranks",
-            apply=partial(_within, job),
-            changes=_TOGETHER if job.num_at_one_batch > 1 else _CHANGES,
+            apply=partial(TrainingStep.varied, ranks=job),
+            changes=_ONE_BATCH if job.num_at_one_batch > 1 else _OWN_BATCHES,
             line=_line(job),
             num_parts=job.num_microbatches,
         )
-
-
-def _within(job: Ranks, step: TrainingStep) -> TrainingStep:
-    return step.varied(ranks=job)
 
 
 def _line(job: Ranks) -> str:

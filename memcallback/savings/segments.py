@@ -1,51 +1,120 @@
-"""How to cut a Sequential for checkpointing."""
+"""Which parts of a model are worth checkpointing, and into how many segments, from a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memcallback.core.allocation_trace import Alloc, Event, not_freed, phase_events
+from torch import nn
+
+from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart
 from memcallback.core.types import Phase
+from memcallback.step.model import has_blocks, is_sequential, layer_containers
 
 #: How many numbers of segments are worth a trace of their own.
-NUM_TRIED = 5
+_NUM_TRIED = 5
+#: Share of what all containers save; an `nn.Sequential` above it has several numbers of segments
+#: tried for it alone.
+_LARGE_SHARE = 0.3
+
+
+def checkpoint_choices(
+    model: nn.Module, events: Sequence[Event]
+) -> Iterator[tuple[str, list[str] | dict[str, int]]]:
+    """Sensible arguments for `checkpoint(model, ...)`, each with a name for the saving."""
+    try:
+        names = layer_containers(model)
+    except ValueError:  # the model has none
+        return
+    containers = {name: model.get_submodule(name) for name in names}
+    layers = {name: layer_bytes(events, name, [*one._modules]) for name, one in containers.items()}
+    sequentials = {
+        name: layers[name]
+        for name, container in containers.items()
+        if is_sequential(container) and not has_blocks(container)
+    }
+    blocks = {
+        f"{name}.{child}".lstrip("."): block
+        for name, container in containers.items()
+        if name not in sequentials
+        for child, block in container.named_children()
+    }
+    if blocks:
+        yield f"checkpoint {len(blocks)} blocks", [*containers]
+    if len(blocks) > 3:
+        second = [*blocks][::2]
+        are_cut = all(is_sequential(blocks[name]) for name in second)
+        yield "checkpoint every second block", dict.fromkeys(second, 1) if are_cut else second
+    large = _large(sequentials, sum(map(_saved_bytes, layers.values())), at_least_one=not blocks)
+    for name in large:
+        of_name = f" of {name}" if len(containers) > 1 else ""
+        num_tried = _NUM_TRIED if len(large) == 1 else _NUM_TRIED // len(large) + 1
+        # The last segment of a whole model is not checkpointed, so there are at least two.
+        least = 1 if name else 2
+        for segments in sensible_segments(sequentials[name], least=least, num_tried=num_tried):
+            number = f"{segments} segment{'' if segments == 1 else 's'}"
+            yield f"checkpoint_sequential{of_name}, {number}", {name: segments}
+    if len(sequentials) > 1 and not blocks:
+        yield f"checkpoint {len(sequentials)} sequentials", segments_together(sequentials)
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What a layer makes in a forward pass.
+    """What a layer allocates in a forward pass.
 
     Attributes:
-        held_bytes: What of it stands when the pass ends.
-        largest_bytes: The largest storage that it makes: its output, as a rule; 0 for a layer that
-            only views its input.
+        saved_bytes: What of it is live when the pass ends.
+        largest_bytes: Its largest storage, as a rule its output; 0 for a layer that returns a view.
     """
 
-    held_bytes: int
+    saved_bytes: int
     largest_bytes: int
+
+
+def _saved_bytes(layers: Sequence[LayerBytes]) -> int:
+    return sum(layer.saved_bytes for layer in layers)
+
+
+def _large(
+    sequentials: Mapping[str, Sequence[LayerBytes]], all_bytes: int, *, at_least_one: bool
+) -> list[str]:
+    """Names of the containers that save a good part of `all_bytes`, the largest first."""
+    by_size = sorted(sequentials, key=lambda name: _saved_bytes(sequentials[name]), reverse=True)
+    large = [name for name in by_size if _saved_bytes(sequentials[name]) > _LARGE_SHARE * all_bytes]
+    return large or by_size[:at_least_one]
 
 
 def layer_bytes(
     events: Sequence[Event], name: str, layers: Sequence[str]
 ) -> tuple[LayerBytes, ...]:
-    """What each layer of an `nn.Sequential` makes in the last forward pass of a trace."""
-    *_, forward = ((), *phase_events(events, Phase.FORWARD))
-    held = not_freed(forward)
-    all_made = [event for event in forward if isinstance(event, Alloc)]
+    """What each layer of a container allocates in the last forward pass of a trace."""
+    allocs: dict[int, Alloc] = {}
+    freed: set[int] = set()
+    allocated: list[Alloc] = []
+    saved: list[Alloc] = []
+    for event in events:
+        if isinstance(event, PhaseStart) and event.phase is Phase.FORWARD:
+            allocs, freed = {}, set()
+        elif isinstance(event, Alloc):
+            allocs[event.id] = event
+        elif isinstance(event, Free):
+            freed.add(event.id)
+        elif isinstance(event, PhaseEnd) and event.phase is Phase.FORWARD:
+            allocated = [*allocs.values()]
+            saved = [alloc for alloc in allocated if alloc.id not in freed]
     prefix = f"{name}." if name else ""
 
-    def of_layer(allocs: Iterable[Alloc], layer: str) -> list[int]:
-        own = f"{prefix}{layer}"
+    def sizes_in(allocs: Iterable[Alloc], layer: str) -> list[int]:
+        fqn = f"{prefix}{layer}"
         return [
             alloc.size_bytes
             for alloc in allocs
-            if alloc.module == own or alloc.module.startswith(f"{own}.")
+            if alloc.module == fqn or alloc.module.startswith(f"{fqn}.")
         ]
 
     return tuple(
-        LayerBytes(sum(of_layer(held, layer)), max(of_layer(all_made, layer), default=0))
+        LayerBytes(sum(sizes_in(saved, layer)), max(sizes_in(allocated, layer), default=0))
         for layer in layers
     )
 
@@ -73,19 +142,15 @@ def _cuts(layers: Sequence[LayerBytes], least: int) -> list[_Cut]:
     for segments in range(least, len(layers) + 1):
         bounds = [number * len(layers) // segments for number in range(segments + 1)]
         inputs_bytes = sum(outputs[start - 1] for start in bounds[1:-1])
-        largest_bytes = max(
-            sum(layer.held_bytes for layer in layers[start:end]) for start, end in pairwise(bounds)
-        )
+        largest_bytes = max(_saved_bytes(layers[start:end]) for start, end in pairwise(bounds))
         cuts.append(_Cut(segments, inputs_bytes, largest_bytes))
     return cuts
 
 
 def sensible_segments(
-    layers: Sequence[LayerBytes], *, least: int = 1, num_tried: int = NUM_TRIED
+    layers: Sequence[LayerBytes], *, least: int = 1, num_tried: int = _NUM_TRIED
 ) -> list[int]:
-    """The numbers of segments for which the least is expected to be held: all inputs of segments,
-    and the activations of the largest.
-    """
+    """Numbers of segments expected to save least: all their inputs plus the largest segment."""
     cuts = sorted(
         _cuts(layers, least), key=lambda cut: (cut.inputs_bytes + cut.largest_bytes, cut.segments)
     )
@@ -93,14 +158,12 @@ def sensible_segments(
 
 
 def segments_together(layers: Mapping[str, Sequence[LayerBytes]]) -> dict[str, int]:
-    """The numbers of segments of several `nn.Sequential`s, by name, for which the least is expected
-    to be held, as for one.
-    """
+    """Numbers of segments, by name, for several `nn.Sequential`s that are checkpointed together."""
     cuts = {name: _cuts(of_one, 1) for name, of_one in layers.items()}
-    no_less = max(min(cut.largest_bytes for cut in of_one) for of_one in cuts.values())
+    least_largest = max(min(cut.largest_bytes for cut in of_one) for of_one in cuts.values())
 
     def within(largest_bytes: int) -> dict[str, _Cut]:
-        """Of each the cut with the smallest inputs whose segments are no larger."""
+        """For each name the cut with the smallest inputs, no segment larger than the bound."""
         return {
             name: min(
                 (cut for cut in of_one if cut.largest_bytes <= largest_bytes),
@@ -112,11 +175,11 @@ def segments_together(layers: Mapping[str, Sequence[LayerBytes]]) -> dict[str, i
     def expected_bytes(largest_bytes: int) -> int:
         return largest_bytes + sum(cut.inputs_bytes for cut in within(largest_bytes).values())
 
-    largest = {
+    bounds = {
         cut.largest_bytes
         for of_one in cuts.values()
         for cut in of_one
-        if cut.largest_bytes >= no_less
+        if cut.largest_bytes >= least_largest
     }
-    best = min(sorted(largest), key=expected_bytes)
+    best = min(sorted(bounds), key=expected_bytes)
     return {name: cut.segments for name, cut in within(best).items()}

@@ -1,4 +1,4 @@
-"""what_if(): predict a step with each saving."""
+"""what_if(): predict a training step with each saving of memory, alone and together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memcallback.savings.rank_candidates import over_ranks, usual
 from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
 
-#: Kinds of which the best are tried together.
+#: Kinds of savings; the best of each are tried together.
 _TOGETHER = ("precision", "checkpointing", "accumulation", "optimizer", "inplace", "allocator")
 
 
@@ -37,26 +37,26 @@ def what_if(
 ) -> Plan:
     """Predict what each saving of memory would buy and cost.
 
-    Each row is a trace of the step with that saving, alone or with others; nothing runs, and
-    nothing of the user's is changed.
+    Each row is a trace of the step with that saving, alone or with others. Nothing runs on a
+    device, and neither model nor optimizer is changed.
 
     Args:
         step: The step as it is.
-        device: As for `predict`. Of this machine's own device, what others use of it at this moment
-            is left to them.
+        device: As for `predict`. On this machine's own device, memory that others use at this
+            moment is not counted as free.
         batch_size: Samples between two updates; by default as many as the step has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0
             and below 1.
-        ranks: How many devices there may be, for a row each with DistributedDataParallel, FSDP2
-            with and without resharding, and HSDP, tensor parallel where the model has a plan for it
-            (`tp_plan` of transformers), and a pipeline where it is an `nn.Sequential`; or jobs of
-            your own. Figures are those of one rank, of a pipeline those of the stage that takes
-            most, and batch sizes too.
-        progress: Called after each saving that was tried alone, with the number of those and of
-            all.
+        ranks: A number of devices to try, at least 2, or jobs of your own. A number adds a row each
+            for DistributedDataParallel, FSDP2 with and without resharding, HSDP, tensor parallel if
+            the model has a plan for it (`tp_plan` of transformers), and a pipeline if it is an
+            `nn.Sequential`. Sizes and batch sizes are those of one rank, in a pipeline those of the
+            stage that needs most.
+        progress: Called after each saving that was tried alone, with the number tried and the
+            number of all.
 
     Returns:
-        The plan.
+        The step as it is and with each saving.
 
     Raises:
         PredictionError: If the step as it is cannot be predicted.
@@ -68,34 +68,30 @@ def what_if(
     base = predict_without_limits(step, device=resolve(device), batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, used_by_others_bytes(base.device))
-    tried: list[tuple[Saving, PlanRow]] = []
-    savings = [
-        *savings_for(step, base.batch_size, base.trace.at(base.batch_size).events),
-        *over_ranks(jobs),
-    ]
-    for number, saving in enumerate(savings):
-        tried.append((saving, trial.row(saving)))
+    events = base.trace.at(base.batch_size).events
+    savings = [*savings_for(step, base.batch_size, events), *over_ranks(jobs)]
+    rows = []
+    for number, saving in enumerate(savings, start=1):
+        rows.append(trial.row(saving))
         if progress is not None:
-            progress(number + 1, len(savings))
-    plan = trial.plan(row for _, row in tried)
-    tried.sort(key=lambda one: one[1].rank)
-    best = _best_of_each_kind(saving for saving, row in tried if plan.helps(row))
-    return trial.plan((*plan.tried, *trial.several(best)))
+            progress(number, len(savings))
+    plan = trial.plan(rows)
+    helping = [pair for pair in zip(savings, rows, strict=True) if plan.helps(pair[1])]
+    helping.sort(key=lambda pair: pair[1].rank)
+    best = _best_of_each_kind(saving for saving, _ in helping)
+    return trial.plan((*rows, *trial.several(best)))
 
 
 def rescues(
     step: TrainingStep, base: Prediction, *, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[PlanRow]:
-    """Predict what the savings under which the same model is trained would do to a step that does
-    not fit, at its own batch size alone.
+    """Predict a step that does not fit with each saving under which the same model is trained.
 
-    Each is one trace; `what_if` knows more of each, and asks for more traces.
+    Each row is one trace at the step's own batch size; `what_if` needs more traces for more values.
     """
-    savings = [
-        one
-        for one in savings_for(step, base.batch_size, base.trace.at(base.batch_size).events)
-        if one.is_same_training
-    ]
+    events = base.trace.at(base.batch_size).events
+    candidates = savings_for(step, base.batch_size, events)
+    savings = [saving for saving in candidates if saving.is_same_training]
     for number, saving in enumerate(savings):
         if progress is not None:
             progress(number, len(savings))
@@ -103,7 +99,7 @@ def rescues(
 
 
 class _Trial:
-    """Predicts a step with savings, as many samples between two updates as without."""
+    """Predicts a step with savings, with as many samples between two updates as without."""
 
     def __init__(
         self, step: TrainingStep, base: Prediction, headroom: float, outside_bytes: int | None
@@ -114,7 +110,7 @@ class _Trial:
         self._outside_bytes = outside_bytes
 
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
-        """All that was tried."""
+        """The table of these rows below the step as it is."""
         return Plan(
             current=self._row_of(
                 [self._base], PlanRow(saving="as it is", batch_size=self._base.batch_size)
@@ -130,7 +126,7 @@ class _Trial:
     def row(
         self, saving: Saving, predict: Callable[..., Prediction] = predict_without_limits
     ) -> PlanRow:
-        """The step with a saving."""
+        """The step with a saving, or why it cannot be predicted."""
         batch_size, rest = divmod(self._base.batch_size, saving.num_parts)
         row = PlanRow(
             saving=saving.name,
@@ -147,7 +143,8 @@ class _Trial:
         if rest:
             return replace(
                 row,
-                problem=f"a batch of {self._base.batch_size} cannot be cut into {saving.num_parts} parts of one size",
+                problem=f"a batch of {self._base.batch_size} cannot be cut into "
+                f"{saving.num_parts} parts of one size",
             )
         try:
             if saving.kind == "allocator":
@@ -173,39 +170,34 @@ class _Trial:
             )
 
     def several(self, best: Sequence[Saving]) -> Iterator[PlanRow]:
-        """Savings in pairs, and all together; without one of them, the least first, where all
-        together do not work.
-        """
+        """The best savings in pairs and all together; if all fail together, all but one of them."""
         for pair in combinations(best[:3], 2):
             yield self.row(together(*pair))
-        if len(best) > 2:
-            row = self.row(together(*best))
-            fewer = (
-                (
-                    self.row(together(*(one for one in best if one is not least)))
-                    for least in reversed(best)
-                )
-                if row.problem
-                else ()
-            )
-            yield next((one for one in fewer if not one.problem), row)
+        if len(best) < 3:
+            return
+        row = all_together = self.row(together(*best))
+        for left in reversed(best):
+            if not row.problem:
+                break
+            row = self.row(together(*(saving for saving in best if saving is not left)))
+        yield all_together if row.problem else row
 
     def _row_of(
         self, predictions: Sequence[Prediction], row: PlanRow, num_together: int = 1
     ) -> PlanRow:
-        """A row with the figures of the rank that takes most."""
+        """A row with the values of the rank that needs most."""
         worst = max(
-            predictions, key=lambda one: one.peak_reserved_bytes or one.peak_allocated_bytes or 0
+            predictions, key=lambda rank: rank.peak_reserved_bytes or rank.peak_allocated_bytes
         )
         estimates = [
             estimate(
                 measured=None,
-                predicted=one,
-                capacity_bytes=one.capacity_bytes,
-                outside_bytes=self._outside(one),
+                predicted=prediction,
+                capacity_bytes=prediction.capacity_bytes,
+                outside_bytes=self._outside(prediction),
                 headroom=self._headroom,
             )
-            for one in predictions
+            for prediction in predictions
         ]
         largest = [found.largest for found in estimates if found is not None]
         return replace(
@@ -215,11 +207,11 @@ class _Trial:
             fits=worst.fits,
             largest_batch_size=min(largest) if len(largest) == len(estimates) else None,
             extra_compute_pct=self._extra_compute_pct(predictions, num_together),
-            sent_bytes=max(one.trace.traced.sent_bytes for one in predictions),
+            sent_bytes=max(rank.trace.traced.sent_bytes for rank in predictions),
         )
 
     def _outside(self, prediction: Prediction) -> int | None:
-        """What others than the allocator use; with other ranks the communication library too."""
+        """Bytes used outside the allocator; with several ranks by the communication library too."""
         if self._outside_bytes is None:
             return None
         more = prediction.device.outside_bytes - self._base.device.outside_bytes
@@ -228,20 +220,20 @@ class _Trial:
     def _extra_compute_pct(
         self, predictions: Sequence[Prediction], num_together: int
     ) -> float | None:
-        of_here = _flops_of_sample(self._base)
-        if not of_here:
+        before = _flops_per_sample(self._base)
+        if not before:
             return None
-        of_there = sum(map(_flops_of_sample, predictions)) * num_together / len(predictions)
-        return 100 * (of_there / of_here - 1)
+        after = sum(map(_flops_per_sample, predictions)) * num_together / len(predictions)
+        return 100 * (after / before - 1)
 
 
-def _flops_of_sample(prediction: Prediction) -> float:
+def _flops_per_sample(prediction: Prediction) -> float:
     traced = prediction.trace.traced
     return traced.num_flops / (traced.batch_size * traced.num_batches)
 
 
 def _best_of_each_kind(helping: Iterable[Saving]) -> list[Saving]:
-    """Of those under which the same model is trained, the first of each kind."""
+    """The first saving of each kind under which the same model is trained."""
     best: dict[str, Saving] = {}
     for saving in helping:
         if saving.is_same_training:

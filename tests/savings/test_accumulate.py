@@ -258,7 +258,7 @@ def test_a_loader_with_a_length_is_not_asked_ahead():
 def test_a_number_of_batches_that_is_none_is_refused(num_batches):
     with pytest.raises(
         ValueError,
-        match=rf"accumulate must be a whole number of at least 1, got {num_batches!r}\. It is how many",
+        match=rf"accumulate must be a whole number of at least 1, got {num_batches!r}\. It is the number",
     ):
         mc.accumulate(num_batches, network(), [])
 
@@ -299,6 +299,6 @@ def test_a_batch_that_counts_nothing_is_an_error():
     loader = DataLoader(TensorDataset(*samples(6)), 2)
     with pytest.raises(
         ValueError,
-        match=r"num_samples gave 0 for batch 0: it must be at least 1\. Leave such batches out",
+        match=r"num_samples returned 0 for batch 0: it must be at least 1\. Leave such batches out",
     ):
         train(loader, calls_step=True, num_samples=lambda batch: 0)

@@ -258,7 +258,7 @@ def test_the_state_of_the_other_precision_is_refused():
     half, brain = mc.amp("16-mixed", device="cpu"), mc.amp("bf16-mixed", device="cpu")
     with pytest.raises(
         ValueError,
-        match=r"the state is a GradScaler's, and the precision is bf16-mixed\. Go on with the precision it was",
+        match=r"the state is a GradScaler's, and the precision is bf16-mixed\. Use the precision with which it was",
     ):
         brain.load_state_dict(half.state_dict())
     with pytest.raises(

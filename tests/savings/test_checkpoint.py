@@ -403,7 +403,7 @@ def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
         ),
         (
             {"name": {"layer1": 2}, "segments": 2},
-            r"segments=2 cannot hold beside those in name=\{'layer1': 2\}\. Leave segments out",
+            r"segments=2 contradicts the numbers in name=\{'layer1': 2\}\. Leave segments out",
         ),
         ({"name": ["layer1", "layer1.0"]}, None),
     ],
@@ -446,7 +446,7 @@ def test_a_model_with_nothing_to_find_asks_for_names():
 def test_a_module_cannot_be_checkpointed_twice():
     model = Blocks()
     mc.checkpoint(model)
-    with pytest.raises(ValueError, match=r"'blocks\.0' is checkpointed already\. Undo that first"):
+    with pytest.raises(ValueError, match=r"'blocks\.0' is checkpointed already\. First call undo"):
         mc.checkpoint(model)
     with pytest.raises(
         ValueError, match=r"has a module twice, perhaps as a block of another one\. Name each once"
@@ -464,7 +464,7 @@ def test_a_block_that_changes_its_input_in_place_is_refused_when_it_runs():
     )
     mc.checkpoint(model, "1")
     with pytest.raises(
-        RuntimeError, match=r"'1\[0:2\]' has changed its own input in place.*inplace=False"
+        RuntimeError, match=r"'1\[0:2\]' changed its own input in place.*inplace=False"
     ):
         model(vectors())
 
@@ -482,7 +482,7 @@ def test_what_is_no_name_is_refused(name):
 def test_no_name_at_all_is_refused(name):
     with pytest.raises(
         ValueError,
-        match=r"name must have at least one name of a module, got .*Leave it out to have modules found",
+        match=r"name must have at least one name of a module, got .*Leave it out to find modules auto",
     ):
         mc.checkpoint(convolutions(), name)
 
