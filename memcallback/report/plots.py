@@ -34,9 +34,9 @@ _COLOURS = {
 _REST_COLOUR = "#d4d4d4"
 _PREDICTED_COLOUR = "#c62828"
 _HELPS_COLOUR = "#59a14f"
-#: Of the savings in the picture.
+#: Savings in the picture.
 _NUM_BARS = 24
-#: Of the module classes in the picture, the most frequent in this order; others are grey.
+#: Colours of the most frequent module classes, in this order; others are grey.
 _CLASS_COLOURS = (
     "#4e79a7",
     "#f28e2b",
@@ -49,8 +49,7 @@ _CLASS_COLOURS = (
     "#ff9da7",
     "#a0cbe8",
 )
-#: Levels of modules in the picture, and the share of its width from which on a module has a name in
-#: it.
+#: Levels of modules in the picture, and the share of its width from which a module is labelled.
 _NUM_LEVELS = 7
 _SHARE_WITH_NAME = 0.035
 
@@ -58,9 +57,7 @@ _SHARE_WITH_NAME = 0.035
 def step_by_category(
     measured: StepMemory, prediction: StepPrediction | None
 ) -> npt.NDArray[np.uint8]:
-    """What stands at each boundary of a measured step, stacked by category, with each phase's peak
-    and its predicted band.
-    """
+    """Memory at each boundary of a measured step by category, with measured and predicted peaks."""
     moments = [
         (name, stats)
         for name, stats in _boundaries(measured)
@@ -68,7 +65,8 @@ def step_by_category(
     ]
     if not moments:
         raise ValueError(
-            "The step has no count by category: take a sampled step of a recorder that knows its model."
+            "The step has no sizes by category. "
+            "Take a sampled step of a recorder that knows its model."
         )
     unit, unit_name = _unit(
         max(
@@ -94,7 +92,8 @@ def step_by_category(
     axes.set_xticks(list(positions), [name for name, _ in moments])
     axes.set_ylabel(f"allocated ({unit_name})")
     axes.set_title(
-        f"One training step by category, batch size {measured.batch_size or 'unknown'}, {measured.device_name}, measured"
+        f"One training step by category, batch size {measured.batch_size or 'unknown'}, "
+        f"{measured.device_name}, measured"
     )
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return _pixels(figure)
@@ -154,7 +153,7 @@ def _draw_peaks(
 def batch_size_curve(
     advice: BatchSizeAdvice, prediction: StepPrediction | None
 ) -> npt.NDArray[np.uint8]:
-    """The peak over batch sizes, with the device's capacity and the suggestion."""
+    """The peak over the batch size, with the device's capacity and the suggestion."""
     largest = max(2, 2 * max(advice.batch_size, advice.current_batch_size))
     unit, unit_name = _unit(advice.capacity_bytes)
     figure, axes = _canvas()
@@ -208,7 +207,7 @@ def batch_size_curve(
 
 
 def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
-    """The peak with each saving beside the present one, with the largest batch size that fits then."""
+    """The peak with each saving beside the present one, and the largest batch size that fits."""
     rows = [row for row in plan.rows if row.peak_bytes is not None][:_NUM_BARS]
     present_bytes = plan.current.peak_bytes
     if not rows or present_bytes is None:
@@ -253,11 +252,10 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
 
 
 def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.NDArray[np.uint8]:
-    """What each module's forward pass left allocated, as wide as it is much; below each module
-    those inside it.
+    """What each module's forward pass left allocated as a width, inner modules below outer ones.
 
-    Modules inside another that together leave more than it does, since it lets go of what they hand
-    on, share its width.
+    Inner modules share the width of their outer module if they leave more than it does, because it
+    frees their outputs.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -304,7 +302,8 @@ def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.N
         axes.set_yticks([])
         axes.set_xlim(0, max(box[3] for each in tables for box in _boxes(each)) / unit or 1)
         axes.set_title(
-            f"Kept after the forward pass by module, batch size {one.batch_size or 'unknown'}, {one.device_name}, {one.step_kind.value}"
+            f"Kept after the forward pass by module, batch size {one.batch_size or 'unknown'}, "
+            f"{one.device_name}, {one.step_kind.value}"
         )
     axes.set_xlabel(f"allocated ({unit_name})")
     figure.legend(
@@ -317,9 +316,7 @@ def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.N
 
 
 def _boxes(table: ModuleTable) -> Iterator[tuple[ModuleMemory, int, float, float]]:
-    """Each module that keeps something, with its level, where it begins and how wide it is, in
-    bytes.
-    """
+    """Each module that keeps memory, with its level, its left edge and its width, in bytes."""
     pending: list[tuple[ModuleMemory, int, float, float]] = [
         (table[""], 0, 0.0, float(max(table[""].kept_bytes or 0, 0)))
     ]

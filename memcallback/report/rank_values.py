@@ -1,4 +1,4 @@
-"""Statistics over the ranks of a job."""
+"""RankValues: memory of the ranks of a job at one step, as statistics and by rank."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memcallback.core.document import Document, Printable, Table
+from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
-from memcallback.core.units import format_bytes
 
 _INDENT = "  "
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPoint:
-    """What one rank took in its largest step since its last point. All sizes in bytes, None where
-    unknown.
+    """Memory of one rank in its largest step since its last point; None where unknown.
 
     Attributes:
         rank: The rank.
-        number: Of the point: the step or update under which the rank logs it.
-        phases: The largest allocated figure of each phase, measured.
+        number: The step or update under which the rank logs the point.
+        phases: Peak of allocated memory in each phase, measured.
         predicted: The same, predicted for this rank's step at its batch size.
-        peak_allocated_bytes: The largest allocated figure of the step.
-        peak_reserved_bytes: The largest reserved figure (accelerators).
+        peak_allocated_bytes: Peak of allocated memory in the step.
+        peak_reserved_bytes: Peak of reserved memory (accelerators).
         predicted_reserved_bytes: The same, predicted.
-        capacity_bytes: The memory that this rank plans for.
-        place: The device and the machine, in words.
+        capacity_bytes: The memory that this rank may use.
+        place: The device and the machine, for people.
     """
 
     rank: int
@@ -43,16 +41,12 @@ class RankPoint:
 
     @property
     def peak_bytes(self) -> int:
-        """What counts against the capacity: reserved memory; allocated memory where nothing is
-        reserved; 0 where neither is known.
-        """
+        """The peak that counts against the capacity: reserved, else allocated; 0 if unknown."""
         return self.peak_reserved_bytes or self.peak_allocated_bytes or 0
 
     @property
     def capacity_share_pct(self) -> float | None:
-        """The share of its capacity that the rank took at its peak, in percent; None if the
-        capacity is unknown.
-        """
+        """The share of its capacity that the rank used at its peak, in percent; None if unknown."""
         return 100 * self.peak_bytes / self.capacity_bytes if self.capacity_bytes else None
 
 
@@ -65,7 +59,7 @@ def point_of(
     capacity_bytes: int | None = None,
     place: str = "",
 ) -> RankPoint:
-    """The point of a rank."""
+    """The point of a rank for its measured and its predicted step."""
     return RankPoint(
         rank=rank,
         number=number,
@@ -88,7 +82,7 @@ def _peaks(step: StepMemory) -> dict[Phase, int]:
 
 
 class Spread(NamedTuple):
-    """One figure over the ranks of which it is known, in bytes; the mean is rounded down."""
+    """A size over the ranks for which it is known; the mean is rounded down."""
 
     min_bytes: int
     mean_bytes: int
@@ -97,10 +91,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankValues(Printable):
-    """The figures of the ranks of a job at one step.
+    """Memory of the ranks of a job at one step.
 
     Attributes:
-        number: The step of rank zero. Of another rank it is the last point at or before it.
+        number: The step of rank zero; other ranks have their last point at or before it.
         points: The points, by rank; at least one.
         num_ranks: How many ranks the job has.
     """
@@ -111,36 +105,32 @@ class RankValues(Printable):
 
     @property
     def worst(self) -> RankPoint:
-        """The rank that took the largest share of its capacity; the lowest of several. Where a
-        capacity is unknown, the largest peak counts.
-        """
+        """The rank with the largest share of its capacity in use, else with the largest peak."""
         if any(point.capacity_share_pct is None for point in self.points):
             return max(self.points, key=lambda point: (point.peak_bytes, -point.rank))
         return max(self.points, key=lambda point: (point.capacity_share_pct or 0.0, -point.rank))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of which no figures came."""
+        """The ranks that sent no values."""
         return tuple(sorted(set(range(self.num_ranks)) - {point.rank for point in self.points}))
 
     @property
     def peak_allocated(self) -> Spread | None:
-        """The largest allocated figure of the step over the ranks; None if no rank has it."""
+        """Peak of allocated memory over the ranks; None if no rank knows it."""
         return _spread(point.peak_allocated_bytes for point in self.points)
 
     @property
     def peak_reserved(self) -> Spread | None:
-        """The largest reserved figure of the step over the ranks; None if no rank has it."""
+        """Peak of reserved memory over the ranks; None if no rank knows it."""
         return _spread(point.peak_reserved_bytes for point in self.points)
 
     def of_phase(self, phase: Phase) -> Spread | None:
-        """The largest allocated figure of a phase over the ranks; None if no rank has it."""
+        """Peak of allocated memory in a phase over the ranks; None if no rank knows it."""
         return _spread(point.phases.get(phase) for point in self.points)
 
     def table(self) -> Table:
-        """The range over the ranks of each figure, and the worst rank's beside what was predicted
-        for it.
-        """
+        """Each size over the ranks, and that of the worst rank beside its prediction."""
         worst = self.worst
         peaks = [
             _row(
@@ -191,18 +181,19 @@ class RankValues(Printable):
         return ("peak of its capacity", *cells, *[""] * (5 - len(cells)))
 
     def lines(self) -> tuple[str, ...]:
-        """Which rank is the worst, and of which nothing is known."""
+        """Which rank is the worst, and which ranks sent no values."""
         worst = self.worst
         share = worst.capacity_share_pct
-        near = (
-            f"took most of its capacity, {share:.1f} % at its peak"
-            if share is not None
-            else "took most"
+        usage = (
+            "took most"
+            if share is None
+            else f"took most of its capacity, {share:.1f} % at its peak"
         )
-        lines = [f"Rank {worst.rank}{f' ({worst.place})' if worst.place else ''} {near}."]
+        lines = [f"Rank {worst.rank}{f' ({worst.place})' if worst.place else ''} {usage}."]
         if self.missing:
             lines.append(
-                f"No figures came for this step from {_ranks(self.missing)}: not recorded there, late, or gone."
+                f"No values for this step from {_ranks(self.missing)}: "
+                "not recorded there, late, or lost."
             )
         return tuple(lines)
 
@@ -211,23 +202,19 @@ class RankValues(Printable):
         return Document(self.table(), *self.lines())
 
 
-def _spread(figures: Iterable[int | None]) -> Spread | None:
-    known = [figure for figure in figures if figure is not None]
+def _spread(sizes: Iterable[int | None]) -> Spread | None:
+    known = [size for size in sizes if size is not None]
     return Spread(min(known), sum(known) // len(known), max(known)) if known else None
 
 
 def _row(
     label: str, spread: Spread | None, worst: int | None, predicted: int | None
 ) -> tuple[str, ...]:
-    return (
-        label,
-        *(
-            "" if size is None else format_bytes(size)
-            for size in (*(spread or (None, None, None)), worst, predicted)
-        ),
-    )
+    sizes = (*(spread or (None, None, None)), worst, predicted)
+    return (label, *(size_text(size, "") for size in sizes))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,4 +1,4 @@
-"""Report: measured, predicted and advised, as text."""
+"""Report: the measured step, its prediction and the batch size suggested, as one document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.report.rank_values import RankValues
 
 _INDENT = "  "
-#: Of the modules at the predicted peak, those that hold most.
+#: Modules named of those with most memory at the predicted peak.
 _NUM_MODULES = 3
 
 
@@ -30,17 +30,17 @@ class Report(Printable):
     """All that is known of a training's memory at one time.
 
     Attributes:
-        measured: A steady step, or the warm-up step where there is no other; None if no step was
+        measured: A steady step, or the warm-up step if there is no other; None if no step was
             recorded.
-        prediction: The prediction at that step's batch size, None if there is none.
-        device: The whole device.
-        advice: The suggestion, None if there is none.
-        lifetime_peak_allocated_bytes: The largest allocated figure since the recording began.
-        notes: What else the person should know, one sentence each.
-        without_savings: The prediction of the same update without the callback's savings: of as
+        prediction: The prediction at that step's batch size; None if there is none.
+        device: The memory of the whole device.
+        advice: The suggested batch size; None if there is none.
+        lifetime_peak_allocated_bytes: Peak of allocated memory since the recording began.
+        notes: Further notes, one sentence each.
+        without_savings: The prediction of the same update without the callback's savings, with as
             many samples in one batch; None if there are no savings.
-        ranks: Of a job of several ranks the figures of all at the last step of which they are
-            known; None if there are none.
+        ranks: The values of all ranks of a job at the last step for which they are known; None for
+            a job of one rank.
     """
 
     measured: StepMemory | None
@@ -53,10 +53,10 @@ class Report(Printable):
     ranks: RankValues | None = None
 
     def table(self) -> Table:
-        """Per phase and per category: predicted and measured with the error; then the device."""
+        """Predicted and measured memory by phase and by category, with errors; then the device."""
         predicted = self.prediction.step if self.prediction else None
         if self.measured and self.measured.is_warm_up:
-            # A prediction is of a steady step, and there is none to compare it with.
+            # Predictions are of steady steps, and none was measured.
             predicted = None
         phases = _phase_rows(self.measured, predicted)
         categories = _category_rows(self.measured, predicted)
@@ -83,7 +83,7 @@ class Report(Printable):
             "error" if predicted else "",
         )
         rows = [row for group in groups for row in group]
-        # A replay has no band; without a prediction there is nothing to compare with.
+        # Columns without a value go: a replay has no low edge.
         shown = [number for number in range(len(columns)) if any(row[number] for row in rows)]
         columns, *rows = (tuple(cells[number] for number in shown) for cells in (columns, *rows))
         return Table(
@@ -91,7 +91,7 @@ class Report(Printable):
         )
 
     def lines(self) -> tuple[str, ...]:
-        """The suggestion, what it leaves out, and the notes."""
+        """The suggestion, what it does not include, and the notes."""
         lines = []
         if self.advice:
             lines.append(self.advice.sentence())
@@ -125,12 +125,11 @@ class Report(Printable):
         size = f"batch size {step.batch_size}" if step.batch_size else "batch size unknown"
         sources = [f"measured by {self.measured.source}"] if self.measured else []
         sources += [f"predicted by {self.prediction.source}"] if self.prediction else []
-        return f"Memory of one training step ({kind}{size}) on {step.device_name}\n{', '.join(sources)}"
+        step_line = f"Memory of one training step ({kind}{size}) on {step.device_name}"
+        return f"{step_line}\n{', '.join(sources)}"
 
     def _saved_rows(self, predicted: StepMemory | None) -> list[tuple[str, ...]]:
-        """What the savings take off the peaks; what was measured is set against the prediction
-        without them.
-        """
+        """How much the savings lower the peaks, against the predicted step without them."""
         measured, without = self.measured, self.without_savings
         if without is None or predicted is None or measured is None:
             return []
@@ -207,29 +206,25 @@ def _phase_rows(measured: StepMemory | None, predicted: StepMemory | None) -> li
 def _category_rows(
     measured: StepMemory | None, predicted: StepMemory | None
 ) -> list[tuple[str, ...]]:
-    """What stands when the forward pass ends: the moment at which all activations are alive."""
-    ours, theirs = end_of_forward(predicted), end_of_forward(measured)
-    if ours is None and theirs is None:
+    """Memory at the end of the forward pass, when all activations are live."""
+    ends = end_of_forward(predicted), end_of_forward(measured)
+    if ends == (None, None):
         return []
-    our_split, their_split = (
-        (ours.by_category if ours else None) or {},
-        (theirs.by_category if theirs else None) or {},
-    )
+    predicted_sizes, measured_sizes = ((end and end.by_category) or {} for end in ends)
+    predicted_rest, measured_rest = (end.rest_bytes if end else None for end in ends)
     return [
         _heading("at the end of forward"),
-        *(_row(c.label, our_split.get(c), None, their_split.get(c)) for c in PERSISTENT_CATEGORIES),
-        _row(
-            "activations and other",
-            ours.rest_bytes if ours else None,
-            _low_rest(predicted),
-            theirs.rest_bytes if theirs else None,
+        *(
+            _row(category.label, predicted_sizes.get(category), None, measured_sizes.get(category))
+            for category in PERSISTENT_CATEGORIES
         ),
+        _row("activations and other", predicted_rest, _low_rest(predicted), measured_rest),
     ]
 
 
 def _at_peak_rows(prediction: Prediction) -> list[tuple[str, ...]]:
-    """What the prediction has beyond what a training can be asked for: at the peak, by category."""
-    beyond = [
+    """Predicted memory at the peak in the categories that cannot be measured."""
+    categories = [
         category
         for category in Category
         if category not in PERSISTENT_CATEGORIES and category in prediction.by_category
@@ -238,15 +233,13 @@ def _at_peak_rows(prediction: Prediction) -> list[tuple[str, ...]]:
         _heading(f"at the predicted peak, in {prediction.peak_phase.label}"),
         *(
             _row(category.label, prediction.by_category[category], None, None, is_measurable=False)
-            for category in beyond
+            for category in categories
         ),
     ]
 
 
 def _off(prediction: Prediction, measured: StepMemory | None) -> list[str]:
-    """The largest difference of allocated memory at a boundary, at a peak, and that of reserved
-    memory, where they are beyond the band.
-    """
+    """The largest errors: of allocated memory at a boundary and at a peak, of reserved memory."""
     if (
         measured is None
         or measured.is_warm_up
@@ -254,18 +247,17 @@ def _off(prediction: Prediction, measured: StepMemory | None) -> list[str]:
         or measured.batch_size != prediction.batch_size
     ):
         return []
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for difference in sorted(
-        differences(prediction.step, measured), key=lambda one: one.size_bytes
+        differences(prediction.step, measured), key=lambda difference: difference.size_bytes
     ):
-        found[" ".join(difference.where.split()[:2])] = difference.sentence()
-    return [
-        found[kind] for kind in ("allocated at", "peak allocated", "peak reserved") if kind in found
-    ]
+        sentences[" ".join(difference.where.split()[:2])] = difference.sentence()
+    kinds = ("allocated at", "peak allocated", "peak reserved")
+    return [sentences[kind] for kind in kinds if kind in sentences]
 
 
 def _low_rest(predicted: StepMemory | None) -> int | None:
-    """The lower edge of what is allocated beyond what is held, at the end of the forward pass."""
+    """The low edge of activations and other memory at the end of the forward pass."""
     forward = predicted.phases.get(Phase.FORWARD) if predicted else None
     if (
         forward is None
@@ -278,7 +270,7 @@ def _low_rest(predicted: StepMemory | None) -> int | None:
 
 
 def end_of_forward(step: StepMemory | None) -> MemoryStats | None:
-    """The reading at the end of the first forward pass that ends at a boundary of its own."""
+    """The reading at the end of the first phase that is a forward pass and nothing else."""
     if step is None:
         return None
     return next((window.end for window in step.windows if window.covers == (Phase.FORWARD,)), None)

@@ -56,8 +56,8 @@ MODULES_IMAGE_TAG = "memory/modules_icicle"
 WHAT_IF_TAG = "memory/what_if"
 WHAT_IF_IMAGE_TAG = "memory/what_if_bars"
 OUT_OF_MEMORY_TAG = "memory/out_of_memory"
-#: The layout goes into a run of its own, below the training's: TensorBoard reads one layout a run,
-#: and a user's own stays.
+#: A run below the training's, for the layout alone: TensorBoard reads one layout a run, and a
+#: user's own stays.
 LAYOUT_RUN = "memory_layout"
 _PEAK = "memory/{}/peak_allocated_gib"
 _PREDICTED = "memory/predicted/{}/peak_allocated_gib"
@@ -73,67 +73,65 @@ _WORST_SHARE = "memory/ranks/worst/capacity_share_pct"
 def scalars(
     step: StepMemory, predicted: StepMemory | None, device: DeviceMemory
 ) -> dict[str, float]:
-    """One point for every tag whose figure is known: at most 15 of memory, and three of the device."""
-    figures: dict[str, float | None] = {}
+    """A value for each tag for which it is known: at most 15 of memory, and three of the device."""
+    values: dict[str, float | None] = {}
     for phase, memory in step.phases.items():
-        figures[_PEAK.format(phase.value)] = _gib(memory.peak_allocated_bytes)
+        values[_PEAK.format(phase.value)] = _gib(memory.peak_allocated_bytes)
     for phase, memory in (predicted.phases if predicted else {}).items():
-        figures[_PREDICTED.format(phase.value)] = _gib(memory.peak_allocated_bytes)
-        figures[_LOW.format(phase.value)] = _gib(memory.low_bytes)
+        values[_PREDICTED.format(phase.value)] = _gib(memory.peak_allocated_bytes)
+        values[_LOW.format(phase.value)] = _gib(memory.low_bytes)
     if predicted:
-        figures[_PREDICTED_RESERVED] = _gib(predicted.peak_reserved_bytes)
+        values[_PREDICTED_RESERVED] = _gib(predicted.peak_reserved_bytes)
     last = step.windows[-1].end if step.windows else None
-    figures["memory/peak_reserved_gib"] = _gib(step.peak_reserved_bytes)
-    figures["memory/peak_resident_gib"] = _gib(step.peak_resident_bytes)
-    figures["memory/non_pytorch_gib"] = _gib(device.non_pytorch_bytes)
-    figures["memory/capacity_gib"] = _gib(device.capacity_bytes)
+    values["memory/peak_reserved_gib"] = _gib(step.peak_reserved_bytes)
+    values["memory/peak_resident_gib"] = _gib(step.peak_resident_bytes)
+    values["memory/non_pytorch_gib"] = _gib(device.non_pytorch_bytes)
+    values["memory/capacity_gib"] = _gib(device.capacity_bytes)
     if device.capacity_bytes and device.used_bytes is not None:
-        figures["memory/capacity_used_pct"] = 100 * device.used_bytes / device.capacity_bytes
+        values["memory/capacity_used_pct"] = 100 * device.used_bytes / device.capacity_bytes
     if predicted and not step.is_warm_up:
         error = error_pct(predicted.peak_allocated_bytes, step.peak_allocated_bytes)
-        # To a tenth: a few bytes more or less would otherwise be all that a curve of it shows.
-        figures["memory/prediction_error_pct"] = None if error is None else round(error, 1)
-    figures["memory/num_alloc_retries"] = last.num_alloc_retries if last else None
-    figures["device/utilisation_pct"] = device.utilisation_pct
-    figures["device/temperature_celsius"] = device.temperature_celsius
-    figures["device/power_watts"] = device.power_watts
-    return {tag: value for tag, value in figures.items() if value is not None}
+        # Rounded to a tenth, so that a curve of it does not show a few bytes more or less.
+        values["memory/prediction_error_pct"] = None if error is None else round(error, 1)
+    values["memory/num_alloc_retries"] = last.num_alloc_retries if last else None
+    values["device/utilisation_pct"] = device.utilisation_pct
+    values["device/temperature_celsius"] = device.temperature_celsius
+    values["device/power_watts"] = device.power_watts
+    return {tag: value for tag, value in values.items() if value is not None}
 
 
 def rank_scalars(ranks: RankValues) -> dict[str, float]:
-    """One point for every tag over the ranks whose figure is known: at most 15."""
+    """A value for each tag over the ranks for which it is known: at most 15."""
     worst = ranks.worst
-    figures: dict[str, float | None] = {
+    values: dict[str, float | None] = {
         _WORST_RANK: worst.rank,
         _WORST_SHARE: worst.capacity_share_pct,
     }
     for kind, spread in (("allocated", ranks.peak_allocated), ("reserved", ranks.peak_reserved)):
         for which, size in zip(("min", "mean", "max"), spread or (), strict=False):
-            figures[_OF_RANKS.format(kind, which)] = _gib(size)
+            values[_OF_RANKS.format(kind, which)] = _gib(size)
     for phase in Phase:
-        figures[_WORST_PEAK.format(phase.value)] = _gib(worst.phases.get(phase))
-        figures[_WORST_PREDICTED.format(phase.value)] = _gib(worst.predicted.get(phase))
-    figures["memory/ranks/num_ranks"] = len(ranks.points)
-    return {tag: value for tag, value in figures.items() if value is not None}
+        values[_WORST_PEAK.format(phase.value)] = _gib(worst.phases.get(phase))
+        values[_WORST_PREDICTED.format(phase.value)] = _gib(worst.predicted.get(phase))
+    values["memory/ranks/num_ranks"] = len(ranks.points)
+    return {tag: value for tag, value in values.items() if value is not None}
 
 
 def _gib(num_bytes: int | None) -> float | None:
-    # To four digits: TensorBoard fits the axis to what it draws, and a few bytes more or less would
-    # be all that a curve shows.
+    # Four digits: TensorBoard fits the axis to its values, and a curve would show little but a few
+    # bytes more or less.
     return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
 
 
 def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
-    """Put the dashboard's layout beside a run, so that the tab "Custom scalars" shows it without
-    configuration.
-    """
+    """Write the dashboard's layout beside a run, for the tab "Custom scalars"."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard import FileWriter
 
-    # TensorBoard shows the last of the charts with a band first.
+    # TensorBoard shows charts with a band in reverse order.
     of_phases = (
         [_in_band(phase) for phase in reversed(Phase)]
         if has_band
@@ -151,7 +149,8 @@ def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[st
     layout = layout_pb2.Layout(
         category=[
             layout_pb2.Category(
-                title=f"Memory: measured peaks {'in the predicted band' if has_band else 'beside the predicted ones'}",
+                title="Memory: measured peaks "
+                + ("in the predicted band" if has_band else "beside the predicted ones"),
                 chart=of_phases,
             ),
             layout_pb2.Category(title="Memory: over the training", chart=lines),
@@ -162,8 +161,8 @@ def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[st
             ),
         ]
     )
-    # SummaryWriter.add_custom_scalars would do, were it not for the user's own: TensorBoard reads
-    # one layout a run.
+    # Not SummaryWriter.add_custom_scalars: TensorBoard reads one layout a run, and the user may
+    # have one.
     summary = Summary.Value(
         tag="custom_scalars__config__",
         metadata=SummaryMetadata(
@@ -232,16 +231,14 @@ def _pair(phase: Phase) -> Any:
 def _multiline(title: str, tags: list[str]) -> Any:
     from tensorboard.plugins.custom_scalar import layout_pb2
 
-    # The tags are regular expressions for the beginning of a name.
+    # TensorBoard matches tags as regular expressions at the beginning of a name.
     return layout_pb2.Chart(
         title=title, multiline=layout_pb2.MultilineChartContent(tag=[f"{tag}$" for tag in tags])
     )
 
 
 def write_scalars(writer: SummaryWriter, points: Mapping[str, float], step: int) -> None:
-    """Write one point for each tag into a run, as one event, where add_scalar would make one for
-    each.
-    """
+    """Write one value for each tag into a run, all in one event, unlike add_scalar."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]

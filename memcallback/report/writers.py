@@ -1,4 +1,4 @@
-"""Write to Lightning loggers or a TensorBoard run (better name: writers.py)."""
+"""Writers: memory values, texts and pictures for Lightning loggers and TensorBoard runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _P = ParamSpec("_P")
 
 
 class Writers:
-    """Every logger of a Trainer; runs of TensorBoard also get text, pictures and the layout of the
-    dashboard.
+    """All loggers of a Trainer; TensorBoard runs also get texts, pictures and a dashboard layout.
 
-    A logger that fails is left out from then on, with a warning; a run of TensorBoard that fails is
-    told of once. Make it on rank zero only.
+    A logger that fails is left out from then on, with a warning; a TensorBoard run that fails is
+    reported once. Create it on rank zero only.
     """
 
     def __init__(self, loggers: list[Any], own_log_dir: Path | None) -> None:
@@ -33,8 +32,8 @@ class Writers:
         self._writers: list[Any] = []
         self._log_dirs: list[str] = []
         self.log_dir: Path | None = None
-        #: What was told already: a disk that is full stays so for a while.
-        self._told: set[str] = set()
+        #: Failures warned of: a full disk stays full for a while.
+        self._warned: set[str] = set()
         if not self._loggers and own_log_dir is not None:
             what, hint = (
                 f"write to {str(own_log_dir)!r}",
@@ -50,9 +49,7 @@ class Writers:
             )
 
     def write_layout(self, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
-        """Give every TensorBoard run the layout of the dashboard: for a prediction with a band or
-        without, a job of several ranks or one.
-        """
+        """Write the dashboard layout to every TensorBoard run."""
         what, hint = "write the layout of a TensorBoard run", "Check the run's folder."
         for log_dir in self._log_dirs:
             self._attempt(
@@ -60,7 +57,7 @@ class Writers:
             )
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
-        """Give every logger one point for each tag."""
+        """Write one value for each tag to every logger."""
         for writer in self._writers:
             self._attempt(
                 "write to a TensorBoard run",
@@ -72,12 +69,15 @@ class Writers:
             )
         for logger in list(self._loggers):
             what = f"log {len(points)} float metrics to {_name(logger)}"
-            hint = f"{_name(logger)} gets no more memory figures. Use a logger whose log_metrics takes a dict of floats."
+            hint = (
+                f"{_name(logger)} gets no more memory values. "
+                "Use a logger whose log_metrics takes a dict of floats."
+            )
             if not self._attempt(what, hint, logger.log_metrics, dict(points), step=step):
                 self._loggers.remove(logger)
 
     def log_text(self, tag: str, markdown: str, step: int) -> None:
-        """Give every TensorBoard run a text."""
+        """Write a text to every TensorBoard run."""
         for writer in self._writers:
             self._attempt(
                 f"write the text {tag!r}",
@@ -115,7 +115,7 @@ class Writers:
             )
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush all TensorBoard runs, and close the one that was opened here."""
         for writer in self._writers:
             self._attempt("write out a TensorBoard run", "Check the run's folder.", writer.flush)
         if self._own is not None:
@@ -142,15 +142,21 @@ class Writers:
         self._log_dirs.append(log_dir)
 
     def _attempt(
-        self, what: str, hint: str, action: Callable[..., object], *args: object, **kwargs: object
+        self,
+        action_name: str,
+        hint: str,
+        action: Callable[..., object],
+        *args: object,
+        **kwargs: object,
     ) -> bool:
         try:
             action(*args, **kwargs)
         except Exception as error:  # a logger can fail in any way, and training goes on
-            if hint not in self._told:
-                self._told.add(hint)
+            if hint not in self._warned:
+                self._warned.add(hint)
                 warn_and_go_on(
-                    f"memcallback could not {what}: {type(error).__name__}: {error}. Memory is still recorded. {hint}"
+                    f"memcallback could not {action_name}: {type(error).__name__}: {error}. "
+                    f"Memory is still recorded. {hint}"
                 )
             return False
         return True
@@ -161,15 +167,15 @@ def _name(logger: Any) -> str:
 
 
 def _next_version(log_dir: Path) -> Path:
-    """A folder of one's own, made here: of several processes that ask at once each gets another."""
+    """Create the next folder `version_N`; of several processes at once, each gets its own."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    taken = [
+    numbers = [
         int(p.name.removeprefix("version_"))
         for p in log_dir.glob("version_*")
         if p.name.removeprefix("version_").isdigit()
     ]
-    for number in count(max(taken, default=-1) + 1):
+    for number in count(max(numbers, default=-1) + 1):
         with suppress(FileExistsError):
             (log_dir / f"version_{number}").mkdir()
             return log_dir / f"version_{number}"
-    raise AssertionError("there is always another number")
+    raise AssertionError("count() does not end")

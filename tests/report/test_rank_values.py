@@ -71,7 +71,7 @@ def test_a_table_shows_the_range_and_the_worst_rank_beside_its_prediction():
     assert (
         "Rank 2 (a card of node7) took most of its capacity, 39.1 % at its peak." in ranks.to_text()
     )
-    assert "No figures came for this step from rank 1" in ranks.to_markdown()
+    assert "No values for this step from rank 1" in ranks.to_markdown()
 
 
 def test_a_message_has_its_points_back():
