@@ -53,7 +53,8 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
     if own is None:
         return replace(
             whole,
-            unavailable="this process is not in NVML's list: in a container it has another number",
+            unavailable="this process is not in NVML's list, as in containers with process numbers "
+            "of their own",
         )
     return replace(whole, this_process_bytes=own, other_processes_bytes=others)
 

@@ -269,7 +269,7 @@ def _is_profiling() -> bool:
 
 
 def _is_profiler_in_use() -> bool:
-    """Whether a profile runs or is prepared (while one waits for its schedule, nothing else shows).
+    """Whether a profile runs, or waits for its schedule, which only the profile object shows.
 
     Two profiles at a time crash PyTorch 2.13. This searches all objects of the process.
     """

@@ -117,7 +117,7 @@ def _device_type_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _device_type(tensor: torch.Tensor, group: Mapping[str, Any], device_type: str | None) -> str:
-    """The device of existing state; scalars such as `step` stay on the CPU where torch keeps them."""
+    """The device of existing state; scalars such as `step` stay on the CPU unless capturable."""
     is_on_host = (
         tensor.device.type == "cpu"
         and tensor.dim() == 0
