@@ -186,8 +186,8 @@ def _check(events: Sequence[Event]) -> None:
                 if phases:
                     where = f"inside phase {phases[0].value!r}"
                 raise ValueError(
-                    f"event {position} starts or ends a step {where}; steps do not overlap and hold "
-                    "whole phases: put the mark between phases"
+                    f"event {position} starts or ends a step {where}; steps do not overlap and "
+                    "hold whole phases: put the mark between phases"
                 )
             in_step = not in_step
         else:

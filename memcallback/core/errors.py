@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 
 
 def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorate a method that training calls: its first error becomes a warning and ends recording."""
+    """Decorate a method that training calls: its first error is warned of and ends recording."""
 
     @functools.wraps(hook)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:

@@ -14,7 +14,7 @@ from memcallback.core.step_memory import error_pct, largest, total
 from memcallback.core.types import Kind, Phase
 from memcallback.core.units import format_bytes
 
-#: Of the groups of modules on a console, those that keep most.
+#: The number of groups of modules on a console.
 _NUM_GROUPS = 10
 
 
@@ -24,7 +24,7 @@ class ModuleInfo(NamedTuple):
     Attributes:
         name: Its FQN; the root is "".
         kind: Its class name, such as `Conv2d`.
-        parameter_bytes: Of the parameters that it has itself, without those of its children.
+        parameter_bytes: Its own parameters, without those of its children.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Span(NamedTuple):
 
     Attributes:
         phase: `Phase.FORWARD` or `Phase.BACKWARD`.
-        path: The FQNs of the modules that run, the outermost first.
+        path: The FQNs of the running modules, outermost first.
         start_bytes: Allocated when it begins.
         end_bytes: Allocated when it ends.
-        peak_bytes: The largest allocated figure from its beginning to its end.
+        peak_bytes: The largest allocated memory inside.
     """
 
     phase: Phase
@@ -52,20 +52,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleWindow:
-    """All of one pass in which a module ran, what runs inside it included. Sizes in bytes, None
-    where unknown.
+    """The time in one pass in which a module ran, with the modules inside it.
 
-    A module that is called several times has one window from the first call to the last; what
-    happens between its calls is not in it.
+    Sizes are in bytes; None if unknown. A module that is called several times has one window from
+    the first call to the last, without the time between calls.
 
     Attributes:
-        num_runs: How often it began to run: in the forward pass its calls; in the backward pass how
-            often autograd came to it.
+        num_runs: In the forward pass the number of calls; in the backward pass how often autograd
+            entered it.
         start_allocated_bytes: Allocated on the device when it first began.
         end_allocated_bytes: Allocated on the device when it last ended.
-        peak_allocated_bytes: The largest allocated figure on the device while it ran.
-        change_bytes: What all its runs together left allocated beyond what they found; negative
-            where they gave back more.
+        peak_allocated_bytes: The largest allocated memory of the device while it ran.
+        change_bytes: The change of allocated memory over all its runs; negative if they freed more
+            than they allocated.
     """
 
     num_runs: int
@@ -77,18 +76,18 @@ class ModuleWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleMemory:
-    """The memory of one module in one training step, that of the modules inside it included.
+    """The memory of one module in one training step, with the modules inside it.
 
     Attributes:
-        name: Its FQN; the root, "", is the whole step but the optimizer's: the loss is in it.
+        name: Its FQN; the root, "", is the whole step without the optimizer's: it has the loss.
         kind: Its class name; empty if unknown.
         parameter_bytes: Its parameters.
-        forward: The forward pass; None if the module did not run in it. What checkpointing computes
-            again is in the backward pass.
-        backward: The backward pass: the nodes of autograd that its forward pass made; None if none
-            of them ran.
-        saved_bytes: Of what the module's operators allocated in the forward pass, what stands when
-            that ends; for a prediction only, since no counter of a device says it: None.
+        forward: The forward pass; None if the module did not run in it. Recomputation of
+            checkpointing is in the backward pass.
+        backward: The backward pass: the autograd nodes that its forward pass made; None if none of
+            them ran.
+        saved_bytes: Allocations of the module's operators in the forward pass that are live when
+            that ends. Known for a prediction only: no counter of a device measures it.
     """
 
     name: str
@@ -100,11 +99,10 @@ class ModuleMemory:
 
     @property
     def kept_bytes(self) -> int | None:
-        """What its forward pass left allocated: what autograd saves for the backward pass, and its
-        output; None if it had none.
+        """What its forward pass left allocated: saved tensors and its output.
 
-        It is less where the module let go of what others had made; an input that only its caller
-        holds, its caller gives back.
+        None without a forward pass. It is less if the module frees tensors of other modules; an
+        input that only the caller holds is freed by the caller.
         """
         return self.forward.change_bytes if self.forward else None
 
@@ -115,11 +113,11 @@ class ModuleTable(Printable):
 
     Attributes:
         step_kind: Measured or predicted.
-        source: What gave the figures.
+        source: Where the values come from.
         device_name: The device.
         batch_size: Samples in the batch; None if unknown.
         modules: All modules in the order of `model.named_modules()`, the root first.
-        notes: What is not in it, one sentence each.
+        notes: What is missing, one sentence each.
     """
 
     step_kind: Kind
@@ -154,29 +152,28 @@ class ModuleTable(Printable):
 
     @cached_property
     def _children(self) -> Mapping[str, tuple[ModuleMemory, ...]]:
-        found: dict[str, tuple[ModuleMemory, ...]] = {}
+        children: dict[str, tuple[ModuleMemory, ...]] = {}
         for module in self.ran:
             if module.name:
                 parent = module.name.rpartition(".")[0]
-                found[parent] = (*found.get(parent, ()), module)
-        return found
+                children[parent] = (*children.get(parent, ()), module)
+        return children
 
     def to_table(self, other: ModuleTable | None = None) -> Table:
         """One row for each module that ran.
 
         Args:
-            other: The same step, predicted where this one is measured; its figures stand beside
-                these.
+            other: The prediction of the same step, if this one is measured; shown side by side.
         """
         tables = [other, self] if other else [self]
         names = [f" {table.step_kind.value}" if other else "" for table in tables]
         columns = ["module", "class", "calls", "parameters"]
-        columns += [f"{figure}{name}" for figure in _FIGURES for name in names]
+        columns += [f"{column}{name}" for column in _COLUMNS for name in names]
         rows = []
         for module in self.ran:
             of_tables = [table.get(module.name) for table in tables]
             cells = [
-                size_text(_figure(one, path)) for path in _FIGURES.values() for one in of_tables
+                size_text(_value(each, path)) for path in _COLUMNS.values() for each in of_tables
             ]
             runs = module.forward.num_runs if module.forward else 0
             row = (
@@ -195,12 +192,19 @@ class ModuleTable(Printable):
         )
 
     def summary(self, other: ModuleTable | None = None) -> Table:
-        """The innermost modules that keep most; those whose names differ in numbers alone are one
-        row.
+        """The innermost modules that keep most; names that differ only in numbers share a row.
 
         Args:
             other: As for `to_table`.
         """
+
+        def kept(modules: Sequence[ModuleMemory]) -> list[str]:
+            own = size_text(_kept(modules))
+            if other is None:
+                return [own]
+            predicted = [match for module in modules if (match := other.get(module.name))]
+            return [size_text(_kept(predicted) if predicted else None), own]
+
         groups: dict[tuple[str, str], list[ModuleMemory]] = {}
         for module in self.ran:
             if module.name and module.forward and not self.children(module.name):
@@ -210,23 +214,18 @@ class ModuleTable(Printable):
         most = sorted(groups.items(), key=lambda group: -_kept(group[1]))
         rows = []
         for (pattern, kind), modules in most[:_NUM_GROUPS]:
-            theirs = [found for module in modules if other and (found := other.get(module.name))]
             name = modules[0].name if len(modules) == 1 else f"{pattern} ({len(modules)})"
-            kept = [size_text(_kept(theirs) if theirs else None)] if other else []
-            peaks = [largest(_figure(module, path) for module in modules) for path in _PEAKS]
-            rows.append((name, kind, *kept, size_text(_kept(modules)), *map(size_text, peaks)))
+            peaks = [largest(_value(module, path) for module in modules) for path in _PEAKS]
+            rows.append((name, kind, *kept(modules), *map(size_text, peaks)))
         if len(most) > _NUM_GROUPS:
             rest = [module for _, modules in most[_NUM_GROUPS:] for module in modules]
-            theirs = [found for module in rest if other and (found := other.get(module.name))]
-            kept = [size_text(_kept(theirs) if theirs else None)] if other else []
-            rows.append((f"{len(rest)} more", "", *kept, size_text(_kept(rest)), "", ""))
-        names = (
-            [f"kept, {other.step_kind.value}", f"kept, {self.step_kind.value}"]
-            if other
-            else ["kept"]
-        )
+            rows.append((f"{len(rest)} more", "", *kept(rest), "", ""))
+        names = ["kept"]
+        if other:
+            names = [f"kept, {table.step_kind.value}" for table in (other, self)]
         return Table(
-            title=f"What modules keep after their forward pass, and the peaks while they run\n{self.source}",
+            title="What modules keep after their forward pass, and the peaks while they run\n"
+            f"{self.source}",
             columns=("module", "class", *names, "peak forward", "peak backward"),
             rows=tuple(rows),
             left_columns=frozenset({"class"}),
@@ -261,25 +260,25 @@ class ModuleTable(Printable):
         return f"Memory by module, {kinds} ({size}) on {self.device_name}{left_out}"
 
 
-#: Column -> the figure of a `ModuleMemory` in it.
-_FIGURES = {
+#: Column -> the attributes of a `ModuleMemory` that lead to its value.
+_COLUMNS = {
     "kept": ("forward", "change_bytes"),
     "forward end": ("forward", "end_allocated_bytes"),
     "forward peak": ("forward", "peak_allocated_bytes"),
     "backward end": ("backward", "end_allocated_bytes"),
     "backward peak": ("backward", "peak_allocated_bytes"),
 }
-_PEAKS = (_FIGURES["forward peak"], _FIGURES["backward peak"])
+_PEAKS = (_COLUMNS["forward peak"], _COLUMNS["backward peak"])
 
 
-def _figure(module: ModuleMemory | None, path: tuple[str, str]) -> int | None:
+def _value(module: ModuleMemory | None, path: tuple[str, str]) -> int | None:
     window = getattr(module, path[0], None)
     return None if window is None else getattr(window, path[1])
 
 
 def _error(module: ModuleMemory, predicted: ModuleMemory | None) -> str:
-    """Of the two peaks the one that is farther off."""
-    errors = [error_pct(_figure(predicted, path), _figure(module, path)) for path in _PEAKS]
+    """The larger error of the two peaks."""
+    errors = [error_pct(_value(predicted, path), _value(module, path)) for path in _PEAKS]
     known = [error for error in errors if error is not None]
     return f"{max(known, key=abs) + 0:+.1f} %" if known else ""
 
@@ -289,7 +288,7 @@ def _kept(modules: Sequence[ModuleMemory]) -> int:
 
 
 def phase_of_span(covers: Sequence[Phase], *, is_backward: bool) -> Phase | None:
-    """Which pass a stretch of a window belongs to; None outside of both."""
+    """The pass of a span, given the phases of its window; None outside of both passes."""
     if Phase.BACKWARD in covers and (is_backward or Phase.FORWARD not in covers):
         return Phase.BACKWARD
     return Phase.FORWARD if Phase.FORWARD in covers else None
@@ -300,7 +299,7 @@ def modules_of(
     infos: Sequence[ModuleInfo],
     saved_bytes: Mapping[str, int] | None = None,
 ) -> tuple[ModuleMemory, ...]:
-    """Add up what happened while each module ran, or a module inside it."""
+    """Add up the spans in which each module, or a module inside it, ran."""
     runs: dict[tuple[str, Phase], list[list[Span]]] = {}
     owners: dict[tuple[str, ...], frozenset[str]] = {}
     for window in windows:
@@ -322,19 +321,19 @@ def modules_of(
         ModuleMemory(
             name=info.name,
             kind=info.kind,
-            parameter_bytes=sum(one.parameter_bytes for one in inside[info.name]),
+            parameter_bytes=sum(inner.parameter_bytes for inner in inside[info.name]),
             forward=_window(runs.get((info.name, Phase.FORWARD))),
             backward=_window(runs.get((info.name, Phase.BACKWARD))),
             saved_bytes=None
             if saved_bytes is None
-            else sum(saved_bytes.get(one.name, 0) for one in inside[info.name]),
+            else sum(saved_bytes.get(inner.name, 0) for inner in inside[info.name]),
         )
         for info in infos
     )
 
 
 def _owners(path: Iterable[str]) -> Iterator[str]:
-    """The modules of a path with all that they are inside of, the root too."""
+    """The modules of a path, with all modules around them and the root."""
     yield ""
     for name in path:
         yield from accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}")

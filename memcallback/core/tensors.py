@@ -61,9 +61,10 @@ def walk(
     children: Callable[[object], Iterable[object] | None],
     seen: dict[int, object] | None = None,
 ) -> Iterator[object]:
-    """All objects reached from `roots` depth first: a leaf (children: None) each time, others once.
+    """Walk depth first from some objects to all that they hold, visiting each object once.
 
-    `seen` holds the objects by their id, so that no later object gets the same one.
+    A leaf, for which `children` returns None, is yielded each time. `seen` keeps the others alive
+    by their id, so that no later object gets the same id.
     """
     seen = {} if seen is None else seen
     pending = [iter(roots)]
