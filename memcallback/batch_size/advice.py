@@ -1,4 +1,4 @@
-"""BatchSizeAdvice: the suggestion and what bounds it."""
+"""BatchSizeAdvice: the suggested batch size, its limits, and the peak over batch sizes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ _NUM_RANKS_NAMED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeBounds:
-    """What bounds a batch size besides memory.
+    """Bounds of a batch size other than memory. All numbers are at least 1.
 
     Attributes:
-        multiple_of: It is to be a multiple of this, if at least so many samples fit; at least 1.
-        max_batch_size: It is at most this, at least 1; None for no such bound.
-        dataset_size: Samples in the dataset, of which each rank has its part, at least 1; None if
-            unknown.
-        world_size: How many ranks train with a batch of their own, at least 1.
-        num_microbatches: How many batches of that size a pipeline has in each of its steps, at
-            least 1.
+        multiple_of: The batch size is a multiple of this, if at least so many samples fit.
+        max_batch_size: The largest batch size; None for no such bound.
+        dataset_size: Samples in the dataset, shared by all ranks; None if unknown.
+        world_size: How many ranks train with a batch of their own.
+        num_microbatches: How many batches of that size a pipeline runs in each step.
     """
 
     multiple_of: int = DEFAULT_MULTIPLE
@@ -50,27 +48,25 @@ class BatchSizeBounds:
                 f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
             )
             raise ValueError(
-                f"dataset_size must be at least {self.num_batches}, got {self.dataset_size} samples for {self.world_size} ranks{microbatches}: each "
-                "needs one."
+                f"dataset_size must be at least {self.num_batches}, got {self.dataset_size} "
+                f"samples for {self.world_size} ranks{microbatches}: each needs one."
             )
 
     @property
     def num_batches(self) -> int:
-        """How many batches there are at a time, of all ranks."""
+        """How many batches run at a time, on all ranks."""
         return self.world_size * self.num_microbatches
 
     @property
     def most(self) -> int | None:
-        """The most samples that are wanted, or are there for a rank; None if there is no such
-        bound.
-        """
+        """The smaller of `max_batch_size` and a rank's share of the dataset; None without either."""
         of_rank = None if self.dataset_size is None else self.dataset_size // self.num_batches
         return min(
             (bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None
         )
 
     def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-        """The largest batch size within the bounds."""
+        """The largest batch size of at most `num_samples` that keeps the bounds and fits; 0 if none."""
         most = num_samples if self.most is None else min(num_samples, self.most)
         sizes = chain(
             range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1)
@@ -83,7 +79,7 @@ DEFAULT_BOUNDS = BatchSizeBounds()
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulationPlan:
-    """Batches that together make an effective batch size, exactly.
+    """Gradient accumulation: batches whose sizes add up to exactly an effective batch size.
 
     Attributes:
         batch_size: Samples in one forward pass on one rank.
@@ -97,18 +93,18 @@ class AccumulationPlan:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples between two updates, of all ranks."""
+        """Samples between two updates, on all ranks."""
         return self.batch_size * self.accumulate * self.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatchSize:
-    """What some ranks of a job that are alike could have alone.
+    """The batch size of ranks with the same step and device.
 
     Attributes:
-        ranks: Which ones.
+        ranks: The ranks.
         device_name: The device of each.
-        batch_size: The suggestion for them; 0 if not even one sample is sure to fit.
+        batch_size: The largest for them alone; 0 if not even one sample is sure to fit.
     """
 
     ranks: tuple[int, ...]
@@ -141,8 +137,8 @@ class BatchSizeAdvice(Printable):
         headroom: The fraction of the capacity that is kept free.
         is_measured: Whether the peaks are those of a measured step of this training on this device;
             else they are predicted.
-        basis: How it knows, as a part of a sentence.
-        leaves_out: What it does not know, as parts of a sentence.
+        basis: Where the peaks come from, in a sentence without its period.
+        leaves_out: What is not included, as parts of a sentence.
         by_sequence_length: The batch size for sequences of each of these lengths, where they were
             asked for; the advice itself is for the longest.
         by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
@@ -198,35 +194,37 @@ class BatchSizeAdvice(Printable):
         return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
 
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
-        """How to have exactly so many samples between two updates, with the largest batches that
-        fit.
+        """Exactly so many samples between two updates, in the largest batches that fit.
 
         Args:
-            effective_batch_size: Samples between two updates, of all ranks.
+            effective_batch_size: Samples between two updates, on all ranks.
 
         Raises:
-            ValueError: If it cannot be divided among the ranks, not one sample fits, or it is for a
-                pipeline, whose microbatches are what is accumulated.
+            ValueError: If it cannot be divided among the ranks, not even one sample fits, or the
+                advice is for a pipeline, which accumulates over its microbatches.
         """
         if self.bounds.num_microbatches > 1:
             raise ValueError(
-                f"effective_batch_size {effective_batch_size} cannot be had by accumulation in a pipeline: what it needs depends on how many "
-                f"microbatches there are, here {self.bounds.num_microbatches}. Ask anew with Ranks(..., n_microbatches=...)."
+                f"effective_batch_size {effective_batch_size} cannot be accumulated in a pipeline: "
+                "its memory depends on the number of microbatches, here "
+                f"{self.bounds.num_microbatches}. Ask again with Ranks(..., n_microbatches=...)."
             )
         world_size = self.bounds.world_size
         whole_number(
             "effective_batch_size",
             effective_batch_size,
-            "It is how many samples come between two updates.",
+            "Give the number of samples between two updates.",
         )
         if effective_batch_size % world_size:
             raise ValueError(
-                f"effective_batch_size must be a multiple of the {world_size} ranks, got {effective_batch_size}. The nearest is "
+                f"effective_batch_size must be a multiple of the {world_size} ranks, "
+                f"got {effective_batch_size}. The nearest is "
                 f"{max(1, round(effective_batch_size / world_size)) * world_size}."
             )
         if self.batch_size < 1:
             raise ValueError(
-                f"effective_batch_size {effective_batch_size} cannot be had by accumulation. {self.sentence()}"
+                f"effective_batch_size {effective_batch_size} cannot be accumulated. "
+                f"{self.sentence()}"
             )
         of_rank = effective_batch_size // world_size
         smaller = (
@@ -237,33 +235,35 @@ class BatchSizeAdvice(Printable):
         )
         if batch_size is None:
             raise ValueError(
-                f"effective_batch_size {effective_batch_size} cannot be had by accumulation: no batch size that divides it fits."
+                f"effective_batch_size {effective_batch_size} cannot be accumulated: no batch size "
+                "that divides it fits."
             )
         return AccumulationPlan(
             batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size
         )
 
     def sentence(self) -> str:
-        """The suggestion in one sentence."""
+        """The suggestion in a few short sentences: the size, the limit, and how it is known."""
         if self.batch_size == 0:
             return (
-                f"No batch size is sure to fit: one sample may need {format_bytes(dict(self.curve)[1])}, and "
-                f"{format_bytes(max(0, self.budget_bytes))} are left of {format_bytes(self.capacity_bytes)}. memcallback.what_if says what "
-                "would make it fit."
+                f"No batch size is sure to fit: one sample may need {format_bytes(dict(self.curve)[1])}, "
+                f"and {format_bytes(max(0, self.budget_bytes))} are left of "
+                f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make it fit."
             )
         return (
-            f"Largest batch size: {self.batch_size} ({_times(self.multiple)} times the current {self.current_batch_size}{self._rounding}), "
-            f"{self.basis}, within {format_bytes(self.capacity_bytes)} less {100 * self.headroom:g}% headroom."
+            f"Largest batch size: {self.batch_size:,} ({_times(self.multiple)}x the current "
+            f"{self.current_batch_size:,}{self._rounding()}). Limit: {format_bytes(self.capacity_bytes)} "
+            f"minus {100 * self.headroom:g} % headroom. {self.basis}."
         )
 
-    @property
     def _rounding(self) -> str:
+        """Why the suggestion is smaller than what fits."""
         if self.batch_size == self.largest:
             return ""
         bounds = self.bounds
         found = []
         if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
-            found.append(f"at most {bounds.max_batch_size} are wanted")
+            found.append(f"max_batch_size {bounds.max_batch_size:,}")
         if (
             bounds.dataset_size is not None
             and bounds.dataset_size // bounds.num_batches < self.largest
@@ -271,10 +271,10 @@ class BatchSizeAdvice(Printable):
             found.append(f"the dataset has {bounds.dataset_size:,} samples")
         if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
             found.append(f"a multiple of {bounds.multiple_of}")
-        return f"; {', '.join(found)}; {self.largest} fit"
+        return f"; {', '.join(found)}; {self.largest:,} fit"
 
     def to_table(self) -> Table:
-        """The curve, with what each size is."""
+        """The peak at each batch size of the curve and at the limit without a retry."""
         marks = {
             self.limit: "limit",
             self.limit_without_retry: "limit without a retry",
@@ -287,7 +287,8 @@ class BatchSizeAdvice(Printable):
         if self.limit_without_retry and self.limit_without_retry_peak_bytes is not None:
             rows[self.limit_without_retry] = self.limit_without_retry_peak_bytes
         return Table(
-            title=f"Peak over the batch size, within {format_bytes(self.capacity_bytes)} of which {format_bytes(max(0, self.budget_bytes))} may be taken",
+            title=f"Peak over the batch size. Capacity {format_bytes(self.capacity_bytes)}, "
+            f"of which {format_bytes(max(0, self.budget_bytes))} may be used",
             columns=("batch size", f"{self.counts} peak", ""),
             rows=tuple(
                 (f"{size:,}", format_bytes(peak), marks.get(size, ""))
@@ -297,35 +298,35 @@ class BatchSizeAdvice(Printable):
         )
 
     def document(self) -> Document:
-        """The suggestion, both limits, what is left out, and the curve."""
+        """The suggestion, both limits, what is not included, and the curve."""
         lines = [self.sentence()]
         if self.limit_without_retry is not None:
-            at_all = "" if self.limit is None else f", {self.limit:,} at all"
+            at_all = "" if self.limit is None else f", {self.limit:,} with retries"
             lines.append(
-                f"With nothing kept free {self.limit_without_retry:,} fit without a retry{at_all}."
+                f"With nothing kept free, {self.limit_without_retry:,} fit without a retry{at_all}."
             )
         if self.bounds.world_size > 1:
             lines.append(
-                f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in all."
+                f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in total."
             )
         elif self.bounds.num_microbatches > 1:
             lines.append(
-                f"{self.bounds.num_microbatches} microbatches of that size: {self.global_batch_size:,} samples in all."
+                f"{self.bounds.num_microbatches} microbatches of that size: "
+                f"{self.global_batch_size:,} samples in total."
             )
         lines += [
             f"Sequences of {length}: {batch_size:,}"
             for length, batch_size in self.by_sequence_length.items()
         ]
         lines += [
-            f"{_named(one.ranks)} on {one.device_name}: {one.batch_size:,}" for one in self.by_rank
+            f"{_named(kind.ranks)} on {kind.device_name}: {kind.batch_size:,}"
+            for kind in self.by_rank
         ]
-        lines.append(f"It leaves out {'; '.join(self.leaves_out)}.")
+        lines.append(f"Not included: {'; '.join(self.leaves_out)}.")
         return Document(*lines, self.to_table())
 
     def to_dict(self) -> dict[str, Any]:
-        """Data that json writes; every size is named `_bytes`, every number of samples
-        `batch_size`.
-        """
+        """Data for json; names of sizes end in `_bytes`, of numbers of samples in `batch_size`."""
         return {
             "batch_size": self.batch_size,
             "global_batch_size": self.global_batch_size,
@@ -350,11 +351,11 @@ class BatchSizeAdvice(Printable):
             ],
             "by_rank": [
                 {
-                    "ranks": list(one.ranks),
-                    "device_name": one.device_name,
-                    "batch_size": one.batch_size,
+                    "ranks": list(kind.ranks),
+                    "device_name": kind.device_name,
+                    "batch_size": kind.batch_size,
                 }
-                for one in self.by_rank
+                for kind in self.by_rank
             ],
         }
 

@@ -26,14 +26,14 @@ from memcallback.prediction.textbook.law import TextbookPrediction
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLine:
-    """The peak over batch sizes: a line through one known point, never below the true peak.
+    """The peak over batch sizes: a bent line through one known point, never below the true peak.
 
     Attributes:
         batch_size: The batch size of the known point.
         peak_bytes: The peak there.
-        growth_bytes: What each further sample adds at most.
-        decline_bytes: What each sample less takes off at least; not above `growth_bytes`.
-        floor_bytes: What a step needs at any batch size (an optimizer update).
+        growth_bytes: The most that each further sample adds.
+        decline_bytes: The least that each sample less saves; at most `growth_bytes`.
+        floor_bytes: The memory of a step at any batch size (an optimizer update).
     """
 
     batch_size: int
@@ -225,21 +225,22 @@ def estimate(
 ) -> Estimate | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
-    A step's peak is, over the batch size, the largest of straight lines, one for each moment of the
-    step, and so convex. With a measured steady step this bounds it from above on both sides. A
-    larger batch is taken to grow all of the peak but what is held throughout the step (counted:
-    gradients are not, where they are cleared before the activations). A smaller one is taken to
-    save in proportion what the peak has above that of a step of no samples, which is at least the
-    measured optimizer step and, by the prediction, all that is held and what else does not depend
-    on the batch (autocast's copies of the weights); and not more than what autograd keeps of each
-    sample. Without a prediction that is not sure, and said to be so. A device without a caching
-    allocator has no reserved memory, and its allocated peak counts instead. Without a measured
-    step, or without a count of what is held, the law of the prediction decides, which knows
-    allocated memory only.
+    A traced prediction is replayed at each batch size. If a measured step reserved more than its
+    replay, the difference is added everywhere; beyond the band of a prediction it grows in
+    proportion to the batch size.
 
-    A traced prediction needs no bounds: its reserved peak is replayed at each batch size. What a
-    measured step reserved more than was replayed for it is added everywhere, beyond the band of a
-    prediction in proportion to the batch size.
+    Without a trace, a measured steady step bounds the peak from above. At each moment of a step,
+    memory is a straight line over the batch size, so the peak is convex:
+
+    - For larger batches, all of the peak grows but what is persistent throughout the step (gradients
+      are not, where they are cleared before the activations come).
+    - For smaller batches, (peak - peak of an empty batch) shrinks in proportion. The empty-batch
+      peak is at least the optimizer step's and, if predicted, all memory that does not depend on the
+      batch (autocast's copies of the weights). No more is saved than autograd keeps of each sample.
+      Without a prediction this is uncertain, and `leaves_out` says so.
+
+    On a device without a caching allocator the allocated peak counts. Without a measured step, or
+    without a count of persistent memory, the textbook law decides; it knows allocated memory only.
     """
     check_headroom(headroom)
     if capacity_bytes is None:
@@ -253,7 +254,10 @@ def estimate(
             headroom=headroom,
         )
         if traced is not None and predicted.trace.is_far(traced.best_batch_size()):
-            untried = f"whether the step does the same in so large a batch: the largest that was traced is {predicted.trace.largest_traced}"
+            untried = (
+                "a check that the step runs the same way with so large a batch (the largest traced "
+                f"is {predicted.trace.largest_traced:,})"
+            )
             return replace(traced, leaves_out=(*traced.leaves_out, untried))
         if traced is not None:
             return traced
@@ -272,7 +276,7 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "how much a smaller batch saves, which only a prediction tells: try it before relying on it"
+            "how much a smaller batch saves, which only a prediction knows: try it before relying on it"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -285,9 +289,9 @@ def estimate(
         outside_bytes=outside_bytes,
         headroom=headroom,
         is_measured=is_measured,
-        basis=f"from the {counts} memory measured on this device"
+        basis=f"From the {counts} memory measured on this device"
         if is_measured
-        else f"predicted by the {law.source if law else ''}",
+        else f"Predicted by the {law.source if law else ''}",
         leaves_out=tuple(leaves_out),
     )
 
@@ -298,10 +302,10 @@ def check_headroom(headroom: object) -> None:
 
 
 def _always_left_out(outside_bytes: int | None) -> list[str]:
-    leaves_out = ["what validation, logging and longer samples need beyond a training step"]
+    leaves_out = ["validation, logging, longer samples"]
     if outside_bytes is None:
         leaves_out.append(
-            "memory outside this process's allocator (CUDA context, other processes), which is not known here"
+            "memory outside this process's allocator (CUDA context, other processes), unknown here"
         )
     return leaves_out
 
@@ -324,7 +328,7 @@ def estimate_from_trace(
     replays = BatchReplays(predicted.trace, device, predicted.settings)
     peaks = TracedPeak(replays=replays, batch_size=predicted.batch_size, shift_bytes=bucket_bytes)
     measured_bytes = counted_peak(measured) if measured else None
-    basis = f"replayed from the {predicted.source}"
+    basis = "Simulated from a trace"
     if bucket_bytes:
         basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
     if measured and measured.batch_size and measured_bytes is not None:
@@ -342,9 +346,9 @@ def estimate_from_trace(
             is_shift_per_sample=is_beyond,
         )
         basis += (
-            f", raised by the {format_bytes(shift_bytes)} that were measured more"
+            f"; raised by {format_bytes(shift_bytes)}, which the measured step needs more"
             if is_beyond
-            else ", which the measured step bears out"
+            else "; the measured step agrees"
         )
     outside = device.outside_bytes if outside_bytes is None else outside_bytes
     budget_bytes = budget(capacity_bytes, headroom, outside)
@@ -356,11 +360,11 @@ def estimate_from_trace(
     leaves_out = _always_left_out(outside)
     if outside_bytes is None and outside:
         leaves_out.append(
-            f"other processes on the device; its context is taken to be {format_bytes(outside)}"
+            f"other processes on the device, whose context is assumed to take {format_bytes(outside)}"
         )
     is_host = predicted.peak_reserved_bytes is None
     if measured is None and is_host:
-        leaves_out.append("what operators take for themselves while they run")
+        leaves_out.append("temporary memory inside operators")
     return Estimate(
         peaks=peaks,
         largest=largest,
@@ -378,14 +382,14 @@ def estimate_from_trace(
 def _measured_line(
     step: StepMemory, always_held_bytes: int | None, predicted: TextbookPrediction | None
 ) -> PeakLine | None:
-    held = step.always_held_bytes if step.always_held_bytes is not None else always_held_bytes
+    persistent = step.always_held_bytes if step.always_held_bytes is not None else always_held_bytes
     allocated, peak = step.peak_allocated_bytes, counted_peak(step)
-    if not step.batch_size or peak is None or allocated is None or held is None:
+    if not step.batch_size or peak is None or allocated is None or persistent is None:
         return None
     update = step.phases.get(Phase.OPTIMIZER_STEP)
-    of_update = max(held, (update.peak_allocated_bytes or 0) if update else 0)
+    of_update = max(persistent, (update.peak_allocated_bytes or 0) if update else 0)
     per_allocated = Fraction(peak, allocated) if allocated else Fraction(1)
-    # Of reserved memory each takes at most the share that it has of the allocated peak.
+    # A part of the allocated peak takes at most the same share of reserved memory.
     floor = min(peak, ceil(of_update * per_allocated))
     without_samples, decline = floor, peak
     if predicted:
@@ -395,7 +399,7 @@ def _measured_line(
     return PeakLine(
         batch_size=step.batch_size,
         peak_bytes=peak,
-        growth_bytes=-(-max(0, peak - held) // step.batch_size),
+        growth_bytes=-(-max(0, peak - persistent) // step.batch_size),
         decline_bytes=min((peak - without_samples) // step.batch_size, decline),
         floor_bytes=floor,
     )

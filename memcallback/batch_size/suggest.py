@@ -1,4 +1,4 @@
-"""suggest_batch_size(): estimate, then verify by a trace at that size."""
+"""suggest_batch_size(): estimates the largest batch size, then verifies it by a trace there."""
 
 from __future__ import annotations
 
@@ -47,52 +47,49 @@ def suggest_batch_size(
     sequence_lengths: Iterable[object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> BatchSizeAdvice:
-    """The largest batch size that is predicted to fit: never one whose reserved peak plus headroom
-    exceeds the capacity.
+    """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
 
-    It is verified by a trace at that size; where the step does something else there, it is
-    predicted anew from there.
+    The size is verified by a trace there. If the step does something else at that size, it is
+    predicted again from there.
 
-    The ranks of a job have one batch size, the smallest of what each could have alone: the stages
-    of a pipeline are looked at one by one (and its batch size is that of a microbatch), ranks of
-    unlike devices too. Of other jobs the step's own rank stands for all. How many copies of a
-    pipeline that a function makes are trained is not known: then `world_size` says it, by default
-    one.
+    All ranks of a job have one batch size, the smallest of what each could have alone. Each stage
+    of a pipeline is predicted (its batch size is that of a microbatch), and so is a rank on each
+    kind of device. In other jobs the step's own rank stands for all. If a function makes the
+    pipeline, the number of its copies is unknown: give it as `world_size`, by default one.
 
     Args:
         step: The step.
-        device: As for `predict`; or the device of each rank, in a list. Of this machine's own
-            device, what others use of it at this moment is left to them.
+        device: As for `predict`; or a list with the device of each rank. Memory that others use now
+            on a device of this machine is left to them.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
-        multiple_of: The batch size is to be a multiple of this, if at least so many samples fit; 1
-            for any.
-        max_batch_size: It is at most this.
-        dataset_size: Samples in the dataset, of which each rank has its part.
+        multiple_of: The batch size is a multiple of this, if at least so many samples fit; 1 for
+            any.
+        max_batch_size: The largest batch size to suggest.
+        dataset_size: Samples in the dataset, shared by all ranks.
         world_size: How many ranks train with a batch of their own; the batch size is that of one.
-            By default as the step's `ranks` say, or as many as there are devices. Where the step
-            says nothing of them, it is beside buckets as large as its gradients
-            (DistributedDataParallel).
-        measured: A steady step of this training on this device, by which the predicted curve is
-            raised to what was measured.
-        sequence_lengths: How long the sequences can be, of samples or of buckets: the batch size is
-            for the longest, and `by_sequence_length` of the advice has one for each length. Or a
-            data loader, whose batches are read for their lengths; then there are at most eight
-            buckets, each as long as its longest may be. The step must say how long its own are.
+            By default as in the step's `ranks`, or the number of devices. If the step has no
+            `ranks`, buckets as large as its gradients are added (DistributedDataParallel).
+        measured: A steady step of this training on this device. If it needs more than predicted,
+            the predicted curve is raised to it.
+        sequence_lengths: Lengths of the sequences, of samples or of buckets. The batch size is for
+            the longest; `by_sequence_length` of the advice has one for each length. Or a data
+            loader, whose batches are read for their lengths; then there are at most eight buckets,
+            each as long as its longest sequence may be. The step must know its `sequence_length`.
         progress: As for `predict`.
 
     Returns:
-        The advice; `leaves_out` says what it does not know.
+        The advice; its `leaves_out` says what is not included.
 
     Raises:
-        PredictionError: As `predict`; also if the step was traced at its own batch size alone, or
-            there is no end of memory.
-        TypeError: If one of the numbers is none.
-        ValueError: As `predict`, or if one of the numbers is out of range, `sequence_lengths` is
-            empty, `measured` is no steady step that was measured on a device of this kind, or is
-            given for ranks that are unlike, or there are more or fewer devices than ranks.
+        PredictionError: As `predict`; also if only the step's own batch size can be traced, or
+            every batch size fits.
+        TypeError: If a number is not one.
+        ValueError: As `predict`; also if a number is out of range, `sequence_lengths` is empty,
+            `measured` is not a steady step measured on a device of this kind or is given for
+            several kinds of ranks, or the number of devices is not that of ranks.
     """
     job = _job(step, device)
-    places = job.places
+    kinds = job.kinds
     bounds = BatchSizeBounds(
         multiple_of=multiple_of,
         max_batch_size=max_batch_size,
@@ -104,26 +101,25 @@ def suggest_batch_size(
     lengths, are_read = (
         ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
     )
-    if len(places) > 1 and measured is not None:
+    if len(kinds) > 1 and measured is not None:
         raise ValueError(
-            f"measured is a step of one rank, and {len(places)} kinds of ranks are planned for. Leave it out: their curves are predicted."
+            f"measured is a step of one rank, and there are {len(kinds)} kinds of ranks. Leave it "
+            "out: their peaks are predicted."
         )
     estimates = [
-        _for_one(place, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read)
-        for place in places
+        _for_one(kind, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read)
+        for kind in kinds
     ]
     sizes = [estimate.best_batch_size() for estimate, _ in estimates]
     smallest, by_length = estimates[sizes.index(min(sizes))]
-    if len(places) == 1:
+    if len(kinds) == 1:
         return smallest.advice(by_sequence_length=by_length)
-    kinds = (
-        RankBatchSize(
-            ranks=tuple(place.ranks), device_name=place.device.name, batch_size=batch_size
-        )
-        for place, batch_size in zip(places, sizes, strict=True)
+    by_rank = tuple(
+        RankBatchSize(ranks=tuple(kind.ranks), device_name=kind.device.name, batch_size=batch_size)
+        for kind, batch_size in zip(kinds, sizes, strict=True)
     )
     return smallest.advice(
-        by_rank=tuple(kinds),
+        by_rank=by_rank,
         by_sequence_length={
             length: min(of_length[length] for _, of_length in estimates) for length in by_length
         },
@@ -131,8 +127,8 @@ def suggest_batch_size(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Ranks that are alike: the step of one of them, its device, and which ranks they are."""
+class _RankKind:
+    """Ranks with the same step and device."""
 
     step: TrainingStep
     device: Device
@@ -141,19 +137,24 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """The kinds of ranks, how many ranks have a batch of their own, whether that is sure, and how
-    many microbatches a batch has.
+    """The kinds of ranks of a job, and how a batch is divided among them.
+
+    Attributes:
+        kinds: Ranks with the same step and device together.
+        num_with_own_batch: How many ranks have a batch of their own.
+        is_sure: Whether that number is known; else it is assumed.
+        num_microbatches: Microbatches in a batch of a pipeline.
     """
 
-    places: list[_Place]
+    kinds: list[_RankKind]
     num_with_own_batch: int
     is_sure: bool
     num_microbatches: int
 
 
 def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
-    """What is to be looked at, so that all ranks are."""
-    ranks: Ranks | None = getattr(step, "ranks", None)  # what is no step is told by `predict`
+    """The kinds of ranks to predict, so that every rank is covered."""
+    ranks: Ranks | None = getattr(step, "ranks", None)  # `predict` refuses what is not a step
     if isinstance(device, Sequence) and not isinstance(device, str):
         given, is_list = list(device), True
     else:
@@ -163,12 +164,13 @@ def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
             "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
         )
         raise ValueError(
-            f"device is a list of {len(given)} devices, and must have {expected}. Give one device if all are alike."
+            f"device is a list of {len(given)} devices, and must have {expected}. Give one device "
+            "if all ranks have the same."
         )
     devices = dict(enumerate(resolve(one) for one in given))
     if ranks is None:
         return _Job(
-            places=_alike({0: step}, devices),
+            kinds=_kinds_of({0: step}, devices),
             num_with_own_batch=len(devices),
             is_sure=is_list,
             num_microbatches=1,
@@ -179,7 +181,7 @@ def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
         ranks.num_at_one_batch,
     )
     if callable(ranks.strategy):
-        # Whether a function makes a pipeline only a trace tells; then its ranks hold unlike things.
+        # Only a trace shows whether the function makes a pipeline, whose ranks differ.
         traced = Traces(step, devices[0], 1, None).at(
             step.check_predictable(), step.sequence_length
         )
@@ -188,32 +190,29 @@ def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
             unlike, num_together = tuple(range(ranks.world_size)), ranks.world_size
     steps = {rank: step.of_rank(rank) for rank in unlike}
     return _Job(
-        places=_alike(steps, devices if is_list else dict.fromkeys(steps, devices[0])),
+        kinds=_kinds_of(steps, devices if is_list else dict.fromkeys(steps, devices[0])),
         num_with_own_batch=ranks.world_size // num_together,
         is_sure=not callable(ranks.strategy),
         num_microbatches=num_microbatches,
     )
 
 
-def _alike(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) -> list[_Place]:
-    """Ranks with the same step and device together; a rank without a step of its own has the first
-    one.
-    """
-    found: list[_Place] = []
-    for rank, on in devices.items():
-        of_rank = steps.get(rank, next(iter(steps.values())))
-        alike = next(
-            (place for place in found if place.step is of_rank and place.device == on), None
-        )
-        if alike is None:
-            found.append(_Place(step=of_rank, device=on, ranks=[rank]))
+def _kinds_of(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) -> list[_RankKind]:
+    """Groups ranks by step and device; a rank without a step of its own has the first one."""
+    kinds: list[_RankKind] = []
+    first = next(iter(steps.values()))
+    for rank, device in devices.items():
+        step = steps.get(rank, first)
+        same = (kind for kind in kinds if kind.step is step and kind.device == device)
+        if (kind := next(same, None)) is None:
+            kinds.append(_RankKind(step=step, device=device, ranks=[rank]))
         else:
-            alike.ranks.append(rank)
-    return found
+            kind.ranks.append(rank)
+    return kinds
 
 
 def _for_one(
-    place: _Place,
+    kind: _RankKind,
     headroom: float,
     bounds: BatchSizeBounds,
     measured: StepMemory | None,
@@ -223,7 +222,7 @@ def _for_one(
     are_lengths_read: bool,
 ) -> tuple[Estimate, dict[int, int]]:
     """The estimate for a rank on its device, and the batch size at each sequence length."""
-    step, device = place.step, place.device
+    step, device = kind.step, kind.device
     prediction = predict_without_limits(
         step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress
     )
@@ -249,7 +248,7 @@ def _for_one(
     if estimate is None:
         raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
     if are_lengths_read:
-        # A trace of one length alone says nothing of others.
+        # A trace at one length alone knows no other.
         step_of_lengths = prediction.lengths.step if prediction.lengths else 0
         lengths = buckets(lengths, step_of_lengths or lengths[-1])
     by_length = {}
@@ -268,7 +267,7 @@ def _world_size(given: int | None, known: int, *, is_sure: bool) -> int:
         return known
     if is_sure and given != known:
         raise ValueError(
-            f"world_size {given} was asked for, and {known} ranks have a batch of their own. Leave world_size out."
+            f"world_size is {given}, but {known} ranks have a batch of their own. Leave it out."
         )
     return given
 
@@ -287,7 +286,7 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
         else "a step"
     )
     raise ValueError(
-        f"measured is {what} on {measured.device_name}; it must be a steady step that was measured on the device that is planned for, here "
+        f"measured is {what} on {measured.device_name}; it must be a steady step measured on "
         f"{prediction.device_name}. Give recorder.steady of a training there, or leave it out."
     )
 
@@ -310,10 +309,10 @@ def _verified(
             )
             return estimate
         except PredictionError:
-            why = f", where it cannot be traced: the largest that was traced is {prediction.trace.largest_traced}"
+            why = f", which cannot be traced (the largest traced is {prediction.trace.largest_traced})"
             break
         except BatchDependentPath:
-            why = ": it does something else at others"
+            why = ", as it does not at others"
         prediction = predict_without_limits(
             step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
         )
@@ -321,18 +320,23 @@ def _verified(
         if another is None:
             break
         estimate = another
-    untried = f"whether the step does the same at batch size {estimate.best_batch_size()}{why}"
+    untried = (
+        f"a check that the step runs the same way at batch size {estimate.best_batch_size()}{why}"
+    )
     return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 
 
 def _why_none(prediction: Prediction) -> str:
-    """Why no batch size is the largest, and the way out, as the end of a sentence."""
+    """Why no batch size is the largest, with a hint, as the end of a sentence."""
     if prediction.capacity_bytes is None:
-        return "how much memory the CPU has is not known. Give it: device=memcallback.devices.catalogue.HostSpec(capacity_bytes=...)."
+        return (
+            "the CPU's capacity is unknown. Give it: "
+            "device=memcallback.devices.catalogue.HostSpec(capacity_bytes=...)."
+        )
     reason = next((caveat for caveat in prediction.trace.caveats if caveat.startswith(ONLY)), None)
     if reason is not None:
         return ONLY.lower() + reason.removeprefix(ONLY)
     return (
-        "no batch size was found that does not fit: a larger batch needs no more memory, or hardly more. Give the largest that you would train "
-        "with: max_batch_size=..."
+        "every batch size fits: a larger batch needs hardly more memory, or none. Give the largest "
+        "that you would train with: max_batch_size=..."
     )

@@ -95,7 +95,7 @@ class Report(Printable):
         lines = []
         if self.advice:
             lines.append(self.advice.sentence())
-            lines.append("It leaves out " + "; ".join(self.advice.leaves_out) + ".")
+            lines.append("Not included: " + "; ".join(self.advice.leaves_out) + ".")
         if isinstance(self.prediction, Prediction):
             lines.extend(_off(self.prediction, self.measured))
             most = [

@@ -53,11 +53,13 @@ def test_the_batches_of_all_ranks_are_one():
 
 def test_the_sentence_says_what_bounded_it():
     assert (
-        "Largest batch size: 48 (4.80 times the current 10; at most 50 are wanted, a multiple of 8; 100 fit)"
+        "Largest batch size: 48 (4.80x the current 10; max_batch_size 50, a multiple of 8; 100 fit)"
         in advice(100, max_batch_size=50).sentence()
     )
     assert "the dataset has 60 samples" in advice(100, dataset_size=60).sentence()
-    assert "Largest batch size: 96 (9.60 times the current 10), predicted" in advice(96).sentence()
+    assert (
+        "Largest batch size: 96 (9.60x the current 10). Limit: 1024.00 MiB" in advice(96).sentence()
+    )
 
 
 @pytest.mark.parametrize(

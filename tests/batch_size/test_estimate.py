@@ -120,7 +120,7 @@ def test_a_measured_step_gives_the_largest_batch_within_capacity_less_headroom()
     assert advice.largest == 94
     assert advice.multiple == 8.8
     assert (
-        "Largest batch size: 88 (8.80 times the current 10; a multiple of 8; 94 fit)"
+        "Largest batch size: 88 (8.80x the current 10; a multiple of 8; 94 fit)"
         in advice.sentence()
     )
 
@@ -143,7 +143,7 @@ def test_without_a_measured_step_the_law_decides_and_says_so():
         measured=None, predicted=law, capacity_bytes=21 * MiB, outside_bytes=0, headroom=0
     )
     assert not advice.is_measured
-    assert "predicted by the textbook law" in advice.basis
+    assert "Predicted by the textbook law" in advice.basis
     assert advice.largest == 10
     assert any("reserved but unallocated" in text for text in advice.leaves_out)
 

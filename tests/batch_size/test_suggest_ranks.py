@@ -162,8 +162,10 @@ def test_what_does_not_go_together_is_refused():
         suggested([])
     with pytest.raises(ValueError, match=r"world_size must be at least 1, got 0"):
         suggested("4GiB", world_size=0)
-    with pytest.raises(ValueError, match=r"world_size 5 was asked for, and 2 ranks"):
+    with pytest.raises(ValueError, match=r"world_size is 5, but 2 ranks"):
         suggested(["4GiB", "8GiB"], world_size=5)
     measured = mc.predict(step(), device="4GiB").step
-    with pytest.raises(ValueError, match=r"measured is a step of one rank, and 2 kinds of ranks"):
+    with pytest.raises(
+        ValueError, match=r"measured is a step of one rank, and there are 2 kinds of ranks"
+    ):
         suggested(["4GiB", "8GiB"], measured=measured)

@@ -827,7 +827,7 @@ def test_the_report_of_an_accumulation_has_a_steady_window_with_its_update(
     assert list(measured.phases) == [F, B, O]
     assert measured.held_bytes is not None
     assert callback.report.advice.basis.startswith(
-        "replayed from the traced step, which the measured step bears out"
+        "Simulated from a trace; the measured step agrees"
     )
 
 

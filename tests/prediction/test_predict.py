@@ -186,7 +186,7 @@ def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_sai
 def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_said():
     with pytest.raises(
         PredictionError,
-        match=r"^No batch size can be suggested: how much memory the CPU has is not known. Give it: device=memc",
+        match=r"^No batch size can be suggested: the CPU's capacity is unknown. Give it: device=memc",
     ):
         mc.suggest_batch_size(make_step(), device="cpu")
     advice = mc.suggest_batch_size(
@@ -199,7 +199,9 @@ def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_
 def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_reason_said():
     loss = lambda model, batch: model.weight.sum() * batch.shape[0]  # noqa: E731
     step = make_step(nn.Linear(8, 4), torch.ones(16, 0), loss=loss, optimizer=torch.optim.SGD)
-    text = r"^No batch size can be suggested: no batch size was found that does not fit.* Give .*: max_batch_size=\.\.\.$"
+    text = (
+        r"^No batch size can be suggested: every batch size fits.* Give .*: max_batch_size=\.\.\.$"
+    )
     with pytest.raises(PredictionError, match=text):
         mc.suggest_batch_size(step, device="1GiB")
     assert mc.suggest_batch_size(step, device="1GiB", max_batch_size=64).batch_size == 64
@@ -212,7 +214,10 @@ def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_r
 def test_a_measured_step_must_be_one_and_of_such_a_device():
     prediction = mc.predict(make_step(), device="24GiB")
     steady = replace(prediction.step, kind=Kind.MEASURED)
-    assert "bears out" in mc.suggest_batch_size(make_step(), device="24GiB", measured=steady).basis
+    assert (
+        "the measured step agrees"
+        in mc.suggest_batch_size(make_step(), device="24GiB", measured=steady).basis
+    )
     on_host = replace(mc.predict(make_step(), device="cpu").step, kind=Kind.MEASURED)
     for step, text in (
         (prediction.step, "a predicted step"),
@@ -334,14 +339,15 @@ def test_a_suggestion_is_verified_by_a_trace_at_its_own_size():
             for size in (advice.batch_size, advice.batch_size + 1)
         ]
         assert peaks[0] <= advice.budget_bytes < peaks[1]
-        assert not any("was traced" in text for text in advice.leaves_out)
+        assert not any("largest traced" in text for text in advice.leaves_out)
 
 
 def test_a_suggestion_that_cannot_be_verified_says_so():
     step = make_step(AnotherPath(1000, fails=True), torch.ones(4, 1024))
     advice = mc.suggest_batch_size(step, device="4GiB")
     assert advice.leaves_out[-1] == (
-        f"whether the step does the same at batch size {advice.batch_size}, where it cannot be traced: the largest that was traced is 11"
+        f"a check that the step runs the same way at batch size {advice.batch_size}, "
+        "which cannot be traced (the largest traced is 11)"
     )
 
 

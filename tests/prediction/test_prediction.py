@@ -205,8 +205,8 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
     )
     assert peaks.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
     assert peaks.at(advice.largest + 1) > advice.budget_bytes
-    assert "replayed from the traced step" in advice.sentence()
-    assert any("its context is taken to be 512.00 MiB" in text for text in advice.leaves_out)
+    assert "Simulated from a trace" in advice.sentence()
+    assert any("context is assumed to take 512.00 MiB" in text for text in advice.leaves_out)
     smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
     assert smaller.largest < advice.largest
 
@@ -220,7 +220,7 @@ def test_what_was_measured_more_is_added_to_every_batch_size():
         capacity_bytes=predicted.capacity_bytes,
         outside_bytes=0,
     )
-    assert "which the measured step bears out" in shifted.sentence()
+    assert "the measured step agrees" in shifted.sentence()
     assert shifted.current_batch_size == 20
     larger = prediction(
         20, extra=(Alloc(9000, 40 * MiB, 0, Category.WORKSPACE), Free(9000)), num_steps=1
@@ -231,7 +231,7 @@ def test_what_was_measured_more_is_added_to_every_batch_size():
         capacity_bytes=predicted.capacity_bytes,
         outside_bytes=0,
     )
-    assert "raised by the 20.00 MiB that were measured more" in shifted.sentence()
+    assert "raised by 20.00 MiB, which the measured step needs more" in shifted.sentence()
 
 
 def test_a_trace_of_one_batch_size_leaves_the_advice_to_the_measured_step():
@@ -344,7 +344,7 @@ def test_on_a_cpu_the_allocated_peak_has_to_fit():
         <= GiB
         < predicted.at(advice.largest + 1).peak_allocated_bytes
     )
-    assert "what operators take for themselves while they run" in advice.leaves_out
+    assert "temporary memory inside operators" in advice.leaves_out
 
 
 def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():

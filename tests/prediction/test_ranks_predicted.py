@@ -271,9 +271,7 @@ def test_a_suggestion_leaves_what_nccl_takes():
     assert alone.line.at(alone.batch_size) - of_two.line.at(of_two.batch_size) == pytest.approx(
         1_600_000_000, rel=0.02
     )
-    with pytest.raises(
-        ValueError, match=r"world_size 4 was asked for, and 2 ranks have a batch of their own"
-    ):
+    with pytest.raises(ValueError, match=r"world_size is 4, but 2 ranks have a batch of their own"):
         mc.suggest_batch_size(step(mc.Ranks(2)), device="8GiB", world_size=4)
 
 
