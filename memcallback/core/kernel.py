@@ -1,6 +1,4 @@
-"""What one CUDA operator allocates while it runs, as data: KernelRule, KernelCall,
-AllocTemp/FreeTemp/AllocOutput.
-"""
+"""What one CUDA operator allocates while it runs, as data."""
 
 from __future__ import annotations
 
@@ -11,9 +9,82 @@ from functools import cached_property
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.types import Category
 
-#: The number of the first allocation that an operator makes for itself; those of tensors are below
-#: it.
+#: The id of the first temporary allocation of an operator; the ids of tensors are smaller.
 FIRST_TEMPORARY = 1 << 40
+
+
+@dataclass(frozen=True)
+class AllocTemp:
+    """Allocate temporary memory.
+
+    Attributes:
+        size_bytes: The size, at least 0.
+        category: `Category.TEMPORARY`, or `Category.WORKSPACE` for a library's (cuDNN).
+    """
+
+    size_bytes: int
+    category: Category = Category.TEMPORARY
+
+
+@dataclass(frozen=True)
+class FreeTemp:
+    """Free temporary memory: that of the `AllocTemp` of this index, from 0."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class AllocOutput:
+    """Allocate an output.
+
+    Attributes:
+        index: Which of the returned tensors, from 0.
+        size_bytes: Its storage if its shape alone does not give it (padded rows), else None.
+    """
+
+    index: int
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class OpenBlasHandles:
+    """The first matrix multiplication: creates cuBLAS handles and their persistent workspaces."""
+
+
+#: What an operator does, in order. `completed` adds what it leaves out.
+Kernel = tuple[AllocTemp | FreeTemp | AllocOutput | OpenBlasHandles, ...]
+
+
+def completed(kernel: Kernel, num_outputs: int) -> Kernel:
+    """Add what a kernel leaves out: the other outputs, BLAS handles, then the frees, in order."""
+    outputs = {step.index for step in kernel if isinstance(step, AllocOutput)}
+    freed = {step.index for step in kernel if isinstance(step, FreeTemp)}
+    num_temporaries = sum(isinstance(step, AllocTemp) for step in kernel)
+    return (
+        *kernel,
+        *(AllocOutput(index) for index in range(num_outputs) if index not in outputs),
+        *(() if OpenBlasHandles() in kernel else (OpenBlasHandles(),)),
+        *(FreeTemp(index) for index in range(num_temporaries) if index not in freed),
+    )
+
+
+@dataclass(frozen=True)
+class KernelRule:
+    """What an operator does, as a function of whole numbers that may depend on the batch size.
+
+    The temporaries of an operator are not linear in the batch size: a heuristic chooses the
+    workspace of a convolution, a reduction changes its algorithm above some size. Two traces give
+    each number as a + b * batch size, and the rule is evaluated again at every batch size.
+
+    Attributes:
+        function: Called with the constants and the numbers as one argument each.
+        constants: What does not depend on the batch size.
+        numbers: What may: sizes and strides of tensors, numbers among the arguments.
+    """
+
+    function: Callable[..., Kernel]
+    constants: tuple[Hashable, ...]
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,10 +95,9 @@ class KernelCall:
         start: The position of its first event in the trace.
         stop: The position after its last event.
         rule: What it does.
-        outputs: The number of the `Alloc` of each tensor that it returns; None for one that it does
-            not make.
-        handles: The numbers of allocations that it makes besides, and that stay (the workspace of a
-            library).
+        outputs: The id of the `Alloc` of each returned tensor; None for one that it does not
+            allocate.
+        handles: The ids of other allocations that stay (the workspace of a library).
         operator: Its name.
         module: The module that was running.
         stream: The CUDA stream that was current; 0 is the default one.
@@ -43,13 +113,10 @@ class KernelCall:
     stream: int = 0
 
     @cached_property
-    def made(self) -> tuple[int, ...]:
-        """The numbers of what it makes and keeps, each once."""
-        return tuple(
-            dict.fromkeys(
-                (*(number for number in self.outputs if number is not None), *self.handles)
-            )
-        )
+    def kept(self) -> tuple[int, ...]:
+        """The ids of what it allocates and does not free, each once."""
+        outputs = (number for number in self.outputs if number is not None)
+        return tuple(dict.fromkeys((*outputs, *self.handles)))
 
 
 @dataclass(frozen=True)
@@ -57,98 +124,11 @@ class AllocationSource:
     """Where an allocation comes from.
 
     Attributes:
-        shape: That of the tensor for which it was made.
-        dtype: Its type, such as `float32`.
-        line: The line of the program that made it; None if none is known.
+        shape: The shape of the tensor that it was made for.
+        dtype: The tensor's type, such as `float32`.
+        line: The line of the user's program; None if unknown.
     """
 
     shape: tuple[int, ...]
     dtype: str
     line: CodeLine | None
-
-
-@dataclass(frozen=True)
-class AllocTemp:
-    """An operator takes memory for itself.
-
-    Attributes:
-        size_bytes: How much, at least 0.
-        category: `Category.TEMPORARY`, or `Category.WORKSPACE` for what a library asks for (cuDNN).
-    """
-
-    size_bytes: int
-    category: Category = Category.TEMPORARY
-
-
-@dataclass(frozen=True)
-class FreeTemp:
-    """An operator gives back what it took.
-
-    Attributes:
-        index: Which of its `AllocTemp`s, from 0.
-    """
-
-    index: int
-
-
-@dataclass(frozen=True)
-class AllocOutput:
-    """An operator allocates one of its outputs.
-
-    Attributes:
-        index: Which of the tensors that it returns, from 0, in the order in which it returns them.
-        size_bytes: Its storage, where that does not follow from its shape alone: of rows that are
-            padded; else None.
-    """
-
-    index: int
-    size_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class OpenBlasHandles:
-    """An operator multiplies matrices for the first time: where the libraries open their handles,
-    whose workspaces stay.
-    """
-
-
-#: What an operator does, in order. Outputs that it does not name are made at its end, where it
-#: multiplies if it says nothing of that; what it does not give back is given back then, in the
-#: order in which it was taken.
-Kernel = tuple[AllocTemp | FreeTemp | AllocOutput | OpenBlasHandles, ...]
-
-
-def completed(kernel: Kernel, num_outputs: int) -> Kernel:
-    """A kernel with what it does not name: the other outputs are made at its end, then the rest is
-    given back.
-    """
-    made = {step.index for step in kernel if isinstance(step, AllocOutput)}
-    given = {step.index for step in kernel if isinstance(step, FreeTemp)}
-    num_taken = sum(isinstance(step, AllocTemp) for step in kernel)
-    rest = tuple(AllocOutput(index) for index in range(num_outputs) if index not in made)
-    multiply = () if OpenBlasHandles() in kernel else (OpenBlasHandles(),)
-    return (
-        *kernel,
-        *rest,
-        *multiply,
-        *(FreeTemp(index) for index in range(num_taken) if index not in given),
-    )
-
-
-@dataclass(frozen=True)
-class KernelRule:
-    """What an operator does, as a function of whole numbers that may depend on the batch size.
-
-    An operator's temporaries are no straight line over the batch size: a convolution's workspace is
-    the answer of a heuristic, a reduction takes another way above some size. Two traces tell each
-    number as a + b * batch size, and the rule is asked again for every batch size.
-
-    Attributes:
-        function: Called with the constants and the numbers as one argument each.
-        constants: What does not depend on the batch size.
-        numbers: What may: sizes and strides of tensors, numbers among the arguments.
-    """
-
-    function: Callable[..., Kernel]
-    constants: tuple[Hashable, ...]
-    numbers: tuple[int, ...]

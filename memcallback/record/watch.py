@@ -19,7 +19,7 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.step.batch import INFERRED, infer_batch_size
-from memcallback.step.hooks import Hook, listen, take_back
+from memcallback.step.hooks import Hook, listen, remove_hooks
 
 
 class ErrorListener(Protocol):
@@ -369,6 +369,6 @@ def _is_long(argument: object) -> bool:
 
 
 def _take_back(handles: Iterable[Any], *ends_of_listening: Callable[[], None]) -> None:
-    take_back(handles)
+    remove_hooks(handles)
     for end in ends_of_listening:
         end()

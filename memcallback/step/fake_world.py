@@ -7,15 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-#: The dicts in which torch.distributed keeps the process groups that there are
-#: (`distributed_c10d._World`).
+#: The dicts of process groups of torch.distributed (`distributed_c10d._World`).
 _DICTS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 #: C++ knows process groups by name, counted up from 0 in all of the process: ours are far above.
 _FIRST_NAMES = count(1 << 20, 1 << 10)
@@ -23,32 +21,37 @@ _FIRST_NAMES = count(1 << 20, 1 << 10)
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Let this thread be one rank of a job, until the end of the context; process groups that are
-    there already are untouched.
+    """Let this thread be one rank of a job; process groups of the process stay untouched.
 
-    Collectives of the group return at once, and what they were to fill stays as it was (PyTorch's
-    own `fake` backend). The thread may make further groups and device meshes inside.
+    Collectives return at once and leave their outputs as they were (PyTorch's `fake` backend). The
+    thread may create further groups and device meshes inside.
     """
     # This registers the backend.
+    from torch.distributed.tensor import _random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    own, real_rank = _World(), dist.get_rank() if dist.is_initialized() else -1
+    own, world = _World(), c10d._world
+    real_rank = dist.get_rank() if dist.is_initialized() else -1
     excepthook, init_method = sys.excepthook, c10d._default_pg_init_method
-    with mock.patch.object(c10d, "_world", _WorldByThread(own, c10d._world)), _generator_restored():
-        try:
-            dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-            yield
-        finally:
-            # `destroy_process_group` would take the names of all process groups away, the user's
-            # too.
-            for name in own.pg_names.values():
-                _distributed_c10d._unregister_process_group(name)
-            sys.excepthook, c10d._default_pg_init_method = excepthook, init_method
-            _distributed_c10d._set_global_rank(real_rank)
+    # DTensor keeps one random number generator for the process, created at its first use.
+    rng_tracker = _random._rng_tracker
+    try:
+        c10d._world = cast("c10d._World", _WorldByThread(own, world))
+        _random._rng_tracker = None
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        yield
+    finally:
+        # `destroy_process_group` would remove the names of all process groups, the user's too.
+        for name in own.pg_names.values():
+            _distributed_c10d._unregister_process_group(name)
+        sys.excepthook, c10d._default_pg_init_method = excepthook, init_method
+        _distributed_c10d._set_global_rank(real_rank)
+        _random._rng_tracker = rng_tracker
+        c10d._world = world
 
 
 class _World(c10d._World):
-    """Process groups apart from those of the process, which the base class reads from the module."""
+    """Process groups of its own; the base class would read those of the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,36 +69,19 @@ for _name in (*_DICTS, "group_count"):
 
 
 class _WorldByThread:
-    """What torch.distributed knows: for one thread its own process groups, for all others those of
-    the process.
-    """
+    """The state of torch.distributed: for one thread its own, for all others the process's."""
 
     def __init__(self, own: c10d._World, of_process: c10d._World) -> None:
         vars(self).update(_own=own, _of_process=of_process, _thread=threading.get_ident())
 
     def _here(self) -> c10d._World:
-        mine = vars(self)
-        found: c10d._World = (
-            mine["_own"] if threading.get_ident() == mine["_thread"] else mine["_of_process"]
-        )
-        return found
+        state = vars(self)
+        is_own = threading.get_ident() == state["_thread"]
+        world: c10d._World = state["_own" if is_own else "_of_process"]
+        return world
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._here(), name, value)
-
-
-@contextmanager
-def _generator_restored() -> Iterator[None]:
-    """DTensor makes itself a generator of random numbers, one for the process, when it first needs
-    it.
-    """
-    from torch.distributed.tensor import _random
-
-    before, _random._rng_tracker = _random._rng_tracker, None
-    try:
-        yield
-    finally:
-        _random._rng_tracker = before

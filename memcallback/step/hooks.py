@@ -1,9 +1,9 @@
-"""Hooks that are safe to remove mid-forward; a listener for torch.autograd.backward.
+"""Hooks that are safe to remove mid-forward, and a listener for torch.autograd.backward.
 
-A hook on the node of autograd that made the loss comes after that node's own backward pass, and
-would count its gradient to the forward pass. So while anybody asks, a function stands in the place
-of `torch.autograd.backward`, which `Tensor.backward`, Fabric and accelerate call; it says that it
-is called, and passes everything on. `torch.autograd.grad` is left alone.
+A hook on the autograd node of the loss runs after that node's own backward pass, and would count
+its gradient to the forward pass. So while there is a listener, a wrapper replaces
+`torch.autograd.backward`, which `Tensor.backward`, Fabric and accelerate call. It notifies the
+listeners and passes everything on. `torch.autograd.grad` is left alone.
 """
 
 from __future__ import annotations
@@ -21,84 +21,81 @@ from memcallback.core.code_lines import frames_of
 
 
 class BackwardListener(Protocol):
-    """What is told of backward passes."""
+    """Gets notified of backward passes."""
 
     def backward_begins(self) -> bool | None:
-        """A backward pass begins; whether it is to be told when this one ends."""
+        """A backward pass begins; returns whether to notify of its end."""
 
     def backward_ends(self, *, is_interrupted: bool) -> None:
-        """It is over, or an exception has ended it."""
+        """It has ended, perhaps by an exception."""
 
 
 _listeners: weakref.WeakSet[BackwardListener] = weakref.WeakSet()
 _num_listeners = 0
-_stand_in: Callable[..., None] | None = None
+_wrapper: Callable[..., None] | None = None
 _original: Callable[..., None] | None = None
 
 
 def listen(listener: BackwardListener) -> Callable[[], None]:
-    """Tell somebody of every backward pass from here on."""
+    """Notify a listener of every backward pass until the returned function is called."""
     global _num_listeners
     _listeners.add(listener)
     _num_listeners += 1
-    if _stand_in is None:
-        _take_place()
-    heard = weakref.ref(listener)
+    if _wrapper is None:
+        _wrap_backward()
+    reference = weakref.ref(listener)
 
     def end() -> None:
         global _num_listeners
-        if (found := heard()) is not None:
-            _listeners.discard(found)
+        if (listener := reference()) is not None:
+            _listeners.discard(listener)
         _num_listeners -= 1
         if not _num_listeners:
-            _give_back()
+            _unwrap_backward()
 
     return end
 
 
-def _take_place() -> None:
-    global _stand_in, _original
+def _wrap_backward() -> None:
+    global _wrapper, _original
     original = _original = torch.autograd.backward
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        told = [listener for listener in tuple(_listeners) if listener.backward_begins()]
+        notified = [listener for listener in tuple(_listeners) if listener.backward_begins()]
         try:
             original(*args, **kwargs)
         except BaseException:
-            for listener in told:
+            for listener in notified:
                 listener.backward_ends(is_interrupted=True)
             raise
-        for listener in told:
+        for listener in notified:
             listener.backward_ends(is_interrupted=False)
 
     # What `torch.compiler.disable` sets; calling that would import the compiler.
     backward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _stand_in = torch.autograd.backward = backward
+    _wrapper = torch.autograd.backward = backward
 
 
-def _give_back() -> None:
-    """Put the original back, unless somebody else has taken the place since: theirs calls ours,
-    which then only passes on.
-    """
-    global _stand_in, _original
-    if torch.autograd.backward is _stand_in and _original is not None:
+def _unwrap_backward() -> None:
+    """Restore the original, unless another wrapper was put around ours, which then passes on."""
+    global _wrapper, _original
+    if torch.autograd.backward is _wrapper and _original is not None:
         torch.autograd.backward = _original
-    _stand_in = _original = None
+    _wrapper = _original = None
 
 
 class Hook:
-    """Calls a function and gives PyTorch nothing back.
+    """Calls a function, and returns None to PyTorch.
 
-    In a copy of what it is on, which may be pickled, it does nothing; nor does it where a module is
-    compiled with its hooks.
+    It does nothing in a copy of its owner, which may be pickled, and in a compiled module.
     """
 
     def __init__(self, function: Callable[..., object] | None = None) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        """As PyTorch calls hooks."""
+        """Call the function with the arguments of the hook."""
         if not torch.compiler.is_compiling() and self._function is not None:
             self._function(*args)
 
@@ -106,27 +103,25 @@ class Hook:
         return Hook, ()
 
 
-#: What could not be taken back yet.
-_left: list[Any] = []
+#: Handles of hooks that could not be removed yet.
+_pending: list[Any] = []
 
 
-def take_back(handles: Iterable[Any] = ()) -> None:
-    """Remove hooks; while an error goes through the forward pass of a module, at the next call of
-    this instead.
+def remove_hooks(handles: Iterable[Any] = ()) -> None:
+    """Remove hooks, which must do nothing from now on; later if an error leaves a module now.
 
-    In that case PyTorch (2.13, `Module._call_impl`) walks through the hooks themselves and not
-    through a copy: a hook that were removed then would put another error in the place of the real
-    one.
+    PyTorch (2.13, `Module._call_impl`) then iterates over the hooks themselves and not over a copy:
+    removing one would replace the real error by another. The next call removes it.
     """
-    _left.extend(handles)
+    _pending.extend(handles)
     if _is_error_in_module():
         return
-    while _left:
-        _left.pop().remove()
+    while _pending:
+        _pending.pop().remove()
 
 
 def _is_error_in_module() -> bool:
-    """Whether an error that is being handled has reached a call of a module that is not over."""
+    """Whether an error that is being handled has reached a module's call that is still running."""
     error = sys.exc_info()[1]
     if error is None:
         return False

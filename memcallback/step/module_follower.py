@@ -19,7 +19,7 @@ from torch import nn
 
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
-from memcallback.step.hooks import Hook, take_back
+from memcallback.step.hooks import Hook, remove_hooks
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class ModuleFollower:
 
     def begin(self) -> None:
         """Register the hooks."""
-        take_back()
+        remove_hooks()
         self._is_following, self._forward_thread = True, threading.get_ident()
         compiled: list[str] = []
         for name, module in self._hookable(compiled):
@@ -131,7 +131,7 @@ class ModuleFollower:
     def end(self) -> None:
         """Remove all hooks."""
         self._is_following = False
-        take_back(self._handles)
+        remove_hooks(self._handles)
         self._handles, self._stack, self._nodes, self._current = [], [], {}, None
 
     def module_at(self, number: int) -> str:

@@ -1,7 +1,6 @@
-"""Runs a training step on fake tensors and records every allocation: from a `TrainingStep` to a
-`TracedStep`.
+"""Runs a training step on fake tensors and records every allocation.
 
-May import `core`, `devices`, `step` and `cuda`. Imported by `prediction` alone. Start with
-`tracer`; then `loops/` (the training loop), `dispatch/` (each operator), `patches/` (PyTorch as on
-CUDA).
+From a `TrainingStep` to a `TracedStep`. May import `core`, `devices`, `step` and `cuda`. Imported by
+`prediction` alone. Start with `tracer`; then `loops/` (the training loop), `dispatch/` (each
+operator), `patches/` (PyTorch as on CUDA).
 """

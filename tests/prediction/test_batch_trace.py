@@ -160,7 +160,7 @@ def test_an_operator_is_asked_once_for_the_same_numbers():
         ),
         (
             step(3, 100),
-            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has the end of aten::mm in",
+            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has the freeing of aten::mm in",
         ),
         (
             tiled(3),

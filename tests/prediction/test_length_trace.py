@@ -145,7 +145,7 @@ def cubic(length, batch_size):
     [
         (
             longer,
-            "it has aten::mm in module 'net.0' (backward) with 100 bytes at sequence length 64, where it has the end of aten::mm in",
+            "it has aten::mm in module 'net.0' (backward) with 100 bytes at sequence length 64, where it has the freeing of aten::mm in",
         ),
         (
             other_rule,
@@ -165,7 +165,7 @@ def cubic(length, batch_size):
         ),
         (
             lambda length, batch_size: step(batch_size, *[8] * (1 + (length == 24))),
-            "the end of aten::mm in module 'net.0' (backward) at",
+            "the freeing of aten::mm in module 'net.0' (backward) at",
         ),
     ],
     ids=[

@@ -1,5 +1,4 @@
-"""The training loop in the order in which it really runs: its passes, updates, manual optimization,
-pipelines.
+"""The training loop in the order in which it really runs.
 
-Start with `loop`.
+Start with `loop`; the passes are in `passes`.
 """

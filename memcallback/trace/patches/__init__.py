@@ -1,5 +1,5 @@
-"""Every patch of PyTorch and of libraries that is in force while a step is traced, for the tracing
-thread alone.
+"""All patches of PyTorch and other libraries that are in force while a step is traced.
 
-Start with `cuda`.
+Each module yields patches `(owner, name, replacement)`, and `patching` applies them. Start with
+`cuda`.
 """

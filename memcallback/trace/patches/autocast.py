@@ -1,9 +1,9 @@
-"""CUDA autocast on fake CPU tensors.
+"""CUDA autocast for fake tensors on the CPU.
 
-The state of autocast is CUDA's own (`torch.autocast("cuda")`, `torch.is_autocast_enabled("cuda")`),
-which every build of PyTorch has for each thread. The thread that traces includes CUDA's dispatch
-key in all of its calls, so tensors that lie on the CPU get there. Other threads with tensors of a
-CPU never do; those with tensors of a real CUDA device meet the same lists here, without the cache.
+The thread that traces includes CUDA's autocast dispatch key in all of its calls, so its CPU tensors
+get there too; the state of autocast is CUDA's (`torch.autocast("cuda")`), which every build of
+PyTorch has for each thread. CPU tensors of other threads never get there; CUDA tensors of other
+threads meet the same operator lists, without the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _OFF = torch._C.DispatchKeySet(_KEY)
-#: The lists in ATen/autocast_mode.h by what is done to the arguments of their operators.
+#: Policy for the arguments of operators -> the macro that lists them in ATen/autocast_mode.h.
 _LISTS = {
     "lower": "AT_FORALL_LOWER_PRECISION_FP",
     "fp32": "AT_FORALL_FP32",
@@ -32,24 +32,25 @@ _LISTS = {
 
 
 class AutocastCache:
-    """The copies of weights in half precision that live until autocast is left (`cached_casts` in
-    ATen/autocast_mode.cpp).
+    """Half-precision copies of weights, which live until autocast ends.
+
+    As `cached_casts` in ATen/autocast_mode.cpp.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Free all copies."""
         self._copies.clear()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """A tensor, or the tensors in a sequence, in a type: `cached_cast`."""
+        """Cast a tensor or a sequence of tensors, as `cached_cast`."""
         if isinstance(value, (list, tuple)):
             return type(value)([self.cast(item, dtype) for item in value])
         if not is_eligible(value) or value.dtype == dtype:
             return value
-        keeps = (
+        is_cached = (
             isinstance(value, FakeTensor)
             and dtype == torch.get_autocast_dtype("cuda")
             and value.dtype == torch.float32
@@ -58,7 +59,7 @@ class AutocastCache:
             and not value._is_view()
             and torch.is_autocast_cache_enabled()
         )
-        if not keeps:
+        if not is_cached:
             return value.to(dtype)
         if id(value) not in self._copies:
             self._copies[id(value)] = (value, value.to(dtype))
@@ -66,7 +67,7 @@ class AutocastCache:
 
 
 def is_eligible(value: object) -> bool:
-    """Whether autocast would touch it: a floating-point tensor of at most single precision."""
+    """Whether autocast casts it: a floating-point tensor of at most single precision."""
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -75,17 +76,15 @@ def is_eligible(value: object) -> bool:
 
 
 @contextmanager
-def registered(cast: AutocastCache) -> Iterator[None]:
-    """Let the dispatcher call CUDA's kernels for autocast for this thread's tensors of the CPU,
-    until the end of the context.
-    """
+def registered(cache: AutocastCache) -> Iterator[None]:
+    """Let the dispatcher call CUDA's autocast kernels for this thread's CPU tensors."""
     library = torch.library.Library("aten", "IMPL")
     was_included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
     try:
         with warnings.catch_warnings():
-            # PyTorch says once that a kernel is overridden.
+            # PyTorch warns once that a kernel is overridden.
             warnings.simplefilter("ignore")
-            for name, function in _kernels(cast):
+            for name, function in _kernels(cache):
                 library.impl(name, function, "AutocastCUDA")
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
         yield
@@ -94,8 +93,8 @@ def registered(cast: AutocastCache) -> Iterator[None]:
         library._destroy()
 
 
-def _kernels(cast: AutocastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The operators on CUDA's lists with what is done to their arguments."""
+def _kernels(cache: AutocastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Kernels for the operators on CUDA's lists."""
     policies = {
         "lower": _lower,
         "fp32": _fp32,
@@ -105,72 +104,60 @@ def _kernels(cast: AutocastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
     }
     for policy, names in operator_lists().items():
         for name in names:
-            op = _operator(name)
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if op is not None:
-                yield name, policies[policy](op, cast)
+                yield name, policies[policy](op, cache)
 
 
 @cache
 def operator_lists() -> dict[str, tuple[str, ...]]:
-    """CUDA's lists, from the header of the installed PyTorch: policy to names such as
-    `pow.Tensor_Scalar`.
-    """
-    text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text(
-        encoding="utf-8"
-    )
-    found = {}
+    """Policy -> operators such as `pow.Tensor_Scalar`, from the header of the installed PyTorch."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text(encoding="utf-8")
+    lists = {}
     for policy, macro in _LISTS.items():
         block = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
         assert block is not None, macro
         if policy == "append_dtype":
-            found[policy] = tuple(re.findall(r'"(\w+\.\w+)"', block[1]))
+            lists[policy] = tuple(re.findall(r'"(\w+\.\w+)"', block[1]))
         else:
-            found[policy] = tuple(
-                name + (f".{overload}" if overload else "")
-                for name, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", block[1])
-            )
-    return found
-
-
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            names = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[1])
+            lists[policy] = tuple(f"{name}.{overload}".rstrip(".") for name, overload in names)
+    return lists
 
 
 def _call(
-    op: Any, cast: AutocastCache, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+    op: Any, cache: AutocastCache, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call an operator with its arguments in a type. The last is cast first: so the compiler orders
-    a call's arguments on x86.
-    """
-    named = {name: cast.cast(value, dtype) for name, value in reversed(kwargs.items())}
-    placed = [cast.cast(arg, dtype) for arg in reversed(args)]
-    return op(*reversed(placed), **named)
+    """Call an operator with cast arguments, the last cast first, as compilers on x86 order them."""
+    with torch._C._ExcludeDispatchKeyGuard(_OFF):
+        named = {name: cache.cast(value, dtype) for name, value in reversed(kwargs.items())}
+        positional = [cache.cast(arg, dtype) for arg in reversed(args)]
+        return op(*reversed(positional), **named)
 
 
-def _lower(op: Any, cast: AutocastCache) -> Callable[..., Any]:
+def _lower(op: Any, cache: AutocastCache) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cuda")
-        with torch._C._ExcludeDispatchKeyGuard(_OFF):
-            return _call(op, cast, dtype, args, kwargs)
+        return _call(op, cache, torch.get_autocast_dtype("cuda"), args, kwargs)
 
     return run
 
 
-def _fp32(op: Any, cast: AutocastCache) -> Callable[..., Any]:
+def _fp32(op: Any, cache: AutocastCache) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_OFF):
-            return _call(op, cast, torch.float32, args, kwargs)
+        return _call(op, cache, torch.float32, args, kwargs)
 
     return run
 
 
-def _fp32_dtype(op: Any, cast: AutocastCache) -> Callable[..., Any]:
+def _fp32_dtype(op: Any, cache: AutocastCache) -> Callable[..., Any]:
+    """Set the argument `dtype` unless it is given."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = args[position] if len(args) > position else kwargs.get("dtype")
-        if is_eligible(args[0]) and given is None:
+        dtype = args[position] if len(args) > position else kwargs.get("dtype")
+        if is_eligible(args[0]) and dtype is None:
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
         with torch._C._ExcludeDispatchKeyGuard(_OFF):
             return op(*args, **kwargs)
@@ -178,7 +165,8 @@ def _fp32_dtype(op: Any, cast: AutocastCache) -> Callable[..., Any]:
     return run
 
 
-def _append_dtype(op: Any, cast: AutocastCache) -> Callable[..., Any]:
+def _append_dtype(op: Any, cache: AutocastCache) -> Callable[..., Any]:
+    """Call the overload that takes a dtype."""
     packet = op.overloadpacket
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +177,9 @@ def _append_dtype(op: Any, cast: AutocastCache) -> Callable[..., Any]:
     return run
 
 
-def _promote(op: Any, cast: AutocastCache) -> Callable[..., Any]:
+def _promote(op: Any, cache: AutocastCache) -> Callable[..., Any]:
+    """Cast to single precision if an argument has it."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = [
             item
@@ -197,10 +187,8 @@ def _promote(op: Any, cast: AutocastCache) -> Callable[..., Any]:
             for item in (arg if isinstance(arg, (list, tuple)) else (arg,))
         ]
         dtype = torch.get_autocast_dtype("cuda")
-        for tensor in tensors:
-            if is_eligible(tensor) and tensor.dtype == torch.float32:
-                dtype = torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(_OFF):
-            return _call(op, cast, dtype, args, kwargs)
+        if any(is_eligible(tensor) and tensor.dtype == torch.float32 for tensor in tensors):
+            dtype = torch.float32
+        return _call(op, cache, dtype, args, kwargs)
 
     return run

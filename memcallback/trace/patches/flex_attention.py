@@ -1,8 +1,8 @@
 """flex_attention as Inductor runs it.
 
-It is a higher-order operator, which takes Python functions: fake tensors do not reach a kernel of
-it. What stands in for it allocates what Inductor's code does: `flex_attention` and
-`flex_attention_backward` in torch/_inductor/kernel/flex/flex_attention.py. What is kept is what
+flex_attention is a higher-order operator: it takes Python functions, and fake tensors reach no
+kernel of it. The replacement allocates as Inductor's code does: `flex_attention` and
+`flex_attention_backward` in torch/_inductor/kernel/flex/flex_attention.py. It keeps what
 `FlexAttentionAutogradOp` saves, torch/_higher_order_ops/flex_attention.py.
 """
 
@@ -21,8 +21,8 @@ from memcallback.trace.patches.patching import Patch
 
 _MODULE = "torch.nn.attention.flex_attention"
 _AS_COMPILED = (
-    "flex_attention is predicted as torch.compile runs it, by PyTorch's sources and not held to a recording: "
-    "called without torch.compile, it also holds the scores of all queries and keys"
+    "flex_attention is predicted as torch.compile runs it, from PyTorch's sources and not compared "
+    "with a recording: without torch.compile, it also holds the scores of all queries and keys"
 )
 
 
@@ -44,22 +44,16 @@ def flex_attention_patches(mode: TraceMode) -> Iterator[Patch]:
     ) -> Any:
         mode.assumed[_AS_COMPILED] = None
         if torch.is_autocast_enabled("cuda"):
-            query, key, value = (
-                tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value)
-            )
-        trained, kept = (
-            [],
-            [leaf for leaf in tree_leaves(block_mask) if isinstance(leaf, torch.Tensor)],
-        )
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        trained: list[torch.Tensor] = []
+        kept = _tensors(block_mask)
         if torch.is_grad_enabled():
             with mode.unrecorded():
-                score, *position = (
-                    query.new_zeros((), dtype=dtype) for dtype in (query.dtype, *(torch.int32,) * 4)
-                )
-                of_score, of_mask = (
-                    _captured(score_mod, score, *position),
-                    _captured(block_mask[-1], *position),
-                )
+                score = query.new_zeros(())
+                position = [query.new_zeros((), dtype=torch.int32) for _ in range(4)]
+                of_score = _captured(score_mod, score, *position)
+                of_mask = _captured(block_mask[-1], *position)
             trained = [tensor for tensor in of_score if tensor.requires_grad]
             kept += [tensor for tensor in of_score if not tensor.requires_grad] + of_mask
         return _FlexAttention.apply(len(trained), query, key, value, *trained, *kept)[:num_outputs]  # type: ignore[no-untyped-call]
@@ -71,8 +65,9 @@ def flex_attention_patches(mode: TraceMode) -> Iterator[Patch]:
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The fused kernels of attention. Their inputs are kept until the backward pass; the first
-    `num_trained` after the value get gradients.
+    """The fused kernels: they keep their inputs for the backward pass.
+
+    The first `num_trained` tensors after the value get gradients.
     """
 
     @staticmethod
@@ -95,7 +90,7 @@ class _FlexAttention(torch.autograd.Function):
         delta = torch.empty_like(logsumexp)
         del scaled
         grad_query = _empty_like(query, query.shape)
-        # A key for all samples has a gradient for each of them, whose sum is taken then.
+        # A key for all samples gets a gradient for each sample; these are summed below.
         grad_value, grad_key = (
             _empty_like(tensor, (query.shape[0], *tensor.shape[1:])) for tensor in (value, key)
         )
@@ -117,9 +112,7 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def _empty_like(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """An empty tensor without gaps whose dimensions lie in memory in the order of another's, the
-    last one innermost.
-    """
+    """An empty tensor without gaps in another's order of dimensions, the last one innermost."""
     last = tensor.dim() - 1
     order = [*sorted(range(last), key=tensor.stride, reverse=True), last]
     return tensor.new_empty([size[dim] for dim in order]).permute(
@@ -127,32 +120,30 @@ def _empty_like(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     )
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _captured(
     function: Callable[..., torch.Tensor], *arguments: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The tensors besides its arguments whose values a `score_mod` or `mask_mod` reads, each once."""
-    # A position is no number there: `table[query]` gathers.
+    """The tensors besides its arguments that a `score_mod` or `mask_mod` reads, each once."""
+    # Lets a tensor be an index, as flex_attention does: `table[query]` gathers.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    with TransformGetItemToIndex(), _Given(arguments) as given:
+    reads = _Reads(arguments)
+    with TransformGetItemToIndex(), reads:
         function(*arguments)
-    tensors: list[torch.Tensor] = given.tensors
-    return tensors
+    return reads.tensors
 
 
-class _Given(TorchFunctionMode):
-    """Keeps the tensors from which functions of torch make others: not those of which only the
-    shape is asked, nor those made inside.
-
-    Attributes:
-        tensors: Them, each once.
-    """
+class _Reads(TorchFunctionMode):
+    """Collects the tensors whose values torch functions read, but for those created inside."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        """Begin with nothing."""
         super().__init__()
         self.tensors: list[torch.Tensor] = []
-        self._known: list[Any] = list(known)
+        self._known = list(known)
 
     def __torch_function__(
         self,
@@ -161,15 +152,14 @@ class _Given(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        outputs = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        if made:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        """Run a torch function; one that returns no tensor (a shape) reads no values."""
+        outputs = func(*args, **(kwargs or {}))
+        created = _tensors(outputs)
+        if created:
             self.tensors += [
-                leaf
-                for leaf in given
-                if not any(leaf is known for known in (*self._known, *self.tensors))
+                tensor
+                for tensor in _tensors((args, kwargs))
+                if not any(tensor is known for known in (*self._known, *self.tensors))
             ]
-        self._known += made
+        self._known += created
         return outputs
