@@ -1,36 +1,35 @@
-"""Tags, scalars and the custom-scalars layout.
+"""Tags, scalars and the custom-scalars layout. Sizes are in GiB (2**30 bytes), with four digits.
 
-| tag | what, in GiB (2**30 bytes) unless the name says otherwise |
+| tag | meaning |
 |---|---|
-| `memory/<phase>/peak_allocated_gib` | measured: the largest allocated figure in the phase, of the largest step since the last point |
-| `memory/predicted/<phase>/peak_allocated_gib` | predicted; of a prediction with a band its upper edge |
+| `memory/<phase>/peak_allocated_gib` | measured peak in the largest step since the last point |
+| `memory/predicted/<phase>/peak_allocated_gib` | predicted peak; the upper edge of a band |
 | `memory/predicted/<phase>/low_gib` | predicted, the lower edge of the band (textbook law) |
-| `memory/predicted/peak_reserved_gib` | predicted: the largest reserved figure of the step (traced step, which has no band) |
-| `memory/peak_reserved_gib` | measured: the largest reserved figure of that step (accelerators) |
-| `memory/peak_resident_gib` | measured: the largest resident size of the process in that step (CPU) |
+| `memory/predicted/peak_reserved_gib` | predicted peak of reserved memory (traced step, no band) |
+| `memory/peak_reserved_gib` | measured peak of reserved memory in that step (accelerators) |
+| `memory/peak_resident_gib` | measured peak of the process's resident size in that step (CPU) |
 | `memory/non_pytorch_gib` | used on the device outside this process's allocator (accelerators) |
 | `memory/capacity_gib` | the device's memory |
-| `memory/capacity_used_pct` | used of it by anybody, in percent |
-| `memory/prediction_error_pct` | predicted over measured peak of the step, percent, positive where predicted is larger; steady steps only |
-| `memory/num_alloc_retries` | how often the allocator has had to release its cache and try again, since the program began (accelerators) |
-| `device/utilisation_pct` | the share of the last moments in which a kernel ran on the device, percent (NVML) |
+| `memory/capacity_used_pct` | used of it by all processes, percent |
+| `memory/prediction_error_pct` | predicted minus measured peak, percent of it; steady steps only |
+| `memory/num_alloc_retries` | retries of the allocator after releasing its cache (accelerators) |
+| `device/utilisation_pct` | share of the last moments in which a kernel ran, percent (NVML) |
 | `device/temperature_celsius` | the temperature of the device's chip (NVML) |
-| `device/power_watts` | what the device draws (NVML) |
+| `device/power_watts` | the power draw of the device (NVML) |
 
 In a job of several ranks these are rank zero's. Over the ranks there are at most 15 besides:
 
-| tag | what, in GiB (2**30 bytes) unless the name says otherwise |
+| tag | meaning |
 |---|---|
-| `memory/ranks/peak_allocated_min_gib`, `_mean_`, `_max_` | measured: the largest allocated figure of a step, over the ranks |
-| `memory/ranks/peak_reserved_min_gib`, `_mean_`, `_max_` | measured: the largest reserved figure of that step, over the ranks (accelerators) |
-| `memory/ranks/worst/rank` | which rank took the largest share of its capacity; the lowest of several |
-| `memory/ranks/worst/capacity_share_pct` | that share: its peak reserved over its capacity, percent; on a CPU its peak allocated |
-| `memory/ranks/worst/<phase>/peak_allocated_gib` | measured: that rank's phases |
-| `memory/ranks/worst/predicted/<phase>/peak_allocated_gib` | predicted for that rank |
-| `memory/ranks/num_ranks` | of how many ranks the figures came |
+| `memory/ranks/peak_allocated_min_gib`, `_mean_`, `_max_` | measured peaks over the ranks |
+| `memory/ranks/peak_reserved_min_gib`, `_mean_`, `_max_` | the same of reserved memory |
+| `memory/ranks/worst/rank` | the rank with the largest share of its capacity in use, the first |
+| `memory/ranks/worst/capacity_share_pct` | that share: peak reserved (CPU: allocated), percent |
+| `memory/ranks/worst/<phase>/peak_allocated_gib` | measured peaks of that rank |
+| `memory/ranks/worst/predicted/<phase>/peak_allocated_gib` | predicted peaks of that rank |
+| `memory/ranks/num_ranks` | the number of ranks that sent values |
 
-`<phase>` is forward, backward or optimizer_step. A figure that is not known has no point. Sizes
-have four digits.
+`<phase>` is forward, backward or optimizer_step. An unknown value has no point.
 """
 
 from __future__ import annotations

@@ -132,12 +132,12 @@ def _is_float32(step: TrainingStep) -> bool:
 
 
 def _mixed_precision(step: TrainingStep) -> Iterator[Saving]:
-    half = "matrix products, convolutions and attention in"
+    operators = "matrix products, convolutions and attention in"
     for precision, changes in (
-        ("bf16-mixed", f"{half} bfloat16, of 8 bits of precision"),
+        ("bf16-mixed", f"{operators} bfloat16, of 8 bits of precision"),
         (
             "16-mixed",
-            f"{half} half precision; a step whose gradients overflow is skipped",
+            f"{operators} half precision; a step whose gradients overflow is skipped",
         ),
     ):
         if _is_float32(step) and precision != step.precision:
