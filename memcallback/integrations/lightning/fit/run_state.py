@@ -1,20 +1,18 @@
-"""Snapshot and restore everything a trial changes.
+"""RunState: takes a snapshot of everything a trial can change, and restores it.
 
-A checkpoint has what somebody thought of: weights, optimizer state, progress. It lacks a module's
-own counters and lists, the states of metrics, buffers that are not persistent, gradients, random
-generators, and which object is which. So nothing is asked what its state is. Instead every object
-that can be reached from the Trainer, its module and its data is visited, and what it consists of is
-noted: the attributes of an object, the entries of a container, the bytes of a storage, the state of
-a generator. Restoring compares, and writes back into the same objects what is not as it was:
-parameters stay the parameters that the optimizer has, attributes that came are gone again.
+A checkpoint holds weights, optimizer state and progress. It lacks a module's own counters and
+lists, metric states, non-persistent buffers, gradients, random generators, and the identity of
+objects. So we do not ask objects for their state. We visit every object reachable from the Trainer,
+its module and its data, and save its parts: attributes, entries of containers, bytes of storages,
+states of generators. To restore, we compare, and write only what has changed, into the same
+objects: the optimizer keeps its parameters, and new attributes are removed.
 
-The bytes are kept in the memory of the CPU. On an accelerator nothing is held that was not held
-before; what the training replaces in between (a buffer that is assigned anew) is kept beside the
-new one.
+The bytes are saved in CPU memory. The snapshot keeps objects alive, so a buffer that training
+replaces stays on the device beside the new one.
 
-Left as they are, since they cannot be put back or belong to others: files and other processes, what
-only globals and classes hold, running iterators, threads, loggers, compiled code; the tensors and
-arrays of a dataset, which are its data; the entries of a container of more than 100,000.
+Not restored, because they cannot be or belong to others: files and other processes, objects held
+only by globals and classes, running iterators, threads, loggers, compiled code; tensors and arrays
+of a dataset, which are its data; entries of containers with more than 100,000.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ from torch.utils.data import Dataset
 from memcallback.core.tensors import storages_of, walk
 
 Restore = Callable[[], object]
-#: Entries of a larger container are data, not state.
-_MANY = 100_000
-#: Objects of the standard library belong to the interpreter or to other threads, but for those that
-#: are plain data.
+#: The entries of larger containers are data, not state.
+_MAX_ENTRIES = 100_000
+#: Other objects of the standard library belong to the interpreter or to other threads.
 _PLAIN_DATA = (
     dict,
     list,
@@ -51,9 +48,9 @@ _PLAIN_DATA = (
     functools.partial,
     random.Random,
 )
-#: Packages whose objects write to files, screens or the network, or stand for compiled code.
+#: Objects of these packages write to files, screens or the network, or are compiled code.
 _FOREIGN = ("tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml", "rich", "tqdm")
-_FOREIGN_PARTS = (
+_FOREIGN_MODULES = (
     "torch._dynamo",
     "torch._inductor",
     "torch._functorch",
@@ -81,8 +78,8 @@ class RunState:
     def __init__(
         self, *roots: object, device: torch.device, leave_alone: Iterable[object] = ()
     ) -> None:
-        # By id, and kept alive, so that no other object can come to have the same id.
-        self._seen: dict[int, object] = {id(one): one for one in leave_alone}
+        # By id, and kept alive, so that ids stay unique.
+        self._seen: dict[int, object] = {id(obj): obj for obj in leave_alone}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._restores: list[Restore] = list(_globals(device))
         datasets: list[object] = []
@@ -90,11 +87,13 @@ class RunState:
         self._visit([*datasets], datasets, are_data=True)
 
     def restore(self) -> None:
-        """Put everything back; it can be put back again after that."""
+        """Restore everything; can be called again."""
         for restore in self._restores:
             restore()
 
     def _visit(self, roots: list[object], datasets: list[object], *, are_data: bool) -> None:
+        """Save all reachable objects; add datasets to `datasets` instead, unless `are_data`."""
+
         def children(obj: object) -> list[object] | None:
             if _is_left_alone(obj):
                 return None
@@ -103,18 +102,18 @@ class RunState:
                 return None
             if are_data and (isinstance(obj, torch.Tensor) or _is_array(obj)):
                 return []
-            found: list[object] = []
+            inner: list[object] = []
             for parts, restore in self._parts(obj):
-                found.extend(parts)
+                inner.extend(parts)
                 if restore is not None:
                     self._restores.append(restore)
-            return found
+            return inner
 
         for _ in walk(roots, children, self._seen):
             pass
 
     def _parts(self, obj: object) -> Iterator[tuple[Iterable[object], Restore | None]]:
-        """What an object consists of, and how each part is put back."""
+        """Yield the parts of an object, and the function that restores them."""
         if isinstance(obj, torch.Tensor):
             yield from self._tensor(obj)
         elif _is_array(obj):
@@ -149,11 +148,13 @@ class RunState:
 
 
 def _few(entries: Any) -> Iterable[object]:
-    return entries if len(entries) <= _MANY else ()
+    return entries if len(entries) <= _MAX_ENTRIES else ()
 
 
 def _entries(obj: Any) -> list[object]:
-    return [one for pair in obj.items() for one in pair] if isinstance(obj, dict) else list(obj)
+    if isinstance(obj, dict):
+        return [entry for key_and_value in obj.items() for entry in key_and_value]
+    return list(obj)
 
 
 def _is_left_alone(obj: object) -> bool:
@@ -161,11 +162,11 @@ def _is_left_alone(obj: object) -> bool:
         return True
     name = type(obj).__module__ or ""
     first = name.partition(".")[0]
-    if first in _FOREIGN or name.startswith(_FOREIGN_PARTS):
+    if first in _FOREIGN or name.startswith(_FOREIGN_MODULES):
         return True
     if isinstance(obj, (*_PLAIN_DATA, types.FunctionType, types.MethodType, types.CellType)):
         return False
-    # A running iterator cannot be turned back, and one whose attributes are would skip or repeat.
+    # A running iterator cannot be rewound. With restored attributes it would skip or repeat items.
     if hasattr(type(obj), "__next__"):
         return True
     return first in sys.stdlib_module_names
@@ -176,7 +177,7 @@ def _is_array(obj: object) -> bool:
     return numpy is not None and isinstance(obj, numpy.ndarray)
 
 
-# How each kind of thing is put back.
+# How each kind of object is restored.
 
 
 def _bytes(storage: torch.UntypedStorage) -> Restore:
@@ -185,7 +186,7 @@ def _bytes(storage: torch.UntypedStorage) -> Restore:
     saved = _on_cpu(storage)
 
     def restore() -> None:
-        # What has not changed is not written: it may be a file that is mapped into memory.
+        # Write only changes: the storage may be a file that is mapped into memory.
         if storage.nbytes() == len(saved) and not torch.equal(_on_cpu(storage), saved):
             storage.copy_(saved.untyped_storage(), non_blocking=False)
 
@@ -193,23 +194,18 @@ def _bytes(storage: torch.UntypedStorage) -> Restore:
 
 
 def _on_cpu(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A copy of a storage's bytes."""
+    """Copy a storage's bytes."""
     return (
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to("cpu", copy=True)
     )
 
 
 def _tensor(tensor: torch.Tensor) -> Restore:
-    """What a tensor is a view of, its gradient and whether it has one; what it holds is restored
-    with its storage.
-    """
+    """Restore a tensor's view of its storage, requires_grad and gradient."""
     with torch.no_grad():
         alias = tensor.detach()
-    grad, requires_grad, is_leaf = (
-        (tensor.grad if tensor.is_leaf else None),
-        tensor.requires_grad,
-        tensor.is_leaf,
-    )
+    is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    grad = tensor.grad if is_leaf else None
 
     def restore() -> None:
         if not _is_same_view(tensor, alias):
@@ -246,11 +242,11 @@ def _container(obj: Any) -> Restore:
 
     def restore() -> None:
         if isinstance(obj, set):
-            if len(obj) != len(saved) or any(one not in obj for one in saved):
+            if len(obj) != len(saved) or any(item not in obj for item in saved):
                 set.clear(obj)
                 set.update(obj, saved)
         elif len(obj) != len(saved) or any(
-            now is not then for now, then in zip(obj, saved, strict=True)
+            item is not saved_item for item, saved_item in zip(obj, saved, strict=True)
         ):
             if isinstance(obj, deque):
                 deque.clear(obj)
@@ -267,8 +263,8 @@ def _dict(obj: dict[Any, Any]) -> Restore:
 
     def restore() -> None:
         if len(obj) == len(saved) and all(
-            key is then_key and value is then
-            for (key, value), (then_key, then) in zip(kind.items(obj), saved, strict=True)
+            key is saved_key and value is saved_value
+            for (key, value), (saved_key, saved_value) in zip(kind.items(obj), saved, strict=True)
         ):
             return
         kind.clear(obj)
@@ -281,7 +277,7 @@ def _dict(obj: dict[Any, Any]) -> Restore:
 def _cell(cell: types.CellType) -> tuple[Iterable[object], Restore | None]:
     try:
         saved = cell.cell_contents
-    except ValueError:  # nothing is in it yet
+    except ValueError:  # an empty cell
         return (), None
 
     def restore() -> None:
@@ -291,12 +287,10 @@ def _cell(cell: types.CellType) -> tuple[Iterable[object], Restore | None]:
 
 
 def _attributes(obj: Any) -> Iterator[tuple[Iterable[object], Restore | None]]:
-    """Attributes in the object's own dictionary and in slots, and its class, which lazy modules
-    change.
-    """
+    """Attributes in the object's dictionary and slots, and its class, which lazy modules change."""
     try:
         attributes = getattr(obj, "__dict__", None)
-    except Exception:  # an object of a user's may answer for itself, and fail
+    except Exception:  # a user's class may define __getattribute__, and fail
         attributes = None
     if isinstance(attributes, dict):
         yield list(attributes.values()), _dict(attributes)
@@ -329,7 +323,7 @@ def _restore_slots(obj: object, slots: list[str], filled: dict[str, object]) -> 
 
 
 def _generator_state(obj: Any) -> Restore | None:
-    """How a random generator is put back; None for anything else."""
+    """Restore a random generator; None for any other object."""
     if isinstance(obj, torch.Generator):
         return functools.partial(obj.set_state, obj.get_state())
     if isinstance(obj, random.Random):
@@ -343,7 +337,7 @@ def _generator_state(obj: Any) -> Restore | None:
 
 
 def _globals(device: torch.device) -> Iterator[Restore]:
-    """The random generators of the process, and the modes that a training sets."""
+    """Restore the random generators of the process, and the modes that a training sets."""
     yield functools.partial(random.setstate, random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
         yield functools.partial(numpy.random.set_state, numpy.random.get_state())
