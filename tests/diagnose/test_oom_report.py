@@ -77,7 +77,7 @@ def test_the_text_says_where_what_was_short_and_what_stood():
         if line.startswith(" ") and line.endswith("iB")
     )
     figures = {name.strip(): size.strip() for name, size in figures.items()}
-    assert figures["asked for"] == "72.00 MiB"
+    assert figures["requested"] == "72.00 MiB"
     assert figures["reserved but unallocated"] == "512.00 MiB"
     assert figures["non-PyTorch"] == "512.00 MiB"
     assert figures["parameters"] == "44.00 MiB"
@@ -94,8 +94,8 @@ def test_the_text_says_where_what_was_short_and_what_stood():
 def test_what_was_predicted_is_held_against_what_there_was():
     (said,) = [line for line in REPORT.sentences() if line.startswith("Predicted")]
     assert said == (
-        "Predicted for this batch size: peak allocated 17.00 GiB, of 15.53 GiB that the allocator can have: 1.47 GiB too much; "
-        "peak reserved 20.00 GiB if there were no end of memory."
+        "Predicted for this batch size: peak allocated 17.00 GiB, 1.47 GiB above the available 15.53 GiB; "
+        "peak reserved 20.00 GiB with unlimited memory."
     )
 
 
@@ -106,7 +106,7 @@ def test_where_it_was_predicted_to_fit_something_else_holds_memory():
     report = OutOfMemoryReport(
         error="", device_name="card", place=Place(), shortage=OomMemoryState(), expected=fitting
     )
-    assert "It was predicted to fit, so something else holds memory" in report.sentences()[0]
+    assert "It was predicted to fit, so something else uses memory" in report.sentences()[0]
     scattered = PredictedPeak(
         peak_allocated_bytes=3 * GiB,
         peak_reserved_bytes=5 * GiB,
@@ -116,7 +116,7 @@ def test_where_it_was_predicted_to_fit_something_else_holds_memory():
     report = OutOfMemoryReport(
         error="", device_name="card", place=Place(), shortage=OomMemoryState(), expected=scattered
     )
-    assert "as they lie it does not" in report.sentences()[0]
+    assert "fits, but not with fragmentation" in report.sentences()[0]
 
 
 def row(saving, peak_gib, fits, problem=""):
@@ -153,7 +153,7 @@ def test_markdown_has_the_error_and_the_tables():
         "# Out of memory on NVIDIA H200 in the backward pass of step 12 (batch size 64).\n"
     )
     assert "Tried to allocate 72.00 MiB." in markdown
-    assert "| asked for | 72.00 MiB |" in markdown
+    assert "| requested | 72.00 MiB |" in markdown
     assert (
         "| saved for ReluBackward0 | 2.00 GiB | float32 (64, 64, 112, 112) | net.py:34 in forward |"
         in markdown

@@ -1,4 +1,4 @@
-"""OutOfMemoryReport."""
+"""OutOfMemoryReport: where memory ran out, what was live then, and what would help."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from memcallback.core.document import Code, Document, Heading, Paragraph, Printa
 from memcallback.core.units import format_bytes
 from memcallback.savings.plan import PlanRow
 
-#: Of what stood, the largest.
+#: Live tensors to list, the largest.
 NUM_TENSORS = 10
-#: Columns of a table in which a line of code is shortened.
+#: Longer lines of code are cut in a table.
 _CODE_WIDTH = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandingTensor:
-    """A tensor that was there when memory ran out: one storage.
+    """A tensor that was live when memory ran out.
 
     Attributes:
-        size_bytes: Of the storage.
-        shape: Of the tensor.
-        dtype: Such as `float32`.
-        owner: Who held it, such as `gradient of fc.weight`; empty if that is not known.
-        module: The module whose it is; the root is "", None is unknown.
-        line: The line of the program that made it; None if it is not known.
+        size_bytes: The size of its storage, in bytes.
+        shape: Its shape.
+        dtype: Its dtype, such as `float32`.
+        owner: Who holds it, such as `gradient of fc.weight`; empty if unknown.
+        module: The module it belongs to; the root is "", None is unknown.
+        line: The line of the program that created it; None if unknown.
     """
 
     size_bytes: int
@@ -44,17 +44,15 @@ class Place:
 
     Attributes:
         phase: `forward pass`, `backward pass`, `optimizer step`, or another stage such as
-            `validation`; empty if it is not known.
+            `validation`; empty if unknown.
         step: The number of the training step, from 1; None outside of one.
-        operator: What asked for memory: a node of autograd, or the expression as it stands in the
-            program; empty if not known.
-        module: The fully qualified name of the module that was running, the root is ""; None if it
-            is not known.
-        is_near: Whether `module` is only next to where it happened, in the order of the backward
-            pass.
-        line: The innermost line of the program; None if it is not known.
-        forward_line: In the backward pass: the line whose operator in the forward pass it was,
-            after the trace; None if that is not known.
+        operator: The autograd node that requested memory, or the expression in the program; empty
+            if unknown.
+        module: The fully qualified name of the running module, the root is ""; None if unknown.
+        is_near: Whether `module` is only a neighbour of the operator in the backward pass.
+        line: The innermost line of the program; None if unknown.
+        forward_line: In the backward pass, the line of the same operator in the forward pass, from
+            the trace; None if unknown.
     """
 
     phase: str = ""
@@ -68,20 +66,19 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class OomMemoryState:
-    """The device at the moment at which memory ran out. All in bytes, None where unknown.
+    """The device's memory when it ran out, in bytes; None for unknown values.
 
     Attributes:
-        requested_bytes: What was asked of the device: the allocator's segment for the tensor, not
-            the tensor.
+        requested_bytes: Requested from the device: the allocator's segment, not the tensor.
         capacity_bytes: The device's memory, or what this process may use of it.
-        free_bytes: Free on the device, for anybody.
-        allocated_bytes: Held by tensors, as the allocator accounts for them.
-        reserved_bytes: Taken from the device by the allocator.
-        available_bytes: What the allocator can have: what it has reserved and what is free, or what
-            it may.
+        free_bytes: Free on the device.
+        allocated_bytes: Allocated to tensors by the allocator.
+        reserved_bytes: Reserved by the allocator.
+        available_bytes: The most the allocator could reserve: reserved and free memory, up to its
+            limit.
         non_pytorch_bytes: Used on the device outside this process's allocator.
-        other_processes_bytes: Of that, by other processes that the driver shows.
-        resident_bytes: Of a CPU: the memory of this process.
+        other_processes_bytes: The part of that used by other processes that the driver shows.
+        resident_bytes: The resident set size of this process; CPU only.
     """
 
     requested_bytes: int | None = None
@@ -102,16 +99,16 @@ class OomMemoryState:
         return self.reserved_bytes - self.allocated_bytes
 
     def rows(self) -> list[tuple[str, int]]:
-        """Those that are known, with their names."""
+        """The known values with their names."""
         named = (
-            ("asked for", self.requested_bytes),
+            ("requested", self.requested_bytes),
             ("capacity", self.capacity_bytes),
             ("free", self.free_bytes),
             ("allocated", self.allocated_bytes),
             ("reserved", self.reserved_bytes),
             ("reserved but unallocated", self.unallocated_bytes),
             ("non-PyTorch", self.non_pytorch_bytes),
-            ("of it other processes", self.other_processes_bytes),
+            ("of that other processes", self.other_processes_bytes),
             ("resident", self.resident_bytes),
         )
         return [(name, size_bytes) for name, size_bytes in named if size_bytes is not None]
@@ -119,13 +116,12 @@ class OomMemoryState:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedPeak:
-    """What had been predicted of the step that failed, at its batch size. All in bytes, None where
-    unknown.
+    """The prediction for the step that failed, at its batch size, in bytes; None if unknown.
 
     Attributes:
-        peak_allocated_bytes: The largest allocated figure.
-        peak_reserved_bytes: The largest reserved figure.
-        available_bytes: What the allocator can have of the device.
+        peak_allocated_bytes: Peak allocated memory.
+        peak_reserved_bytes: Peak reserved memory.
+        available_bytes: The most the allocator could reserve.
         fits: Whether the step was predicted to fit.
     """
 
@@ -136,36 +132,32 @@ class PredictedPeak:
 
     @property
     def shortfall_bytes(self) -> int | None:
-        """How much more the step's tensors need than there is; None if that is not known, negative
-        if they need less.
-        """
-        return (
-            None
-            if self.available_bytes is None
-            else self.peak_allocated_bytes - self.available_bytes
-        )
+        """Bytes that the step's tensors need beyond those available; negative if they need less."""
+        if self.available_bytes is None:
+            return None
+        return self.peak_allocated_bytes - self.available_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemoryReport(Printable):
-    """What is known of an out-of-memory error. It holds no tensor.
+    """An explanation of an out-of-memory error. It holds no tensor.
 
     Attributes:
         error: The error's own text.
         device_name: The device.
         place: Where it happened.
-        shortage: The device at that moment, measured.
-        by_category: What stood at that moment by what it was for, measured: name -> bytes, with
-            what no tensor is known for at the end.
-        tensors: The largest tensors that stood, the largest first, measured.
-        num_tensors: How many stood.
+        shortage: The device's memory at that moment, measured.
+        by_category: Live memory by category, measured: name -> bytes; last, allocated memory of no
+            known tensor.
+        tensors: The largest live tensors, largest first, measured.
+        num_tensors: The number of live tensors.
         batch: The batch's tensors: name, shape, dtype.
-        batch_size: Samples in it; None if unknown.
-        expected: What had been predicted; None if nothing was.
-        savings: Savings of memory with their predicted effect, the best first.
+        batch_size: Samples in the batch; None if unknown.
+        expected: The prediction for this step; None without one.
+        savings: Memory savings with their predicted effect, best first.
         processes: Other processes on the device, one sentence each.
-        notes: What else a person should know, one sentence each.
-        rank: Of a job of several ranks the one that failed; None of a job of one.
+        notes: Further notes, one sentence each.
+        rank: The rank that failed; None in a job of one rank.
     """
 
     error: str
@@ -184,11 +176,14 @@ class OutOfMemoryReport(Printable):
     rank: int | None = None
 
     def with_savings(self, savings: Sequence[PlanRow]) -> OutOfMemoryReport:
-        """The same, with what would help.
+        """Add the savings that would help, best first.
 
         Args:
-            savings: With their predicted effect; those that do not help or do not work are left
-                out.
+            savings: Candidates with their predicted effect; those that fail or save nothing are
+                dropped.
+
+        Returns:
+            A copy of the report.
         """
         helping = [
             row for row in savings if not row.problem and (row.fits or self._saved_bytes(row) > 0)
@@ -201,7 +196,7 @@ class OutOfMemoryReport(Printable):
         )
 
     def headline(self) -> str:
-        """What happened, in one sentence."""
+        """One sentence: what happened, where and when."""
         place = self.place
         where = [
             f"in the {place.phase}" if place.phase else "",
@@ -215,54 +210,53 @@ class OutOfMemoryReport(Printable):
         )
 
     def sentences(self) -> list[str]:
-        """Where it happened, what was short, what had been predicted."""
-        place, said = self.place, []
+        """Sentences on the place, the batch and the prediction."""
+        place, sentences = self.place, []
         if place.operator or place.module is not None:
-            module = (
-                ""
-                if place.module is None
-                else "the root module"
-                if not place.module
-                else f"module {place.module!r}"
-            )
+            module = ""
+            if place.module is not None:
+                module = f"module {place.module!r}" if place.module else "the root module"
             joint = " next to " if place.is_near else " in "
-            said.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
-        for name, line in (
-            ("Your line", place.line),
-            ("In the forward pass that was", place.forward_line),
-        ):
+            sentences.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
+        for name, line in (("Your line", place.line), ("Its forward line", place.forward_line)):
             if line is not None:
-                said.append(f"{name}: {line}: {line.text}" if line.text else f"{name}: {line}")
+                sentences.append(f"{name}: {line}: {line.text}" if line.text else f"{name}: {line}")
         if self.batch:
             shapes = ", ".join(
                 f"{name} {_shape(shape)} {dtype}".strip() for name, shape, dtype in self.batch
             )
-            said.append(f"The batch: {shapes}.")
-        return [*said, *self._of_expected()]
+            sentences.append(f"The batch: {shapes}.")
+        return [*sentences, *self._prediction_sentences()]
 
-    def _of_expected(self) -> list[str]:
-        expected = self.expected
-        if expected is None:
+    def _prediction_sentences(self) -> list[str]:
+        peak = self.expected
+        if peak is None:
             return []
-        said = f"Predicted for this batch size: peak allocated {format_bytes(expected.peak_allocated_bytes)}"
-        short = expected.shortfall_bytes
-        if short is not None and expected.available_bytes is not None:
-            said += f", of {format_bytes(expected.available_bytes)} that the allocator can have"
-            said += f": {format_bytes(short)} too much" if short > 0 else ""
-        if expected.peak_reserved_bytes is not None:
-            said += f"; peak reserved {format_bytes(expected.peak_reserved_bytes)} if there were no end of memory"
-        if expected.fits:
+        text = f"Predicted for this batch size: peak allocated {format_bytes(peak.peak_allocated_bytes)}"
+        shortfall = peak.shortfall_bytes
+        if shortfall is not None and peak.available_bytes is not None:
+            available = format_bytes(peak.available_bytes)
+            if shortfall > 0:
+                text += f", {format_bytes(shortfall)} above the available {available}"
+            else:
+                text += f" of {available} available"
+        if peak.peak_reserved_bytes is not None:
+            reserved = format_bytes(peak.peak_reserved_bytes)
+            text += f"; peak reserved {reserved} with unlimited memory"
+        if peak.fits:
             return [
-                f"{said}. It was predicted to fit, so something else holds memory: see what stood, and the notes."
+                f"{text}. It was predicted to fit, so something else uses memory: see the live "
+                "tensors and the notes."
             ]
-        if expected.fits is False and short is not None and short <= 0:
+        if peak.fits is False and shortfall is not None and shortfall <= 0:
             return [
-                f"{said}. By the sum of its tensors it fits, as they lie it does not: see reserved but unallocated."
+                f"{text}. The sum of its tensors fits, but not with fragmentation: see reserved "
+                "but unallocated."
             ]
-        return [f"{said}."]
+        return [f"{text}."]
 
     def document(self) -> Document:
-        """What happened and where, the error itself, memory at that moment, and what would help."""
+        """The whole report: place, error, memory at that moment, and savings that would help."""
         return self._document(Code(self.error))
 
     def to_text(self) -> str:
@@ -281,7 +275,7 @@ class OutOfMemoryReport(Printable):
         )
 
     def savings_document(self) -> Document:
-        """What would help; empty if nothing is known to."""
+        """The savings that would help; empty if none is known."""
         if not self.savings:
             return Document()
         document = Document(self._savings_table())
@@ -340,7 +334,7 @@ class OutOfMemoryReport(Printable):
         return self.expected.peak_allocated_bytes - row.peak_allocated_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Data that json writes, with the unit in every key."""
+        """Plain data for JSON, with the unit in every key."""
         place, shortage, expected = self.place, self.shortage, self.expected
         return {
             "error": self.error,
@@ -396,10 +390,6 @@ def _made_at(line: CodeLine | None) -> str:
 def _owner(tensor: StandingTensor) -> str:
     if tensor.owner:
         return tensor.owner
-    return (
-        "unknown"
-        if tensor.module is None
-        else f"of module {tensor.module!r}"
-        if tensor.module
-        else "of the root module"
-    )
+    if tensor.module is None:
+        return "unknown"
+    return f"of module {tensor.module!r}" if tensor.module else "of the root module"
