@@ -15,7 +15,7 @@ import torch
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.diagnose.out_of_memory.explain import OomContext, at_failed_size, explain
-from memcallback.diagnose.out_of_memory.observer import shortage_in
+from memcallback.diagnose.out_of_memory.observer import find_out_of_memory
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.predict import report_progress
 from memcallback.prediction.prediction import Prediction, StepPrediction
@@ -39,7 +39,7 @@ def forget_explained() -> None:
 
 def is_new_shortage(error: BaseException) -> bool:
     """Whether memory ran out, and this was not explained yet."""
-    shortage = shortage_in(error)
+    shortage = find_out_of_memory(error)
     if shortage is None:
         return False
     if id(shortage) not in _explained:
@@ -52,7 +52,7 @@ def explain_or_warn(
     error: BaseException, context: Callable[[], OomContext]
 ) -> OutOfMemoryReport | None:
     """Explain an out-of-memory error; None for another error, or, with a warning, if that fails."""
-    shortage = shortage_in(error)
+    shortage = find_out_of_memory(error)
     if shortage is None:
         return None
     _explained[id(shortage)] = None

@@ -19,8 +19,7 @@ from memcallback.core.validation import whole_number
 from memcallback.devices.local import default_device
 from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
 from memcallback.diagnose.out_of_memory.explain import OomContext
-from memcallback.diagnose.out_of_memory.observer import forget
-from memcallback.diagnose.out_of_memory.observer import listen as listen_for_moments
+from memcallback.diagnose.out_of_memory.observer import forget_failure, record_failures
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
@@ -138,7 +137,7 @@ class MemoryRecorder:
         self._add(model, optimizer)
         self.meter = self._new_meter()
         self.history = Recording()
-        listen_for_moments()
+        record_failures()
         self.out_of_memory: OutOfMemoryReport | None = None
         self._num_steps = 0
         self._num_updates = 0
@@ -455,7 +454,7 @@ class MemoryRecorder:
         sample = sample or any(listener.wants_step() for listener in self._listeners)
         is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
-        forget()
+        forget_failure()
         forget_explained()
         if self._is_skipping:
             self._num_steps += 1
@@ -500,7 +499,7 @@ class MemoryRecorder:
                 or another provisional phase or an optimizer step begins without a reading in
                 between.
         """
-        forget()
+        forget_failure()
         if (phases := self._phases) is not None:
             phases.open_phase(phase, is_provisional=is_provisional)
 

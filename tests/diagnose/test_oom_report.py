@@ -7,10 +7,10 @@ from memcallback import OutOfMemoryReport
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.units import GiB, MiB
 from memcallback.diagnose.out_of_memory.report import (
+    OomLocation,
     OomMemoryState,
-    Place,
+    OomTensor,
     PredictedPeak,
-    StandingTensor,
 )
 from memcallback.savings.plan import PlanRow
 
@@ -28,7 +28,7 @@ SHORTAGE = OomMemoryState(
 REPORT = OutOfMemoryReport(
     error="CUDA out of memory. Tried to allocate 72.00 MiB.",
     device_name="NVIDIA H200",
-    place=Place(
+    place=OomLocation(
         phase="backward pass",
         step=12,
         operator="ConvolutionBackward0",
@@ -42,14 +42,14 @@ REPORT = OutOfMemoryReport(
         ("allocated, of no known tensor", 3 * MiB),
     ),
     tensors=(
-        StandingTensor(
+        OomTensor(
             size_bytes=2 * GiB,
             shape=(64, 64, 112, 112),
             dtype="float32",
             owner="saved for ReluBackward0",
             line=LINE,
         ),
-        StandingTensor(size_bytes=GiB, shape=(), dtype="int64", owner="", module="net|fc"),
+        OomTensor(size_bytes=GiB, shape=(), dtype="int64", owner="", module="net|fc"),
     ),
     num_tensors=208,
     batch=(("[0]", (64, 3, 224, 224), "float32"), ("[1]", (64,), "int64")),
@@ -104,7 +104,11 @@ def test_where_it_was_predicted_to_fit_something_else_holds_memory():
         peak_allocated_bytes=GiB, peak_reserved_bytes=2 * GiB, available_bytes=4 * GiB, fits=True
     )
     report = OutOfMemoryReport(
-        error="", device_name="card", place=Place(), shortage=OomMemoryState(), expected=fitting
+        error="",
+        device_name="card",
+        place=OomLocation(),
+        shortage=OomMemoryState(),
+        expected=fitting,
     )
     assert "It was predicted to fit, so something else uses memory" in report.sentences()[0]
     scattered = PredictedPeak(
@@ -114,7 +118,11 @@ def test_where_it_was_predicted_to_fit_something_else_holds_memory():
         fits=False,
     )
     report = OutOfMemoryReport(
-        error="", device_name="card", place=Place(), shortage=OomMemoryState(), expected=scattered
+        error="",
+        device_name="card",
+        place=OomLocation(),
+        shortage=OomMemoryState(),
+        expected=scattered,
     )
     assert "fits, but not with fragmentation" in report.sentences()[0]
 
@@ -181,7 +189,7 @@ def test_json_has_every_figure_with_its_unit():
 
 def test_little_is_said_where_little_is_known():
     report = OutOfMemoryReport(
-        error="out of memory", device_name="cuda:0", place=Place(), shortage=OomMemoryState()
+        error="out of memory", device_name="cuda:0", place=OomLocation(), shortage=OomMemoryState()
     )
     assert report.to_text() == "Out of memory on cuda:0.\n"
     assert json.dumps(report.to_dict())

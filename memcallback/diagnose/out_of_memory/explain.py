@@ -22,14 +22,14 @@ from memcallback.core.units import format_bytes, parse_bytes
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.devices.memory import device_memory
 from memcallback.devices.usage import processes_on
-from memcallback.diagnose.out_of_memory.observer import Moment, last_moment
+from memcallback.diagnose.out_of_memory.observer import AllocatorFailure, last_failure
 from memcallback.diagnose.out_of_memory.report import (
     NUM_TENSORS,
+    OomLocation,
     OomMemoryState,
+    OomTensor,
     OutOfMemoryReport,
-    Place,
     PredictedPeak,
-    StandingTensor,
 )
 from memcallback.diagnose.out_of_memory.traced_lines import line_of_node, lines_of_saved
 from memcallback.diagnose.tensors.live import LiveTensor, live_tensors
@@ -67,7 +67,7 @@ class OomContext:
         step: The number of the training step, from 1; None outside of one.
         prediction: The prediction of that step, at any batch size; None if there is none.
         rank: The rank of this process; None in a job of one process.
-        moment: What the allocator said when it last gave up; None if it never did.
+        failure: The allocator's last failure; None if there was none.
     """
 
     device: torch.device
@@ -79,7 +79,7 @@ class OomContext:
     step: int | None = None
     prediction: StepPrediction | None = None
     rank: int | None = None
-    moment: Moment | None = field(default_factory=last_moment)
+    failure: AllocatorFailure | None = field(default_factory=last_failure)
 
 
 def explain(error: BaseException, context: OomContext) -> OutOfMemoryReport:
@@ -88,9 +88,9 @@ def explain(error: BaseException, context: OomContext) -> OutOfMemoryReport:
     Allocates nothing on the device and keeps no tensor alive.
     """
     is_on_host = isinstance(error, (MemoryError, OSError)) or bool(_ON_HOST.search(str(error)))
-    moment = None if is_on_host else _moment_of(error, context.moment)
-    device = torch.device("cpu") if is_on_host else _device_of(moment, context.device)
-    state = _memory_state(error, device, moment)
+    failure = None if is_on_host else _failure_of(error, context.failure)
+    device = torch.device("cpu") if is_on_host else _device_of(failure, context.device)
+    state = _memory_state(error, device, failure)
     frames = [frame for frame, _ in frames_of(error.__traceback__)]
     batch, batch_size = context.batch, context.batch_size
     if batch is None:
@@ -108,11 +108,11 @@ def explain(error: BaseException, context: OomContext) -> OutOfMemoryReport:
         ),
         device_name=_name_of(device),
         rank=context.rank,
-        place=_place(error, context, moment),
+        place=_place(error, context, failure),
         shortage=state,
         by_category=tuple(_by_category(tensors, state.allocated_bytes)),
         tensors=tuple(
-            StandingTensor(
+            OomTensor(
                 size_bytes=live.size_bytes,
                 shape=live.shape,
                 dtype=live.dtype,
@@ -147,20 +147,20 @@ def at_failed_size(
     return prediction
 
 
-def _moment_of(error: BaseException, moment: Moment | None) -> Moment | None:
+def _failure_of(error: BaseException, failure: AllocatorFailure | None) -> AllocatorFailure | None:
     """What the allocator said of this error; None if its last failure was another one."""
     requested = _REQUEST.search(str(error))
-    if moment is None or requested is None:
-        return moment
-    return moment if requested.group(1) == format_bytes(moment.requested_bytes) else None
+    if failure is None or requested is None:
+        return failure
+    return failure if requested.group(1) == format_bytes(failure.requested_bytes) else None
 
 
-def _device_of(moment: Moment | None, recorded: torch.device) -> torch.device:
+def _device_of(failure: AllocatorFailure | None, recorded: torch.device) -> torch.device:
     """The device that ran out of memory; in a job with several devices it may be another one."""
-    if moment is None:
+    if failure is None:
         return recorded
     index = torch.cuda.current_device() if recorded.index is None else recorded.index
-    return recorded if moment.device_index == index else torch.device("cuda", moment.device_index)
+    return recorded if failure.device_index == index else torch.device("cuda", failure.device_index)
 
 
 def _name_of(device: torch.device) -> str:
@@ -170,19 +170,21 @@ def _name_of(device: torch.device) -> str:
 
 
 def _memory_state(
-    error: BaseException, device: torch.device, moment: Moment | None
+    error: BaseException, device: torch.device, failure: AllocatorFailure | None
 ) -> OomMemoryState:
     memory = device_memory(device)
-    if moment is not None:
+    if failure is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         return OomMemoryState(
-            requested_bytes=moment.requested_bytes,
-            capacity_bytes=moment.capacity_bytes,
-            free_bytes=moment.free_bytes,
-            allocated_bytes=moment.allocated_bytes,
-            reserved_bytes=moment.reserved_bytes,
-            non_pytorch_bytes=max(0, total - moment.free_bytes - moment.reserved_bytes),
-            available_bytes=min(moment.capacity_bytes, moment.free_bytes + moment.reserved_bytes),
+            requested_bytes=failure.requested_bytes,
+            capacity_bytes=failure.capacity_bytes,
+            free_bytes=failure.free_bytes,
+            allocated_bytes=failure.allocated_bytes,
+            reserved_bytes=failure.reserved_bytes,
+            non_pytorch_bytes=max(0, total - failure.free_bytes - failure.reserved_bytes),
+            available_bytes=min(
+                failure.capacity_bytes, failure.free_bytes + failure.reserved_bytes
+            ),
             other_processes_bytes=memory.other_processes_bytes,
         )
     requested_bytes = free_bytes = None
@@ -204,20 +206,22 @@ def _memory_state(
     )
 
 
-def _place(error: BaseException, context: OomContext, moment: Moment | None) -> Place:
+def _place(
+    error: BaseException, context: OomContext, failure: AllocatorFailure | None
+) -> OomLocation:
     """Where memory ran out: in a backward pass by the autograd node, else by the frames."""
     trace = error.__traceback__
-    place = Place(phase=context.phase, step=context.step, line=line_of_error(trace))
+    place = OomLocation(phase=context.phase, step=context.step, line=line_of_error(trace))
     running = _module_in(trace, context.modules)
-    if moment is None or not moment.node:
+    if failure is None or not failure.node:
         return replace(place, operator=_code_in(trace), module=running)
     names = {
         id(parameter): name
         for module in context.modules
         for name, parameter in module.named_parameters()
     }
-    own = next((names[number] for number in moment.parameter_ids if number in names), None)
-    near = next((names[number] for number in moment.near_ids if number in names), None)
+    own = next((names[number] for number in failure.parameter_ids if number in names), None)
+    near = next((names[number] for number in failure.near_ids if number in names), None)
     is_near = own is None and not running and near is not None
     if own is None and running:  # it is computed again in the backward pass
         module: str | None = running
@@ -226,10 +230,10 @@ def _place(error: BaseException, context: OomContext, moment: Moment | None) -> 
         module = None if name is None else name.rpartition(".")[0]
     return replace(
         place,
-        operator=moment.node,
+        operator=failure.node,
         module=module,
         is_near=is_near,
-        forward_line=line_of_node(context.prediction, moment.node, None if is_near else module),
+        forward_line=line_of_node(context.prediction, failure.node, None if is_near else module),
     )
 
 

@@ -1,7 +1,7 @@
-"""Snapshot taken by the allocator's OOM observer.
+"""Records the allocator's state when it fails to allocate, through PyTorch's observer.
 
-The error comes from C++ with a text alone. By the time that it can be caught, what the operator had
-taken so far is given back, and in a backward pass nothing says which operator it was.
+The error itself is raised in C++ and has only a text. When Python catches it, the operator's own
+allocations are already freed, and in a backward pass nothing shows which operator it was.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import torch
 from memcallback.diagnose.out_of_memory.errors import out_of_memory_in
 from memcallback.diagnose.tensors.saved import parameters_of
 
+#: Earlier operators to search for parameters.
+_MAX_NEAR = 32
+
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """What the allocator says when it gives up. It holds no tensor.
+class AllocatorFailure:
+    """The allocator's state when it failed to allocate. It holds no tensor.
 
     Attributes:
         device_index: The device.
-        requested_bytes: What it asked the device for.
+        requested_bytes: Requested from the device.
         capacity_bytes: The device's memory, or what this process may use of it.
         free_bytes: Free on the device.
-        allocated_bytes: Held by tensors.
-        reserved_bytes: Taken from the device by the allocator.
-        node: The name of the autograd node that was running, such as `ConvolutionBackward0`; empty
-            for none.
-        parameter_ids: The ids of the parameters that its operator takes.
-        near_ids: The ids of parameters of the operators next to it.
+        allocated_bytes: Allocated to tensors.
+        reserved_bytes: Reserved by the allocator.
+        node: The running autograd node, such as `ConvolutionBackward0`; empty for none.
+        parameter_ids: The ids of parameters that the node's operator uses.
+        near_ids: The ids of parameters of the nearest earlier operators.
     """
 
     device_index: int
@@ -44,49 +46,43 @@ class Moment:
     near_ids: tuple[int, ...] = ()
 
 
-_last: Moment | None = None
-_is_listening = False
+_last: AllocatorFailure | None = None
+_is_attached = False
 
 
-def listen() -> None:
-    """From now on keep the last moment at which the allocator gave up; once for the life of the
-    process, as PyTorch takes none back.
+def record_failures() -> None:
+    """Record failures of the CUDA allocator from now on, if this PyTorch can.
 
-    Costs nothing until then. Does nothing where PyTorch has no such call.
+    It costs nothing until one occurs. PyTorch cannot detach an observer, so attach it only once.
     """
-    global _is_listening
+    global _is_attached
     attach: Callable[..., None] | None = getattr(
         torch._C, "_cuda_attach_out_of_memory_observer", None
     )
-    if not _is_listening and attach is not None and torch.cuda.is_available():
-        _is_listening = True
-        attach(_note)
+    if not _is_attached and attach is not None and torch.cuda.is_available():
+        _is_attached = True
+        attach(_record)
 
 
-def last_moment() -> Moment | None:
-    """The last moment at which the allocator gave up; None if it never did, or nothing was told of
-    it.
-    """
+def last_failure() -> AllocatorFailure | None:
+    """The last recorded failure; None if there was none."""
     return _last
 
 
-def forget() -> None:
-    """The last moment is past: what comes next is another error."""
+def forget_failure() -> None:
+    """Forget the last failure, so that it does not explain a later error."""
     global _last
     _last = None
 
 
-def shortage_in(error: BaseException) -> BaseException | None:
-    """As `out_of_memory_in`, by what the allocator told: once it has given up, errors with other
-    causes too say that memory ran out.
-    """
+def find_out_of_memory(error: BaseException) -> BaseException | None:
+    """The same as `out_of_memory_in`; after a failure, ambiguous errors count too."""
     return out_of_memory_in(error, is_memory_short=_last is not None)
 
 
-def _note(device_index: int, requested_bytes: int, capacity_bytes: int, free_bytes: int) -> None:
-    """Called by the allocator, in the thread that asked it; an error here would stand for the real
-    one.
-    """
+def _record(device_index: int, requested_bytes: int, capacity_bytes: int, free_bytes: int) -> None:
+    # Called by the allocator in the thread of the allocation. An error here would replace the
+    # out-of-memory error.
     global _last
     try:
         stats = torch.cuda.memory_stats_as_nested_dict(device_index)
@@ -99,7 +95,7 @@ def _note(device_index: int, requested_bytes: int, capacity_bytes: int, free_byt
                     tuple(parameters_of(running)),
                     _near(running),
                 )
-        _last = Moment(
+        _last = AllocatorFailure(
             device_index=device_index,
             requested_bytes=requested_bytes,
             capacity_bytes=capacity_bytes,
@@ -115,14 +111,13 @@ def _note(device_index: int, requested_bytes: int, capacity_bytes: int, free_byt
 
 
 def _near(node: Any) -> tuple[int, ...]:
-    """Parameters of the operators that were run before the node's in the forward pass, the nearest
-    first; few are looked at.
-    """
-    pending, seen = [node], 0
-    while pending and seen < 32:
-        following = [one for found in pending for one, _ in found.next_functions if one is not None]
-        ids = tuple(number for one in following for number in parameters_of(one))
-        if ids:
+    """The parameters of the nearest operators that ran before the node's in the forward pass."""
+    level, num_seen = [node], 0
+    while level and num_seen < _MAX_NEAR:
+        level = [
+            earlier for later in level for earlier, _ in later.next_functions if earlier is not None
+        ]
+        if ids := tuple(number for earlier in level for number in parameters_of(earlier)):
             return ids
-        pending, seen = following, seen + len(following)
+        num_seen += len(level)
     return ()

@@ -18,7 +18,7 @@ _CODE_WIDTH = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandingTensor:
+class OomTensor:
     """A tensor that was live when memory ran out.
 
     Attributes:
@@ -39,7 +39,7 @@ class StandingTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OomLocation:
     """Where memory ran out.
 
     Attributes:
@@ -162,10 +162,10 @@ class OutOfMemoryReport(Printable):
 
     error: str
     device_name: str
-    place: Place
+    place: OomLocation
     shortage: OomMemoryState
     by_category: tuple[tuple[str, int], ...] = ()
-    tensors: tuple[StandingTensor, ...] = ()
+    tensors: tuple[OomTensor, ...] = ()
     num_tensors: int = 0
     batch: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     batch_size: int | None = None
@@ -387,7 +387,7 @@ def _made_at(line: CodeLine | None) -> str:
     return f"{line}\n{code}".rstrip()
 
 
-def _owner(tensor: StandingTensor) -> str:
+def _owner(tensor: OomTensor) -> str:
     if tensor.owner:
         return tensor.owner
     if tensor.module is None:
