@@ -126,8 +126,11 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
     members = {
         name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()
     }
+    # Of a SimpleNamespace `__dict__` is such a member too.
     return tuple(
-        (name, member) for name, member in members.items() if inspect.ismemberdescriptor(member)
+        (name, member)
+        for name, member in members.items()
+        if inspect.ismemberdescriptor(member) and name != "__dict__"
     )
 
 

@@ -16,6 +16,9 @@ from memcallback.core.allocation_trace import (
     PhaseStart,
     StepEnd,
     StepStart,
+    last_step_start,
+    not_freed,
+    phase_events,
 )
 from memcallback.core.types import Category, Phase
 
@@ -176,3 +179,17 @@ def test_a_negative_size_is_refused():
 def test_a_text_that_is_no_trace_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         from_json(text)
+
+
+def test_the_events_of_a_phase_are_those_between_its_marks():
+    twice = (*SMALL_STEP[1:], StepStart(), *(e for e in SMALL_STEP[2:5]), StepEnd())
+    assert list(phase_events(twice, Phase.FORWARD)) == [(SMALL_STEP[3],), (SMALL_STEP[3],)]
+    assert list(phase_events(twice, Phase.BACKWARD)) == []
+    assert twice[last_step_start(twice) :] == (StepStart(), *SMALL_STEP[2:5], StepEnd())
+    assert last_step_start(SMALL_STEP[:1]) == 0
+
+
+def test_what_is_not_freed_is_live():
+    assert not_freed(SMALL_STEP) == [SMALL_STEP[0]]
+    assert not_freed(SMALL_STEP[:5]) == [SMALL_STEP[0], SMALL_STEP[3]]
+    assert not_freed((Free(9),)) == []

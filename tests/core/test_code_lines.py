@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from memcallback.core.code_lines import CodeLine, line_here, line_of, line_of_error
+from memcallback.core.code_lines import (
+    CodeLine,
+    is_framework,
+    is_library,
+    line_here,
+    line_of,
+    line_of_error,
+)
 
 
 def own():
@@ -75,3 +82,19 @@ def test_there_may_be_none():
 def test_outside_of_functions_there_is_no_name():
     assert str(CodeLine("train.py", 3, "<module>", "train.py")) == "train.py:3"
     assert CodeLine("gone.py", 3, "<module>", "/gone.py").text == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "framework", "library"),
+    [
+        (__file__, False, False),
+        ("<stdin>", False, False),
+        ("<string>", True, True),
+        (collections.__file__, True, True),
+        (sys.modules[CodeLine.__module__].__file__, True, True),
+        (pytest.__file__, False, True),
+        ("/tmp/torchinductor_me/ab/kernel.py", True, True),
+    ],
+)
+def test_a_file_is_of_a_framework_of_another_package_or_of_the_program(path, framework, library):
+    assert (is_framework(path), is_library(path)) == (framework, library)
