@@ -2,10 +2,10 @@
 
 Of the nodes that can run, autograd runs the one with the highest sequence number
 (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`), and each thread counts its own
-(ATen/SequenceNumber.cpp). A backward pass runs in a thread of its device on CUDA, and in the calling
-thread on a CPU. So after some training on CUDA, the nodes that the device's thread created run
-before all others if that thread creates more nodes than the training's thread, and after all others
-if it creates fewer.
+(ATen/SequenceNumber.cpp). A backward pass runs in a thread of its device on CUDA, and in the
+calling thread on a CPU. So after some training on CUDA, the nodes that the device's thread created
+run before all others if that thread creates more nodes than the training's thread, and after all
+others if it creates fewer.
 """
 
 from __future__ import annotations

@@ -56,11 +56,13 @@ def flex_attention_patches(mode: TraceMode) -> Iterator[Patch]:
                 of_mask = _captured(block_mask[-1], *position)
             trained = [tensor for tensor in of_score if tensor.requires_grad]
             kept += [tensor for tensor in of_score if not tensor.requires_grad] + of_mask
-        return _FlexAttention.apply(len(trained), query, key, value, *trained, *kept)[:num_outputs]  # type: ignore[no-untyped-call]
+        attention: Any = _FlexAttention
+        outputs = attention.apply(len(trained), query, key, value, *trained, *kept)
+        return outputs[:num_outputs]
 
     yield module, "flex_attention_hop", operator
     if hasattr(module, "_warn_once"):
-        # PyTorch would advise to compile the call, also if it is compiled: a trace compiles nothing.
+        # PyTorch would advise to compile the call even if it is: a trace compiles nothing.
         yield module, "_warn_once", lambda *args, **kwargs: None
 
 

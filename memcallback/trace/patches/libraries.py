@@ -1,4 +1,4 @@
-"""Lets code that needs values run on fake tensors: random states, Module.to, NumPy, transformers."""
+"""Lets code that needs values run on fakes: random states, Module.to, NumPy, transformers."""
 
 from __future__ import annotations
 
