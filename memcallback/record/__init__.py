@@ -1,5 +1,9 @@
-"""Records a running loop: boundaries in, `StepMemory` out; and the monitor behind all callbacks.
+"""Records a running loop and monitors its memory.
 
-May import all folders before it but `cuda` and `trace`.
+`recorder` turns the boundaries of a loop into `StepMemory`; `watch` finds these boundaries by hooks.
+`monitor` predicts, logs, warns and reports; every callback uses it. `oom_response` acts on an
+out-of-memory error, and `rank_exchange` collects the values of all ranks.
+
+May import all folders but `cuda`, `trace` and `integrations`.
 Start with `recorder`, then `monitor`.
 """

@@ -28,12 +28,12 @@ from memcallback.step.training_step import TrainingStep
 #: Allocations and frees in a history, at most.
 NUM_EVENTS = 20_000
 #: Errors that were explained: id -> a weak reference; None for Python's own types, which allow none
-#: and whose ids hold until the next step begins.
+#: and whose ids hold until the next step or watch begins.
 _explained: dict[int, weakref.ref[BaseException] | None] = {}
 
 
 def forget_explained() -> None:
-    """A step begins, so an error after it is a new one."""
+    """A step or a watch begins, so an error after it is a new one."""
     _explained.clear()
 
 

@@ -1,13 +1,13 @@
-"""Send other ranks' peaks to rank zero.
+"""Sends the peaks of all ranks to rank zero, and matches them to its steps.
 
-Not by a collective: one that is called on one rank only, or in another order than the program's
-own, is a deadlock, and ranks do log at different steps, end in errors, or train without the
-callback; even to make a process group for it is a collective. The ranks have a key-value store in
-common besides, through which they met (a TCPStore). To set a value there is to send it, with no
-answer to wait for; rank zero reads what has come so far. What could take time is done by a thread,
-over a connection of its own: where the process that keeps the store is dead a call fails at once,
-but where it is stopped a read hangs, and on the program's own connection it would hold up the
-program's calls.
+We use no collective. A collective that only one rank calls, or in another order than the program's
+own, is a deadlock; and ranks do log at different steps, fail, or train without the callback. Even
+making a process group is a collective. But the ranks share a key-value store (the TCPStore of their
+rendezvous): a rank sets a value and does not wait, and rank zero reads what has arrived. So points
+arrive late, out of step, or not at all, and `RankPoints` matches them.
+
+A thread does this over its own connection. If the process with the store is dead, a call fails at
+once; but if it is stopped, a read hangs, and on the program's connection would block the program.
 """
 
 from __future__ import annotations
@@ -32,23 +32,20 @@ import torch
 from memcallback.core.types import Phase
 from memcallback.report.rank_values import RankPoint, RankValues
 
-#: A message has as many points as there is room for, so that one that was not read in time is in
-#: the next.
+#: A message repeats the last points that fit, in case rank zero did not read the one before.
 MAX_MESSAGE_BYTES = 1024
 NUM_POINTS_IN_MESSAGE = 4
-#: How long a step waits for the figures of others; then it is shown without those that are missing.
+#: How long a step waits for other ranks' points; then it is shown without them.
 PATIENCE_S = 10.0
-#: Points of a rank that are kept.
+#: Points kept of each rank.
 _NUM_KEPT = 64
-#: How long rank zero waits before it looks again for points that did not come: at first, doubled
-#: each time, and at most.
+#: Pause of rank zero between two reads for missing points: at first, doubled each time, and at most.
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
-#: How long the end of a training waits for the last points at most.
+#: Timeout for the last points at the end of a training.
 _LONGEST_END_S = 1.0
 _CONNECT_S = 10
-#: Trainings of one process, one after the other, have keys of their own; ranks begin them in the
-#: same order.
+#: Each training of a process has its own keys; all ranks begin them in the same order.
 _numbers = itertools.count()
 
 
@@ -61,11 +58,12 @@ def rank_here() -> int | None:
 
 
 class RankExchange:
-    """The points of a job's ranks, on their way to rank zero. No method waits for another rank but
-    `end`, for a second at most.
+    """Sends this rank's points, and on rank zero receives those of the others.
+
+    Only `end` waits for other ranks, for a second at most.
 
     Attributes:
-        problem: Why nothing comes, or no more, in words; None if nothing is wrong.
+        problem: Why points do not arrive, or no longer; None if nothing is wrong.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -74,15 +72,18 @@ class RankExchange:
         self._last: deque[RankPoint] = deque(maxlen=NUM_POINTS_IN_MESSAGE)
         self._points = RankPoints(num_ranks)
         self._changed = threading.Condition()
-        #: What was not sent yet; the first says that this rank is there.
+        #: The message to send; the first one only announces this rank.
         self._message: str | None = RankMessage(rank=rank).to_json() if rank else None
-        #: On rank zero the time to the next look: 0 for at once, None where nothing is waited for.
+        #: On rank zero the time to the next read: 0 for at once, None if no point is missing.
         self._pause_s: float | None = None
         self._is_ending = self._is_closed = False
         number, attempt = next(_numbers), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         address = _address()
         if address is None:
-            self.problem = "the ranks have no TCPStore in common; start them with torchrun, or with an init_method of env:// or tcp://"
+            self.problem = (
+                "the ranks have no TCPStore in common; start them with torchrun, or with an "
+                "init_method of env:// or tcp://"
+            )
             return
         self._thread = threading.Thread(
             target=self._run,
@@ -91,7 +92,7 @@ class RankExchange:
             daemon=True,
         )
         self._thread.start()
-        # Python may not end under the thread's feet.
+        # The interpreter must not shut down while the thread runs.
         atexit.register(self._stop)
 
     @classmethod
@@ -101,7 +102,7 @@ class RankExchange:
         return None if rank is None else cls(rank, torch.distributed.get_world_size())
 
     def send(self, point: RankPoint) -> None:
-        """A point of this rank."""
+        """Send a point of this rank."""
         with self._changed:
             if self.rank == 0:
                 self._points.take_own(point, time.monotonic())
@@ -112,17 +113,15 @@ class RankExchange:
             self._changed.notify_all()
 
     def ready(self) -> list[RankValues]:
-        """On rank zero the steps whose figures have come since the last call (see
-        `RankPoints.ready`).
-        """
+        """On rank zero, the steps completed since the last call (see `RankPoints.ready`)."""
         if not self._points.is_waiting:
             return []
         with self._changed:
             return self._points.ready(time.monotonic())
 
     def end(self) -> list[RankValues]:
-        """This rank's training is over. On rank zero the last points of the others are waited for,
-        for a second at most, unless an error goes on.
+        """End this rank's training. Rank zero waits for the last points, for a second at most, and
+        not while an exception propagates.
         """
         is_failing = sys.exc_info()[1] is not None
         with self._changed:
@@ -139,13 +138,13 @@ class RankExchange:
             return self._points.ready(time.monotonic(), is_over=not is_failing)
 
     def close(self) -> None:
-        """Nothing more is sent or read."""
+        """Stop sending and reading."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _has_all(self) -> bool:
-        """Whether all was sent, and on rank zero all has come."""
+        """Whether all is sent, and on rank zero all has arrived."""
         return self.problem is not None or (self._message is None and self._pause_s is None)
 
     def _stop(self) -> None:
@@ -157,12 +156,13 @@ class RankExchange:
     def _run(self, host: str, port: int, prefix: str) -> None:
         try:
             self._exchange(_connected(host, port, prefix))
-        except (
-            Exception
-        ) as error:  # the process that kept the store is gone: the job is over, or will be
+        except Exception as error:  # the process with the store is gone: the job is ending
             text = str(error).splitlines()
             with self._changed:
-                self.problem = f"the store of the ranks cannot be reached any more: {type(error).__name__}: {text[0] if text else ''}"
+                self.problem = (
+                    "the store of the ranks cannot be reached any more: "
+                    f"{type(error).__name__}: {text[0] if text else ''}"
+                )
                 self._changed.notify_all()
         atexit.unregister(self._stop)
 
@@ -202,16 +202,14 @@ class RankExchange:
 
 
 def _address() -> tuple[str, int] | None:
-    """Of the store through which the ranks met; None if it is none that can be reached over the
-    network.
-    """
+    """Host and port of the store of the rendezvous; None if it cannot be reached by network."""
     distributed: Any = torch.distributed
     store: Any = None
     with suppress(Exception):  # a private function, and stores of others
         store = distributed.distributed_c10d._get_default_store()
         while isinstance(store, distributed.PrefixStore):
             store = store.underlying_store
-    # Not kept: it would keep the program's server alive.
+    # We do not keep the store itself: that would keep the program's server alive.
     return (store.host, store.port) if isinstance(store, distributed.TCPStore) else None
 
 
@@ -224,28 +222,20 @@ def _connected(host: str, port: int, prefix: str) -> Any:
 
 
 def place_of(device_name: str) -> str:
-    """A device of this machine, in words."""
+    """The name of a device with that of this machine."""
     return f"{device_name} of {socket.gethostname()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMessage:
-    """What a rank tells the others: its last points, oldest first, and whether it has ended.
-
-    Attributes:
-        rank: The rank.
-        points: Its last points.
-        has_ended: Whether no more come.
-    """
+    """A rank's last points, oldest first, and whether it has ended."""
 
     rank: int
     points: tuple[RankPoint, ...] = ()
     has_ended: bool = False
 
     def to_json(self) -> str:
-        """At most `MAX_MESSAGE_BYTES` of ASCII, with as many of the last points as there is room
-        for.
-        """
+        """As ASCII, with as many of the last points as fit into `MAX_MESSAGE_BYTES`."""
         place = self.points[-1].place[:100] if self.points else ""
         for first in range(max(0, len(self.points) - NUM_POINTS_IN_MESSAGE), len(self.points)):
             text = self._text(place, self.points[first:])
@@ -302,25 +292,23 @@ def _of_phases(peaks: Sequence[int | None]) -> dict[Phase, int]:
 
 
 class RankPoints:
-    """Puts together the points of the ranks that belong to one step of rank zero, whenever they
-    come.
-    """
+    """Matches the points of other ranks to the steps of rank zero, whenever they arrive."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._of_rank: dict[int, deque[RankPoint]] = {}
-        #: Ranks that were not heard of in time: nothing is recorded there.
+        #: Ranks that sent nothing in time, so they record nothing.
         self._absent: set[int] = set()
         self._ended: set[int] = set()
         self._waiting: dict[int, float] = {}
 
     def take_own(self, point: RankPoint, now_s: float) -> None:
-        """A point of rank zero: figures over all ranks are wanted for its step."""
+        """Add a point of rank zero, and wait for the other ranks' values of its step."""
         self._keep(point)
         self._waiting.setdefault(point.number, now_s)
 
     def take(self, message: RankMessage) -> None:
-        """What another rank told."""
+        """Add the message of another rank."""
         self._of_rank.setdefault(message.rank, deque(maxlen=_NUM_KEPT))
         self._absent.discard(message.rank)
         for point in message.points:
@@ -331,13 +319,13 @@ class RankPoints:
     def _keep(self, point: RankPoint) -> None:
         points = self._of_rank.setdefault(point.rank, deque(maxlen=_NUM_KEPT))
         while points and points[-1].number >= point.number:
-            # Told again, or logged again under the same number.
+            # Sent again, or logged again under the same number.
             points.pop()
         points.append(point)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is a step that was not given by `ready` yet."""
+        """Whether `ready` has not returned all steps yet."""
         return bool(self._waiting)
 
     @property
@@ -349,14 +337,14 @@ class RankPoints:
 
     @property
     def running(self) -> frozenset[int]:
-        """The ranks besides rank zero that were heard of and have not ended."""
+        """The other ranks that have sent a message and have not ended."""
         return frozenset(self._of_rank) - self._ended - {0}
 
     def ready(self, now_s: float, *, is_over: bool = False) -> list[RankValues]:
-        """The steps that are complete, each once, in order: each rank has ended, or has a point at
-        or after them.
+        """The complete steps, each once, in order: each rank has ended or has a point at or after
+        them.
         """
-        found = []
+        steps = []
         for number, since_s in sorted(self._waiting.items()):
             silent = self._silent(number)
             if silent - self._ended - self._absent:
@@ -364,18 +352,18 @@ class RankPoints:
                     break
                 self._absent |= silent - set(self._of_rank)
             del self._waiting[number]
-            # What a rank told that is silent now is old.
+            # An older point of a silent rank does not belong to this step.
             points = [
                 self._at(rank, number) for rank in range(self._num_ranks) if rank not in silent
             ]
-            found.append(
+            steps.append(
                 RankValues(
                     number=number,
                     points=tuple(p for p in points if p is not None),
                     num_ranks=self._num_ranks,
                 )
             )
-        return [figures for figures in found if len(figures.points) > 1]
+        return [step for step in steps if len(step.points) > 1]
 
     def _silent(self, number: int) -> set[int]:
         """The ranks without a point at or after a step."""

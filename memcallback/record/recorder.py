@@ -227,6 +227,7 @@ class MemoryRecorder:
         self._per_module = self._per_module or per_module
         if self._watch is not None:
             self._watch.close()
+        forget_explained()
         self._watch = Watch(
             self,
             self._modules,

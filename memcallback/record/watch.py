@@ -1,4 +1,4 @@
-"""Find steps and phases from hooks, without changing the loop; excepthook."""
+"""Finds steps and phases of a loop by hooks, and reports an error that ends the program."""
 
 from __future__ import annotations
 
@@ -21,62 +21,55 @@ from memcallback.core.validation import whole_number
 from memcallback.step.batch import INFERRED, infer_batch_size
 from memcallback.step.hooks import Hook, listen, remove_hooks
 
-
-class ErrorListener(Protocol):
-    """What is told of an error that ends the program."""
-
-    def failed(self, error: BaseException | None) -> None:
-        """The error, before Python prints it."""
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_listeners: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
+_before: _ExceptHook | None = None
 
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_listeners: list[weakref.ref[ErrorListener]] = []
-_before: _Hook | None = None
-
-
-def listen_for_errors(listener: ErrorListener) -> Callable[[], None]:
-    """Tell somebody of an error that ends the program, through `sys.excepthook`, which does
-    afterwards what it did before.
+def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Call a method with the error that ends the program, before Python prints it; returns what
+    ends that.
     """
     global _before
-    reference = weakref.ref(listener)
-    if sys.excepthook is not _tell:
-        _before, sys.excepthook = sys.excepthook, _tell
+    reference = weakref.WeakMethod(listener)
+    if sys.excepthook is not _excepthook:
+        _before, sys.excepthook = sys.excepthook, _excepthook
     _listeners.append(reference)
 
     def end() -> None:
         global _before
         if reference in _listeners:
             _listeners.remove(reference)
-        if not _listeners and sys.excepthook is _tell and _before is not None:
+        if not _listeners and sys.excepthook is _excepthook and _before is not None:
             sys.excepthook, _before = _before, None
 
     return end
 
 
-def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _excepthook(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     for reference in tuple(_listeners):
         listener = reference()
         with suppress(Exception):  # the error itself is printed below
             if listener is not None:
-                listener.failed(error)
+                listener(error)
     before = sys.__excepthook__ if _before is None else _before
     before(kind, error, traceback)
 
 
-#: Is told, before the first step begins, with which arguments a model is called: those by position
-#: and those by name.
+#: Called before the first step begins, with the positional and the keyword arguments of the model.
 FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
-#: Of a collection that a model is called with, so that it is looked through for tensors.
+#: Longer collections among a model's arguments are not searched for tensors.
 _MOST_ITEMS = 1_000
 
 
 class StepRecorder(Phases, Protocol):
-    """What a watch needs of a recorder."""
+    """What a watch uses of a `MemoryRecorder`, which imports this module."""
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step has begun and not ended, be it recorded or not."""
+        """Whether a step is open, recorded or not."""
 
     def begin_step(self, batch: object = None, *, batch_size: int | None = None) -> None:
         """Begin a step."""
@@ -85,20 +78,18 @@ class StepRecorder(Phases, Protocol):
         """End the step and keep its record."""
 
     def drop_step(self) -> None:
-        """Forget the step, if there is one."""
+        """Drop the open step, if there is one."""
 
     def failed(self, error: BaseException | None) -> None:
-        """An error goes through the loop."""
+        """Report an error that goes through the loop, if memory ran out."""
 
 
 class Watch:
-    """Tells a recorder where steps and phases begin and end, until it is closed;
-    `MemoryRecorder.watch` makes it.
+    """Marks a recorder's steps and phases until it is closed; `MemoryRecorder.watch` makes it.
 
-    As a context manager it closes itself, and marks a step that an exception ends.
-
-    A step that the loop itself has begun (`with recorder.step(batch):`) is one step whatever
-    happens in it; only its phases are marked.
+    As a context manager it closes itself, and marks a step that an exception ends as interrupted.
+    A step that the loop itself has begun (`with recorder.step(batch):`) stays one step; only its
+    phases are marked.
     """
 
     def __init__(
@@ -118,8 +109,7 @@ class Watch:
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._is_broken = False
         self._has_seen_step = False
-        # Replicas of a model (DataParallel) have its hooks, and run in threads of their own at the
-        # same time.
+        # Replicas of a model (DataParallel) have its hooks, and run at the same time in threads.
         self._lock = threading.RLock()
         self._forget_step()
         handles: list[Any] = []
@@ -136,7 +126,7 @@ class Watch:
             handles.append(optimizer.register_step_pre_hook(_hook(self._update_begins)))
             handles.append(optimizer.register_step_post_hook(_hook(self._update_ends)))
         self._finalizer = weakref.finalize(
-            self, _take_back, handles, listen(self), listen_for_errors(self)
+            self, _remove, handles, listen(self), listen_for_errors(self.failed)
         )
 
     def __enter__(self) -> Watch:
@@ -158,24 +148,20 @@ class Watch:
             self.end_step(is_interrupted=True)
         self.close()
 
-    def failed(self, error: BaseException | None) -> None:
-        """An error ends the program: say what it says of memory, and end the step, with what reads
-        it.
-        """
+    def failed(self, error: BaseException) -> None:
+        """Report the error that ends the program, if memory ran out, and end the step."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.failed(error)
         self.end_step(is_interrupted=True)
 
     def close(self) -> None:
-        """Take back the hooks, and end the step that is open; one that has had a forward pass alone
-        is dropped.
-        """
+        """Remove the hooks and end the open step; a step with only a forward pass is dropped."""
         self._finalizer()
         self.give_up_step()
 
     def give_up_step(self) -> None:
-        """End the step that is open; one that has had a forward pass alone is dropped."""
+        """End the open step; a step with only a forward pass is dropped."""
         recorder = self._recorder()
         if self._owns_step and not self._is_used and recorder is not None:
             self._forget_step()
@@ -183,25 +169,23 @@ class Watch:
         self.end_step()
 
     def end_step(self, *, is_interrupted: bool = False) -> None:
-        """The step is over, for who knows it before the next one begins; a step that the loop
-        itself has begun goes on.
-        """
+        """End the step before the next one begins; a step that the loop itself has begun goes on."""
         recorder = self._recorder()
         if self._owns_step and recorder is not None:
-            # An update that fails has no post hook, and so its phase is open.
+            # A failed update has no post hook, so its phase is still open.
             is_interrupted = is_interrupted or recorder.current_phase is Phase.OPTIMIZER_STEP
             self._forget_step()
             recorder.end_step(is_interrupted=is_interrupted)
 
     def _forget_step(self) -> None:
         self._owns_step = False
-        self._is_used = False  # a backward pass or an update was made in it
+        self._is_used = False  # whether it had a backward pass or an update
         self._is_in_closure = False
         self._backward_depth = 0
         self._thread: int | None = None
         self._errors_before: dict[int, int] = {}
         self._updated: set[int] = set()
-        # The step of a recorder keeps its batch. Here it would be kept by nobody else.
+        # Weak: nobody else keeps these tensors as long as a recorder keeps the batch of its step.
         self._inputs: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._numbers = count()
 
@@ -213,20 +197,18 @@ class Watch:
         self._forget_step()
 
     def _is_elsewhere(self) -> bool:
-        """Whether this thread is not that of the step: one of autograd's, or one that trains
-        something else.
-        """
+        """Whether this is not the step's thread, but autograd's or one that trains another model."""
         return self._thread not in (None, threading.get_ident())
 
     @fail_safe
     def _forward_begins(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        with self._alone(module):
+        with self._lock_for(module):
             self._begin_forward(module, args, kwargs)
 
-    def _alone(self, module: torch.nn.Module) -> AbstractContextManager[object]:
-        """Replicas one at a time; nobody else is ever to wait."""
+    def _lock_for(self, module: torch.nn.Module) -> AbstractContextManager[object]:
+        """A lock for replicas; any other module must never wait."""
         return self._lock if _is_replica(module) else nullcontext()
 
     def _begin_forward(
@@ -265,7 +247,7 @@ class Watch:
         self._forget_step()
         self._owns_step = self._has_seen_step = True
         self._is_in_closure = is_in_closure
-        # What comes after replicas is done by another thread.
+        # After replicas another thread goes on.
         self._thread = None if _is_replica(module) else threading.get_ident()
         recorder.begin_step(
             self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size
@@ -273,7 +255,7 @@ class Watch:
 
     @fail_safe
     def _forward_ends(self, module: torch.nn.Module, *_: object) -> None:
-        with self._alone(module):
+        with self._lock_for(module):
             if self._errors_before.pop(id(module), id(sys.exc_info()[1])) != id(sys.exc_info()[1]):
                 self.end_step(is_interrupted=True)
 
@@ -313,8 +295,7 @@ class Watch:
         # The optimizer itself is the first of the arguments.
         is_in_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         if self._is_in_closure or (is_in_closure and id(optimizer) in self._updated):
-            # The update before has failed; or the step of it is over, and this one calls the model
-            # itself.
+            # The update before has failed; or its step is over, and this closure begins another.
             self.end_step()
         self._is_in_closure = is_in_closure
         if recorder.is_in_step:
@@ -322,9 +303,10 @@ class Watch:
         elif not is_in_closure and not self._has_seen_step:
             self._has_seen_step = True
             warn_and_go_on(
-                "An optimizer makes an update, and its model was not seen to be called in training mode: it may be in evaluation mode, compiled in "
-                "place, or called through another object than the one that is watched. Watch the one that the loop calls, or put the body of the "
-                "loop into `with recorder.step(batch):`."
+                "An optimizer made an update, but no watched model was called in training mode: it "
+                "may be in evaluation mode, compiled in place, or called through another object. "
+                "Watch the object that the loop calls, or put the body of the loop into "
+                "`with recorder.step(batch):`."
             )
 
     @fail_safe
@@ -345,30 +327,28 @@ def _is_replica(module: torch.nn.Module) -> bool:
 
 
 def _hook(method: Callable[..., None]) -> Hook:
-    """A hook that holds what it calls weakly."""
+    """A hook with a weak reference to the method that it calls."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: object) -> None:
-        if (found := reference()) is not None:
-            found(*args)
+        if (target := reference()) is not None:
+            target(*args)
 
     return Hook(call)
 
 
 def _small(arguments: Any) -> Any:
-    """The arguments of a call but those that are long collections, of numbers or names: to look
-    through them would cost the loop time.
-    """
+    """The arguments without long collections: searching these for tensors would cost time."""
     if isinstance(arguments, dict):
-        return {name: one for name, one in arguments.items() if not _is_long(one)}
-    return [one for one in arguments if not _is_long(one)]
+        return {name: value for name, value in arguments.items() if not _is_long(value)}
+    return [value for value in arguments if not _is_long(value)]
 
 
 def _is_long(argument: object) -> bool:
     return isinstance(argument, (list, tuple, dict, set, frozenset)) and len(argument) > _MOST_ITEMS
 
 
-def _take_back(handles: Iterable[Any], *ends_of_listening: Callable[[], None]) -> None:
+def _remove(handles: Iterable[Any], *end_listening: Callable[[], None]) -> None:
     remove_hooks(handles)
-    for end in ends_of_listening:
+    for end in end_listening:
         end()

@@ -549,7 +549,7 @@ def test_a_model_that_is_not_seen_is_told_of_once(parts):
     with watch:
         with pytest.warns(
             MemoryWarning,
-            match=r"its model was not seen to be called in training mode.*with recorder.step\(batch\)",
+            match=r"no watched model was called in training mode.*with recorder.step\(batch\)",
         ):
             train_step(model, optimizer)
         train_step(model, optimizer)

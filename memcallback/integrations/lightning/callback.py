@@ -77,72 +77,70 @@ class MemoryCallback(Callback):
     """Records device memory in each phase of each training step, beside a prediction, and suggests
     the largest batch.
 
-    Unless a saving is asked for, nothing of the training changes: weights, losses, random numbers,
-    metrics and checkpoints are the same with and without. On CUDA a step costs five reads of the
-    allocator's counters; figures are logged at the Trainer's logging interval, and what is held by
-    category is counted on the steps of the first three updates and of every 50th after them. On a
+    Without a saving the training does not change: weights, losses, random numbers, metrics and
+    checkpoints are the same with and without the callback. On CUDA a step costs five reads of the
+    allocator's counters. Values are logged at the Trainer's logging interval; the bytes held by
+    category are counted on the steps of the first three updates and of every 50th after them. On a
     CPU only the steps of the first three updates and of the logging interval are recorded.
 
-    Logged to every logger of the Trainer (`memcallback.tensorboard` lists the tags); without a
-    logger, to a TensorBoard run under the Trainer's root directory. A report is printed once the
-    first steady step is known, and at the end. In a job of several ranks each records itself; rank
-    zero logs and prints for all, the range over the ranks included.
+    Values go to every logger of the Trainer (`memcallback.report.tensorboard` lists the tags);
+    without a logger, to a TensorBoard run under the Trainer's root directory. A report is printed
+    once the first steady step is known, and at the end. In a job of several ranks each records
+    itself; rank zero logs and prints for all, including the range over the ranks.
 
     Args:
-        batch_size: Samples in a batch, if they are not to be inferred from it.
-        device: The memory to plan for: that of a card by name, or a size, as for
+        batch_size: Samples in a batch; by default inferred from it.
+        device: The memory to suggest a batch size for: a card by name, or a size, as for
             `memcallback.predict`; by default that of the device that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
         predict: Whether to predict the step before it first runs.
-        what_if: Whether to predict besides what each saving of memory would buy, which takes some
-            twenty times as long; the plan is printed, and logged as text and picture.
-        per_module: Whether to record by module too, on the steps on which what is held is counted:
-            they take the host longer, others as long as ever. The modules that keep most are
-            printed with the report; all are logged as text and picture, beside the predicted
-            figures (see `MemoryRecorder.modules`).
+        what_if: Whether to predict the step with each memory saving too, which takes about twenty
+            times as long; the table is printed, and logged as text and picture.
+        per_module: Whether to record by module too, on the steps on which held bytes are counted;
+            these take the host longer, other steps do not. The modules that keep most are printed
+            with the report; all are logged as text and picture, beside the predicted values (see
+            `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
-            has a peak of its own; `torch.cuda.max_memory_allocated()` then starts anew at each
-            phase, and `lifetime_peak_allocated_bytes` of the recorder has what it would have said.
+            has its own peak. `torch.cuda.max_memory_allocated()` then starts again at each phase;
+            the recorder's `lifetime_peak_allocated_bytes` has its value without resets.
         fit_batch_size: Whether to find the largest batch size that fits before training, and train
-            with it (see `memcallback.fit_batch_size`). If none can be found, a warning says why,
-            and training goes on with the size as it is.
+            with it (see `memcallback.fit_batch_size`). If none is found, a warning says why, and
+            training goes on with the size as it is.
         accumulate: Gradient accumulation: batches for each update, as
             `Trainer(accumulate_grad_batches=...)`; or a mapping from epochs to that number from
-            then on. The batches stay as they are, so to keep the samples of an update make them
-            smaller. Lightning divides the loss of a last window of fewer batches by the same
+            then on. The batch size stays the same: to keep the samples of an update, make it
+            smaller. If the last window has fewer batches, Lightning divides its loss by the same
             number.
-        amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; a skipped step
-            is told of and counted (see `memcallback.amp`).
-        checkpoint: True, or which modules are computed again in the backward pass (see
+        amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; skipped steps
+            are counted and reported (see `memcallback.amp`).
+        checkpoint: True, or the modules to recompute in the backward pass (see
             `memcallback.checkpoint`).
         oom_snapshot: Whether the CUDA allocator records its last 20,000 events with the lines that
-            made them, to be written for PyTorch's memory_viz if memory runs out. That costs time at
-            each allocation.
-        warnings: Whether to warn, once a fit and of each thing, of memory that grows from step to
-            step (with what grows and who holds it), retries of the allocator, memory that is
-            reserved and lies idle on a full device, a device that is nearly full, and other
-            processes that take memory (see `memcallback.health` and `memcallback.growth` for when).
-            A healthy training gets none. That costs a comparison of figures that are read anyway,
-            and while they rise a look at what is alive every tenth step at most. A CPU has no such
-            figures: each look takes up to seconds there, so None, the default, warns on other
-            devices alone, and True on a CPU too.
+            caused them. If memory runs out, they are written for PyTorch's memory_viz. Costs time
+            at each allocation.
+        warnings: Whether to warn, once a fit for each, of memory that grows from step to step (what
+            grows and who holds it), allocator retries, reserved memory that lies idle on a full
+            device, a nearly full device, and other processes that take memory (the rules are in
+            `memcallback.diagnose.health`). A healthy training gets no warning. It costs a
+            comparison of values that are read anyway; while they rise, also a search of live
+            tensors every tenth step at most. A CPU has no such values, and each search there can
+            take seconds. So None, the default, warns on all devices but a CPU; True warns there
+            too.
 
-    The three savings hold for a fit; afterwards Trainer and module are as they were before.
+    The three savings hold for one fit; afterwards Trainer and module are as before.
 
     Attributes:
         recorder: The recorder of the current or last fit; None before.
-        prediction: The prediction of the current or last fit; None if there is none.
-        report: The last report; None before.
         fitted: The batch size that was found for the current or last fit; None if none was.
-        plan: What savings would buy, if that was asked for.
-        out_of_memory: Of the out-of-memory error that ended the current or last fit; None if none
-            did.
+        plan: The step predicted with each saving, with `what_if`.
+        out_of_memory: The report on the out-of-memory error that ended the current or last fit;
+            None if none did.
 
     Raises:
-        ValueError: If the device is none, or one without a known size; if the headroom, the batch
-            size or a saving is out of range; when a fit begins, if a saving cannot be applied.
-        TypeError: If one of them is not of its kind.
+        ValueError: If the device is unknown or has no known size; if the headroom, the batch size
+            or a saving is out of range; when a fit begins, if a saving cannot be applied.
+        TypeError: If an argument has the wrong type.
 
     Examples:
         >>> callback = MemoryCallback(device="24GiB")
