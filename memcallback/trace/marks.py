@@ -21,7 +21,7 @@ from memcallback.step.holdings import states_of
 from memcallback.step.module_follower import ModuleFollower, module_infos
 from memcallback.step.pipeline import PipelineError
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.dispatch.placeholders import NoStandIn
+from memcallback.trace.dispatch.placeholders import NoPlaceholder
 
 _ON_FAKES = (
     "A step is traced on fake tensors, which have shapes and no values. Code that reads values, "
@@ -72,7 +72,7 @@ class TraceMarks:
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        if isinstance(error, (NoStandIn, PipelineError)):
+        if isinstance(error, (NoPlaceholder, PipelineError)):
             text = f"{text}."
         else:
             if len(text) > _MAX_CHARACTERS:

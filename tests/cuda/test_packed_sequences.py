@@ -66,7 +66,7 @@ def test_sequences_of_unknown_lengths_are_as_long_as_can_be(device):
     traced = trace(TraceRequest(unknown, device))
     assert packed_rows(traced) == 4 * 6
     assert (
-        "Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"
+        "Sequences of unknown lengths are packed: each was assumed to be as long as the longest"
         in traced.caveats
     )
     fitted = BatchTrace.fit(
@@ -87,7 +87,7 @@ def test_lengths_on_the_host_are_read(device, lengths):
 
 def test_lengths_for_another_number_of_sequences_are_an_error():
     with pytest.raises(
-        PredictionError, match="4 lengths are given for 5 packed sequences: give one for each"
+        PredictionError, match="4 lengths for 5 packed sequences: give one for each"
     ):
         trace(TraceRequest(step(lambda batch: [5, 3, 2, 1], is_sorted=True), CARD, batch_size=5))
 

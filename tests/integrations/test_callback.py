@@ -563,7 +563,7 @@ class CallsNumPy(training.Automatic):
 
 
 def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
-    pattern = r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, which stands for it. Falling back to a rough formula"
+    pattern = r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, which is used instead. Falling back to a rough formula"
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, CallsNumPy())
     assert max(len(str(one.message)) for one in warned) < 400

@@ -1,5 +1,4 @@
-"""What a convolution takes from the allocator: its backend, the workspace that cuDNN asks for, its
-steps.
+"""Convolutions: the backend that CUDA chooses, its copies and columns, and cuDNN's workspace.
 
-Start with `rule`.
+Start with `rule`; `call` has the geometry, `workspace` asks cuDNN.
 """

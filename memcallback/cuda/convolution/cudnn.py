@@ -1,7 +1,7 @@
-"""ctypes binding to the cuDNN backend API, without a device.
+"""A ctypes binding to the cuDNN backend API, which works without a device.
 
-The numbers are those of cudnn_graph.h; NVIDIA's documentation of the cuDNN backend API says what
-they stand for.
+The numbers are those of cudnn_graph.h; NVIDIA's documentation of the cuDNN backend API explains
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memcallback.devices.catalogue import DeviceSpec
 
 
 class Kind(IntEnum):
-    """What a descriptor describes."""
+    """Kinds of descriptors."""
 
     CONVOLUTION = 1
     ENGINE = 2
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 
 class Attribute(IntEnum):
-    """What of a descriptor is set or read."""
+    """Attributes of descriptors."""
 
     CONVOLUTION_DTYPE = 100
     CONVOLUTION_MODE = 101
@@ -63,7 +63,7 @@ class Attribute(IntEnum):
 
 
 class Type(IntEnum):
-    """Of what type an attribute's values are."""
+    """Types of attributes."""
 
     DTYPE = 1
     BOOLEAN = 2
@@ -84,15 +84,14 @@ _C_TYPES: dict[Type, Any] = {
     Type.DOUBLE: ctypes.c_double,
     Type.DESCRIPTOR: ctypes.c_void_p,
 }
-#: How the text of a device may be written, newest first; a cuDNN refuses those that are newer than
-#: it.
+#: Versions of a device's description, newest first; a cuDNN refuses versions newer than itself.
 _SCHEMAS = (4, 3, 2, 1)
-#: The first version that answers for a device that is described to it.
+#: The first version that takes the description of a device.
 _OLDEST = 90800
 
 
 class CuDNNError(Exception):
-    """cuDNN refused something."""
+    """cuDNN refused a call."""
 
 
 class CuDNN:
@@ -121,11 +120,11 @@ class CuDNN:
         self.version = int(library.cudnnGetVersion())
 
     def create(self, kind: int, stack: ExitStack) -> int:
-        """A new descriptor, destroyed when the stack is left."""
+        """Create a descriptor, which is destroyed when the stack is left."""
         descriptor = ctypes.c_void_p()
         self._check(
             self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)),
-            f"descriptor {kind} is not created",
+            f"cannot create descriptor {kind}",
         )
         stack.callback(self._library.cudnnBackendDestroyDescriptor, descriptor.value)
         return int(descriptor.value or 0)
@@ -136,40 +135,40 @@ class CuDNN:
         status = self._library.cudnnBackendSetAttribute(
             descriptor, attribute, type_, len(values), array
         )
-        self._check(status, f"attribute {attribute} is not set")
+        self._check(status, f"cannot set attribute {attribute}")
 
     def count(self, descriptor: int, attribute: int, type_: Type) -> int:
-        """How many values an attribute has."""
+        """Count the values of an attribute."""
         count = ctypes.c_int64()
         status = self._library.cudnnBackendGetAttribute(
             descriptor, attribute, type_, 0, ctypes.byref(count), None
         )
-        self._check(status, f"attribute {attribute} is not there")
+        self._check(status, f"cannot read attribute {attribute}")
         return count.value
 
     def get(
         self, descriptor: int, attribute: int, type_: Type, room: int, into: Sequence[int] = ()
     ) -> list[int]:
-        """The values of an attribute, at most `room` of them; descriptors are filled in place."""
+        """Read up to `room` values of an attribute; descriptors are filled in place."""
         array = (_C_TYPES.get(type_, ctypes.c_int) * room)(*into)
         count = ctypes.c_int64()
         status = self._library.cudnnBackendGetAttribute(
             descriptor, attribute, type_, room, ctypes.byref(count), array
         )
-        self._check(status, f"attribute {attribute} is not there")
+        self._check(status, f"cannot read attribute {attribute}")
         return [int(value or 0) for value in array[: min(count.value, room)]]
 
     def finalize(self, descriptor: int) -> bool:
-        """Whether the descriptor is complete, and cuDNN can do what it describes."""
+        """Complete a descriptor; return whether cuDNN supports it."""
         return int(self._library.cudnnBackendFinalize(descriptor)) == 0
 
     def finalized(self, descriptor: int) -> int:
-        """The descriptor, complete."""
-        self._check(not self.finalize(descriptor), "a descriptor is refused")
+        """Complete a descriptor, or raise."""
+        self._check(not self.finalize(descriptor), "a descriptor was refused")
         return descriptor
 
     def device(self, device: DeviceSpec) -> int:
-        """The descriptor of a device, made once and kept."""
+        """The descriptor of a device, created once."""
         facts = _facts(device, self.version)
         key = json.dumps(facts)
         if key not in self._devices:
@@ -187,25 +186,23 @@ class CuDNN:
                 if status == 0 and self.finalize(descriptor):
                     stack.pop_all()
                     return descriptor
-        raise CuDNNError("the device is refused")
+        raise CuDNNError("the device was refused")
 
-    def _check(self, status: int, what: str) -> None:
+    def _check(self, status: int, problem: str) -> None:
         if status:
-            raise CuDNNError(f"{what} (status {int(status)})")
+            raise CuDNNError(f"{problem} (status {int(status)})")
 
 
 @lru_cache(maxsize=1)
 def load() -> CuDNN | None:
-    """The installed cuDNN that answers for a device that is not there, 9.8 or newer; None if there
-    is none.
-    """
+    """Load the installed cuDNN, 9.8 or newer, which answers without a device; None without one."""
     for path in [*_package_libraries(), "libcudnn.so.9"]:
         try:
-            found = CuDNN(ctypes.CDLL(path))
+            library = CuDNN(ctypes.CDLL(path))
         except (OSError, AttributeError):
             continue
-        if found.version >= _OLDEST:
-            return found
+        if library.version >= _OLDEST:
+            return library
     return None
 
 
@@ -221,9 +218,7 @@ def version() -> int | None:
 
 
 def _package_libraries() -> Iterator[str]:
-    """The library of the packages nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which the CUDA builds of
-    torch bring.
-    """
+    """Paths in nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which CUDA builds of torch install."""
     for folder in sys.path:
         yield from glob.glob(
             os.path.join(glob.escape(folder), "nvidia", "cudnn", "lib", "libcudnn.so.9")
@@ -231,7 +226,7 @@ def _package_libraries() -> Iterator[str]:
 
 
 def _facts(device: DeviceSpec, version: int) -> dict[str, Any]:
-    """A device as cuDNN reads it, all but the version of the writing."""
+    """The description of a device for cuDNN, without its version."""
     major, minor = device.compute_capability
     return {
         "cudnnVersion": version,
@@ -263,9 +258,7 @@ def _facts(device: DeviceSpec, version: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def is_driver_installed() -> bool:
-    """Whether CUDA's driver library can be loaded; cuDNN finishes the plans of some engines only
-    where it can.
-    """
+    """Whether CUDA's driver library can be loaded, without which cuDNN skips some engines."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

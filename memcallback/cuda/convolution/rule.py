@@ -80,7 +80,7 @@ def _run(op_call: OpCall) -> ConvolutionBuilder | None:
 
 
 def _empty(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
-    """No samples or no channels: an empty output, gradients of zeros."""
+    """Without samples or channels: an empty output, gradients of zeros."""
     if not call.is_backward:
         kernel.lay_out(
             OUTPUT,
@@ -97,20 +97,16 @@ def _empty(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
 
 
 def _cudnn_forward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
-    """`_convolution` and `cudnn_convolution` or `cudnn_convolution_transpose`; the bias is added in
-    place.
-    """
-    view, viewed = kernel.input_view()
+    """`_convolution` and `cudnn_convolution(_transpose)`; the bias is added in place."""
+    view, view_copy = kernel.input_view()
     view, copied = kernel.contiguous(view, channels_last=_either(view, call.weight))
     (_backward_data if call.transposed else _forward)(call, kernel, view)
-    kernel.free(copied, viewed)
+    kernel.free(copied, view_copy)
 
 
 def _cudnn_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
-    """`convolution_backward` and `cudnn_convolution_backward` or
-    `cudnn_convolution_transpose_backward`.
-    """
-    view, viewed = kernel.input_view()
+    """`convolution_backward` and `cudnn_convolution(_transpose)_backward`."""
+    view, view_copy = kernel.input_view()
     copied, as_input = None, None
     if call.mask[WEIGHT]:
         view, copied = kernel.contiguous(view, channels_last=_either(view, call.weight))
@@ -126,18 +122,16 @@ def _cudnn_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
         _backward_filter(call, kernel, *((gradient, view) if call.transposed else (view, gradient)))
     kernel.free(as_input, copied)
     kernel.bias_gradient()
-    kernel.free(viewed)
+    kernel.free(view_copy)
 
 
 def _either(first: Layout, second: Layout) -> bool:
-    """`cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h: whether it is channels last."""
+    """Whether `cudnn_conv_suggest_memory_format` (ConvUtils.h) gives channels last."""
     return first.dtype != "float64" and (first.is_channels_last or second.is_channels_last)
 
 
 def _forward(call: ConvolutionCall, kernel: ConvolutionBuilder, x: Layout) -> None:
-    """`cudnn_convolution_forward_out`, also for the input's gradient of a transposed one; its
-    layout is that of its output.
-    """
+    """`cudnn_convolution_forward_out`, also for the input gradient of a transposed convolution."""
     y_shape = call.problem(Direction.FORWARD, False).output_shape(x.shape)
     y = Layout.dense(y_shape, x.dtype, channels_last=_either(x, call.weight))
     kernel.lay_out(OUTPUT, y)
@@ -148,7 +142,7 @@ def _forward(call: ConvolutionCall, kernel: ConvolutionBuilder, x: Layout) -> No
 
 
 def _backward_data(call: ConvolutionCall, kernel: ConvolutionBuilder, y: Layout) -> None:
-    """`cudnn_convolution_backward_input`, also for the output of a transposed one."""
+    """`cudnn_convolution_backward_input`, also for the output of a transposed convolution."""
     channels_last = _either(y, call.weight)
     kernel.lay_out(INPUT, Layout.dense(call.x_shape, y.dtype, channels_last=channels_last))
     _, weight = kernel.contiguous(call.weight, channels_last=channels_last)
@@ -170,21 +164,21 @@ def _backward_filter(
 
 
 def _depthwise_forward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
-    """`conv_depthwise2d_cuda` and `conv_depthwise3d_cuda`; the bias is added by the kernel."""
+    """`conv_depthwise2d_cuda` and `conv_depthwise3d_cuda`; the kernel adds the bias."""
     output = Layout.dense(call.y_shape, call.input.dtype)
-    view, viewed = kernel.input_view()
+    view, view_copy = kernel.input_view()
     _, copied = kernel.contiguous(view)
     if call.is_3d:
         kernel.lay_out(OUTPUT, output)
     _, weight = kernel.contiguous(call.weight)
     if not call.is_3d:
         kernel.lay_out(OUTPUT, output)
-    kernel.free(weight, copied, viewed)
+    kernel.free(weight, copied, view_copy)
 
 
 def _depthwise2d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise2d_backward_cuda`."""
-    view, viewed = kernel.input_view()
+    view, view_copy = kernel.input_view()
     _, gradient = kernel.contiguous(call.gradient)
     if call.mask[WEIGHT]:
         _, copied = kernel.contiguous(view)
@@ -196,7 +190,7 @@ def _depthwise2d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> 
         kernel.free(weight)
     kernel.free(gradient)
     kernel.bias_gradient()
-    kernel.free(viewed)
+    kernel.free(view_copy)
 
 
 def _depthwise3d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
@@ -209,6 +203,6 @@ def _depthwise3d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> 
         if call.mask[WEIGHT]
         else [call.gradient, call.weight]
     )
-    taken = [kernel.contiguous(tensor)[1] for tensor in read]
+    copies = [kernel.contiguous(tensor)[1] for tensor in read]
     kernel.bias_gradient()
-    kernel.free(*reversed(taken))
+    kernel.free(*reversed(copies))

@@ -1,8 +1,8 @@
-"""Convolutions without cuDNN (im2col).
+"""Convolutions without cuDNN, as matrix products of unfolded columns (im2col).
 
-What they take follows ATen/native/cuda/ConvolutionMM2d.cu, NaiveDilatedConvolution.cu,
+Follows ATen/native/cuda/ConvolutionMM2d.cu, NaiveDilatedConvolution.cu,
 NaiveConvolutionTranspose2d.cu and NaiveConvolutionTranspose3d.cu of PyTorch 2.11 to 2.13. They go
-sample by sample; what is taken anew for every sample stands here once.
+sample by sample; an allocation that is repeated for each sample is written once here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from memcallback.cuda.convolution.call import ITEM_BYTES, ConvolutionCall, Layou
 
 
 def slow_convolution(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
-    """Write the steps of a call; groups run one after the other, and are joined at the end."""
-    view, viewed = kernel.input_view()
+    """Write the kernel of a call; groups run one after the other and are joined at the end."""
+    view, view_copy = kernel.input_view()
     view, copied = kernel.contiguous(view)
     weight, weight_copied = kernel.contiguous(call.weight)
     gradient = call.gradient
@@ -32,26 +32,26 @@ def slow_convolution(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
     else:
         parts: dict[int, list[int]] = {output: [] for output in outputs}
         for _ in range(call.groups):
-            gradient_part, gradient_taken = (
+            gradient_part, gradient_part_copy = (
                 _part(kernel, gradient, call.groups) if call.is_backward else (gradient, None)
             )
-            view_part, view_taken = _part(kernel, view, call.groups)
+            view_part, view_part_copy = _part(kernel, view, call.groups)
             weight_part = Layout.dense(
                 (weight.shape[0] // call.groups, *weight.shape[1:]), weight.dtype
             )
             group = _Group(call, kernel, view_part, weight_part, gradient_part, outputs, parts)
             _group(call, kernel, group)
-            kernel.free(view_taken, gradient_taken)
+            kernel.free(view_part_copy, gradient_part_copy)
         for output, layout in outputs.items():
             kernel.lay_out(output, layout)
         for output in reversed(outputs):
             kernel.free(*parts[output])
-    kernel.free(weight_copied, copied, viewed)
+    kernel.free(weight_copied, copied, view_copy)
 
 
 @dataclass
 class _Group:
-    """The tensors of one group."""
+    """The tensors of one group of channels."""
 
     call: ConvolutionCall
     kernel: ConvolutionBuilder
@@ -62,7 +62,7 @@ class _Group:
     parts: dict[int, list[int]] = field(default_factory=dict)
 
     def make(self, output: int) -> None:
-        """An output, or this group's part of it."""
+        """Allocate an output, or this group's part of it."""
         if output not in self.outputs:
             return
         if self.parts:
@@ -74,17 +74,15 @@ class _Group:
 
     @property
     def columns_bytes(self) -> int:
-        """The columns of one sample: every element of the narrow end has one, as long as the kernel
-        over all channels.
+        """The columns of one sample: one for each element of `y`, as long as the weight of one
+        output channel.
         """
         narrow = self.view.shape if self.call.transposed else self.call.y_shape
         return prod(self.weight.shape[1:]) * prod(narrow[2:]) * ITEM_BYTES[self.view.dtype]
 
     @property
     def unfolds(self) -> bool:
-        """Whether columns are anything but the tensor itself, as the kernels without dilation see
-        it.
-        """
+        """Whether columns differ from the tensor itself, for the kernels without dilation."""
         call = self.call
         return {*call.weight.shape[2:], *call.stride, *call.dilation} != {1} or set(
             call.padding
@@ -130,9 +128,7 @@ def _plain_backward(group: _Group) -> None:
 
 
 def _dilated_backward(group: _Group) -> None:
-    """`slow_conv_dilated2d_backward_cuda` and `slow_conv_dilated3d_backward_cuda`; the sum is that
-    of one sample.
-    """
+    """`slow_conv_dilated2d_backward_cuda` and `_dilated3d_`; the sum is over one sample."""
     kernel = group.kernel
     gradient, copied = kernel.contiguous(group.gradient)
     for output in (INPUT, WEIGHT, BIAS):
@@ -149,10 +145,9 @@ def _dilated_backward(group: _Group) -> None:
 
 
 def _transposed_forward(group: _Group) -> None:
-    """`slow_conv_transpose2d_cuda`, and `slow_conv_transpose3d_cuda`, whose output is made like the
-    input and then grows.
+    """`slow_conv_transpose2d_cuda`, and `_transpose3d_`, whose output starts at the input's size.
 
-    Where it shrinks instead, it keeps the input's size, which is not said here.
+    A 3d output smaller than the input keeps the input's size, which is ignored here.
     """
     kernel, call = group.kernel, group.call
     grows = call.is_3d and group.outputs[OUTPUT].size_bytes // call.groups > group.view.size_bytes
@@ -170,7 +165,7 @@ def _transposed_forward(group: _Group) -> None:
 
 
 def _transposed_backward(group: _Group) -> None:
-    """`slow_conv_transpose2d_backward_cuda` and `slow_conv_transpose3d_backward_cuda`."""
+    """`slow_conv_transpose2d_backward_cuda` and `_transpose3d_`."""
     kernel = group.kernel
     if INPUT in group.outputs:
         _, copied = kernel.contiguous(group.gradient)
@@ -191,7 +186,7 @@ def _transposed_backward(group: _Group) -> None:
 
 
 def _part(kernel: ConvolutionBuilder, tensor: Layout, groups: int) -> tuple[Layout, int | None]:
-    """The channels of one group, without gaps, in the layout of the whole."""
+    """The channels of one group, contiguous in the layout of the whole."""
     part = Layout(
         (tensor.shape[0], tensor.shape[1] // groups, *tensor.shape[2:]),
         tensor.strides,
@@ -201,7 +196,7 @@ def _part(kernel: ConvolutionBuilder, tensor: Layout, groups: int) -> tuple[Layo
 
 
 def _outputs(call: ConvolutionCall, view: Layout) -> dict[int, Layout]:
-    """The outputs that are asked for, all without gaps."""
+    """The outputs that are asked for, all contiguous."""
     if not call.is_backward:
         return {OUTPUT: Layout.dense(call.x_shape if call.transposed else call.y_shape, view.dtype)}
     shapes = (view.shape, call.weight.shape, (call.gradient.shape[1],))

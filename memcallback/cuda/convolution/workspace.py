@@ -1,4 +1,4 @@
-"""Workspace size: cuDNN's own answer, or an estimate."""
+"""The workspace of a convolution: cuDNN's own answer, or an estimate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memcallback.devices.catalogue import DeviceSpec
 def workspace_or_estimate_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int:
-    """The workspace of a convolution in bytes: cuDNN's answer, or the estimate."""
+    """The workspace in bytes: cuDNN's answer, or the estimate."""
     size_bytes = workspace_bytes(convolution, input_shape, device)
     return (
         estimated_workspace_bytes(convolution, input_shape, device)
@@ -30,14 +30,13 @@ def workspace_or_estimate_bytes(
 def estimated_workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int:
-    """What a workspace may be where no cuDNN can tell.
+    """Estimate the workspace without cuDNN.
 
-    Tensor cores want channels last, so their kernels copy every tensor that lies otherwise, and the
-    kernels without them copy those that do; a gradient of weights may be summed up in float32,
-    twice. This is no upper bound: of the 1,969 answers of cuDNN 9.19 recorded in
-    tests/recorded/convolutions (H200, A100 and T4, three dtypes, both layouts) 84 % are at most 1
-    MiB above the estimate, 99 % at most 25 MiB, the worst 128 MiB; the estimates together are 1.18
-    times the answers.
+    Kernels on tensor cores need channels last and copy all other tensors; kernels without tensor
+    cores copy those in channels last. A weight gradient may be summed in float32, twice. The
+    estimate is no upper bound: of the 1,969 answers of cuDNN 9.19 in tests/recorded/convolutions
+    (H200, A100 and T4, three dtypes, both layouts) 84 % are at most 1 MiB above it, 99 % at most
+    25 MiB, the worst 128 MiB. All estimates together are 1.18 times the answers.
     """
     capability = device.compute_capability
     is_float32 = convolution.dtype == "float32"
@@ -64,12 +63,11 @@ _DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 _CROSS_CORRELATION = 1
 _MODE_INSTANT, _MODE_B, _MODE_FALLBACK = 0, 1, 2
 _NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERT_INPUTS, _NOTE_NONDETERMINISTIC, _NUM_NOTES = 0, 1, 4, 10
-#: What the caching allocator gives is aligned to 512 bytes; Conv_v8.cpp promises cuDNN no more than
-#: 32.
+#: The caching allocator aligns to 512 bytes, but Conv_v8.cpp promises cuDNN only 32.
 _ALIGNMENT = 32
 
 
-#: By direction, cuDNN's numbers of an operation's attributes: alpha, beta, convolution, w, x, y.
+#: Direction -> cuDNN's numbers of the attributes alpha, beta, convolution, w, x, y.
 _OPERATION = {
     Direction.FORWARD: (700, 701, 702, 703, 704, 705),
     Direction.BACKWARD_DATA: (706, 707, 708, 709, 710, 711),
@@ -80,7 +78,7 @@ _OPERATION = {
 def workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int | None:
-    """The workspace of the plan that PyTorch takes, in bytes; answers are kept."""
+    """The workspace of the plan that PyTorch takes, in bytes; None if cuDNN cannot answer."""
     mode_b = os.environ.get("TORCH_CUDNN_USE_HEURISTIC_MODE_B") == "1"
     return _workspace_bytes(
         convolution, tuple(input_shape), device, _MODE_B if mode_b else _MODE_INSTANT
@@ -96,15 +94,13 @@ def _workspace_bytes(
         return None
     try:
         with ExitStack() as stack:
-            question = _Question(library, stack, library.device(device))
-            graph = question.graph(convolution, input_shape)
-            for one in (mode, _MODE_FALLBACK):
-                for config in question.configs(graph, one):
-                    size_bytes = (
-                        None
-                        if _is_filtered(convolution, question.notes(config))
-                        else question.plan_workspace(config)
-                    )
+            query = _Query(library, stack, library.device(device))
+            graph = query.graph(convolution, input_shape)
+            for heuristics in (mode, _MODE_FALLBACK):
+                for config in query.configs(graph, heuristics):
+                    if _is_filtered(convolution, query.notes(config)):
+                        continue
+                    size_bytes = query.plan_workspace(config)
                     if size_bytes is not None:
                         return size_bytes
     except CuDNNError:
@@ -113,9 +109,7 @@ def _workspace_bytes(
 
 
 def _is_filtered(convolution: Convolution, notes: Sequence[int]) -> bool:
-    """Whether PyTorch passes an engine with these numerical notes over: `filterEngineConfigs` in
-    Conv_v8.cpp.
-    """
+    """Whether PyTorch skips engines with these notes: `filterEngineConfigs` in Conv_v8.cpp."""
     if convolution.deterministic and _NOTE_NONDETERMINISTIC in notes:
         return True
     if _NOTE_DOWN_CONVERT_INPUTS in notes:
@@ -126,105 +120,103 @@ def _is_filtered(convolution: Convolution, notes: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What is asked of cuDNN for one convolution; its descriptors go when the stack is left."""
+class _Query:
+    """Queries cuDNN about one convolution; leaving the stack destroys its descriptors."""
 
-    cudnn: CuDNN
+    library: CuDNN
     stack: ExitStack
     device: int
 
     def graph(self, convolution: Convolution, input_shape: Sequence[int]) -> int:
-        """The graph of one operation, as `build_opgraph` in Conv_v8.cpp makes it."""
+        """The graph of one operation: `build_opgraph` in Conv_v8.cpp."""
         alpha, beta, geometry, w, x, y = _OPERATION[convolution.direction]
         number = Type.DOUBLE if convolution.dtype == "float64" else Type.FLOAT
         operation = self._create(convolution.direction.value)
-        self.cudnn.set(operation, geometry, Type.DESCRIPTOR, self._geometry(convolution))
-        self.cudnn.set(operation, x, Type.DESCRIPTOR, self._tensor("x", input_shape, convolution))
-        self.cudnn.set(
+        self.library.set(operation, geometry, Type.DESCRIPTOR, self._geometry(convolution))
+        self.library.set(operation, x, Type.DESCRIPTOR, self._tensor("x", input_shape, convolution))
+        self.library.set(
             operation,
             y,
             Type.DESCRIPTOR,
             self._tensor("y", convolution.output_shape(input_shape), convolution),
         )
-        self.cudnn.set(
+        self.library.set(
             operation, w, Type.DESCRIPTOR, self._tensor("w", convolution.weight_shape, convolution)
         )
-        self.cudnn.set(operation, alpha, number, 1.0)
-        self.cudnn.set(operation, beta, number, 0.0)
+        self.library.set(operation, alpha, number, 1.0)
+        self.library.set(operation, beta, number, 0.0)
         graph = self._create(Kind.GRAPH)
-        self.cudnn.set(
-            graph, Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, self.cudnn.finalized(operation)
+        self.library.set(
+            graph, Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, self.library.finalized(operation)
         )
-        return self.cudnn.finalized(graph)
+        return self.library.finalized(graph)
 
     def configs(self, graph: int, mode: int) -> list[int]:
         """The heuristics' engine configurations, best first."""
         heuristics = self._create(Kind.HEURISTICS)
-        self.cudnn.set(heuristics, Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, graph)
-        self.cudnn.set(heuristics, Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, mode)
-        self.cudnn.set(heuristics, Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, self.device)
-        if not self.cudnn.finalize(heuristics):
+        self.library.set(heuristics, Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, graph)
+        self.library.set(heuristics, Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, mode)
+        self.library.set(heuristics, Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, self.device)
+        if not self.library.finalize(heuristics):
             return []
-        count = self.cudnn.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
+        count = self.library.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
         configs = [self._create(Kind.ENGINE_CONFIG) for _ in range(count)]
-        return self.cudnn.get(
+        return self.library.get(
             heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, count, configs
         )
 
     def notes(self, config: int) -> list[int]:
         """The numerical notes of a configuration's engine."""
         engine = self._create(Kind.ENGINE)
-        self.cudnn.get(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, 1, (engine,))
-        return self.cudnn.get(engine, Attribute.ENGINE_NOTES, Type.NOTE, _NUM_NOTES)
+        self.library.get(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, 1, (engine,))
+        return self.library.get(engine, Attribute.ENGINE_NOTES, Type.NOTE, _NUM_NOTES)
 
     def plan_workspace(self, config: int) -> int | None:
-        """The workspace of a configuration's plan, in bytes; None if the device cannot run it."""
+        """The workspace of a configuration's plan; None if the device cannot run it."""
         plan = self._create(Kind.PLAN)
-        self.cudnn.set(plan, Attribute.PLAN_CONFIG, Type.DESCRIPTOR, config)
-        self.cudnn.set(plan, Attribute.PLAN_DEVICE, Type.DESCRIPTOR, self.device)
+        self.library.set(plan, Attribute.PLAN_CONFIG, Type.DESCRIPTOR, config)
+        self.library.set(plan, Attribute.PLAN_DEVICE, Type.DESCRIPTOR, self.device)
         return (
-            self.cudnn.get(plan, Attribute.PLAN_WORKSPACE, Type.INT64, 1)[0]
-            if self.cudnn.finalize(plan)
+            self.library.get(plan, Attribute.PLAN_WORKSPACE, Type.INT64, 1)[0]
+            if self.library.finalize(plan)
             else None
         )
 
     def _geometry(self, convolution: Convolution) -> int:
         descriptor = self._create(Kind.CONVOLUTION)
         dtype = "float64" if convolution.dtype == "float64" else "float32"
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_DTYPE, Type.DTYPE, _DTYPES[dtype])
-        self.cudnn.set(
+        self.library.set(descriptor, Attribute.CONVOLUTION_DTYPE, Type.DTYPE, _DTYPES[dtype])
+        self.library.set(
             descriptor, Attribute.CONVOLUTION_MODE, Type.CONVOLUTION_MODE, _CROSS_CORRELATION
         )
-        self.cudnn.set(
+        self.library.set(
             descriptor, Attribute.CONVOLUTION_NUM_DIMENSIONS, Type.INT64, len(convolution.padding)
         )
-        self.cudnn.set(
+        self.library.set(
             descriptor, Attribute.CONVOLUTION_PRE_PADDINGS, Type.INT64, *convolution.padding
         )
-        self.cudnn.set(
+        self.library.set(
             descriptor, Attribute.CONVOLUTION_POST_PADDINGS, Type.INT64, *convolution.padding
         )
-        self.cudnn.set(descriptor, Attribute.CONVOLUTION_STRIDES, Type.INT64, *convolution.stride)
-        self.cudnn.set(
+        self.library.set(descriptor, Attribute.CONVOLUTION_STRIDES, Type.INT64, *convolution.stride)
+        self.library.set(
             descriptor, Attribute.CONVOLUTION_DILATIONS, Type.INT64, *convolution.dilation
         )
-        return self.cudnn.finalized(descriptor)
+        return self.library.finalized(descriptor)
 
     def _tensor(self, name: str, shape: Sequence[int], convolution: Convolution) -> int:
-        """A dense tensor; the strides of dimensions of size 1 are as `fixSizeOneDimStride` in
-        Conv_v8.cpp has them.
-        """
+        """A dense tensor, with strides as `fixSizeOneDimStride` in Conv_v8.cpp sets them."""
         tensor = self._create(Kind.TENSOR)
         strides = Layout.dense(
             shape, convolution.dtype, channels_last=convolution.channels_last
         ).strides
-        self.cudnn.set(tensor, Attribute.TENSOR_DTYPE, Type.DTYPE, _DTYPES[convolution.dtype])
-        self.cudnn.set(tensor, Attribute.TENSOR_SHAPE, Type.INT64, *shape)
-        self.cudnn.set(tensor, Attribute.TENSOR_STRIDES, Type.INT64, *strides)
-        self.cudnn.set(tensor, Attribute.TENSOR_ID, Type.INT64, ord(name))
-        self.cudnn.set(tensor, Attribute.TENSOR_ALIGNMENT, Type.INT64, _ALIGNMENT)
-        self.cudnn.set(tensor, Attribute.TENSOR_IS_VIRTUAL, Type.BOOLEAN, False)
-        return self.cudnn.finalized(tensor)
+        self.library.set(tensor, Attribute.TENSOR_DTYPE, Type.DTYPE, _DTYPES[convolution.dtype])
+        self.library.set(tensor, Attribute.TENSOR_SHAPE, Type.INT64, *shape)
+        self.library.set(tensor, Attribute.TENSOR_STRIDES, Type.INT64, *strides)
+        self.library.set(tensor, Attribute.TENSOR_ID, Type.INT64, ord(name))
+        self.library.set(tensor, Attribute.TENSOR_ALIGNMENT, Type.INT64, _ALIGNMENT)
+        self.library.set(tensor, Attribute.TENSOR_IS_VIRTUAL, Type.BOOLEAN, False)
+        return self.library.finalized(tensor)
 
     def _create(self, kind: int) -> int:
-        return self.cudnn.create(kind, self.stack)
+        return self.library.create(kind, self.stack)

@@ -1,5 +1,4 @@
-"""Composite operators as CUDA decomposes them, where that differs from what fake tensors on a CPU
-do.
+"""Composite operators as CUDA decomposes them, where a CPU decomposes them differently.
 
 Start with `registry`.
 """

@@ -1,6 +1,6 @@
-"""scaled_dot_product_attention.
+"""scaled_dot_product_attention, decomposed for the backend that CUDA chooses.
 
-Every rule is PyTorch's own: `scaled_dot_product_attention` in
+Follows PyTorch: `scaled_dot_product_attention` in
 ATen/native/transformers/attention.cpp, `select_sdp_backend` in
 ATen/native/transformers/cuda/sdp_utils.cpp, the checks in ATen/native/transformers/sdp_utils_cpp.h.
 """
@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
     *,
     device: DeviceSpec,
 ) -> torch.Tensor:
-    """Attention in terms of the operators that CUDA would call below autograd."""
+    """Run attention with the operators that CUDA calls below autograd."""
     call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     backend = choose_backend(call, device)
     mask = _added_mask(attn_mask, query.dtype)

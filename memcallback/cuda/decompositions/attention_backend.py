@@ -1,6 +1,6 @@
-"""Which SDPA backend CUDA selects.
+"""Which backend CUDA chooses for scaled_dot_product_attention.
 
-Checked on PyTorch 2.11. What PyTorch 2.12 and 2.13 do otherwise stands beside it.
+Checked on PyTorch 2.11; comments name what differs in 2.12 and 2.13.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _DEFAULT_ORDER = (
     SDPBackend.CUDNN_ATTENTION,
 )
 _HALVES = (torch.float16, torch.bfloat16)
-#: What the CUDA 13 builds of PyTorch 2.11 to 2.13 bring is 9.19 or newer; asked of the build where
-#: it has one.
+#: The CUDA 13 builds of PyTorch 2.11 to 2.13 bring 9.19 or newer; used where this build has none.
 _CUDNN_VERSION = 91900
 
 
@@ -41,7 +40,7 @@ class AttentionCall:
         value: Values.
         attn_mask: Boolean, or added to the scores.
         dropout_p: Probability of dropping a weight.
-        is_causal: Whether a position sees only those before it.
+        is_causal: Whether a position attends only to earlier ones.
         scale: Factor of the scores.
         enable_gqa: Whether several heads of the query may share one of the key.
     """
@@ -62,7 +61,7 @@ class AttentionCall:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether autograd will ask for a gradient of query, key or value."""
+        """Whether autograd needs a gradient of query, key or value."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 
@@ -72,7 +71,7 @@ def scale_of(query: torch.Tensor, scale: float | None) -> float:
 
 
 def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
-    """The kernel that CUDA takes, under the flags that are set now."""
+    """The backend that CUDA chooses, under the current flags."""
     usable: dict[SDPBackend, Callable[[AttentionCall, DeviceSpec], bool]] = {
         SDPBackend.FLASH_ATTENTION: _flash,
         SDPBackend.EFFICIENT_ATTENTION: _efficient,
@@ -86,7 +85,7 @@ def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
 
 
 def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
-    """What is asked of a CUDA build for nested tensors, whose attention PyTorch chooses in Python
+    """The checks of a CUDA build for nested tensors, whose backend PyTorch chooses in Python
     (torch/nested/_internal/sdpa.py).
     """
 
@@ -111,9 +110,7 @@ def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
 
 
 def _as_dense(tensor: Any) -> torch.Tensor:
-    """The shape of a nested tensor (batch, heads, length, size) with a length of 1, which is all
-    that is asked for.
-    """
+    """A nested tensor as (batch, heads, 1, size): the checks do not need the lengths."""
     values = tensor._values
     with no_dispatch(), torch._C.DisableTorchFunction():
         dense = torch.empty(

@@ -1,4 +1,4 @@
-"""RMSNorm, batch norm, group norm."""
+"""RMSNorm, batch norm and group norm, decomposed as on CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rms_norm(
     *,
     own: Callable[..., Any],
 ) -> torch.Tensor:
-    """RMSNorm in one kernel, which keeps one number per row: `rms_norm_symint` in
+    """RMSNorm in one kernel, which saves one number per row: `rms_norm_symint` in
     ATen/native/layer_norm.cpp, since PyTorch 2.9.
     """
     channels_last = any(
@@ -40,8 +40,8 @@ def rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """`_fused_rms_norm` and `_fused_rms_norm_backward`, which PyTorch's CPU wheel decomposes before
-    autograd sees them.
+    """The allocations of `_fused_rms_norm` and its backward, which PyTorch's CPU wheel decomposes
+    above autograd.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ def batch_norm_impl_index(
     *,
     own: Callable[..., Any],
 ) -> Any:
-    """Batch norm with cuDNN where it can: `_select_batch_norm_backend` in
+    """Batch norm with cuDNN if possible: `_select_batch_norm_backend` in
     ATen/native/Normalization.cpp.
     """
     running = (running_mean is not None) + (running_var is not None)
@@ -121,7 +121,7 @@ def group_norm(
     own: Callable[..., Any],
 ) -> torch.Tensor:
     """Group norm of a contiguous tensor: `group_norm` in ATen/native/group_norm.cpp, which keeps
-    channels_last on a CPU alone.
+    channels_last only on a CPU.
     """
     normalized: torch.Tensor = own(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
     return normalized

@@ -1,8 +1,8 @@
-"""PackedSequence without values.
+"""Packed sequences on fake tensors.
 
-`pack_padded` and `packed_kernels` do the same as `aten/src/ATen/native/PackedSequence.cpp` and
-`RNN.cpp` on tensors without values, with numbers that are known (`FakeTensor.constant`) or taken to
-be: without them, every sequence is as long as the longest.
+`pack_padded` and `packed_kernels` follow aten/src/ATen/native/PackedSequence.cpp and RNN.cpp. They
+use the lengths if these are known (`FakeTensor.constant`); else every sequence is assumed to be as
+long as the longest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from memcallback.core.tensors import known_values
 
-#: Parameters of one layer and direction: weights of the input and of the hidden state, biases or
-#: None, the projection or None.
+#: Parameters of one layer and direction: two weights (input, hidden state), two biases or None, the
+#: projection or None.
 _Cell = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 ]
@@ -33,20 +33,20 @@ def pack_padded(
     assumed: dict[str, None],
     on_host: Callable[[], AbstractContextManager[None]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_pack_padded_sequence`: of sequences that go on, all steps, one after the other; and how
-    many go on at each step, on the host.
+    """`_pack_padded_sequence`: the steps of all running sequences, and their number per step, on
+    the host.
     """
     x = x.transpose(0, 1) if batch_first else x
     longest, number = x.shape[:2]
     known = known_values(lengths)
     if len(lengths) != number:
         raise ValueError(
-            f"{len(lengths)} lengths are given for {number} packed sequences: give one for each."
+            f"{len(lengths)} lengths for {number} packed sequences: give one for each."
         )
     if known is None:
         known = [longest] * number
         assumed[
-            "Sequences of unknown lengths are packed: each was taken to be as long as the longest can be"
+            "Sequences of unknown lengths are packed: each was assumed to be as long as the longest"
         ] = None
     sizes = [sum(length > step for length in known) for step in range(max(known, default=0))]
     parts, begin = [], 0
@@ -58,15 +58,13 @@ def pack_padded(
     with no_dispatch():
         batch_sizes = torch.tensor(sizes)
     with on_host():
-        # As torch.tensor does it, which detaches the result here in PyTorch 2.6: a fake loses its
-        # values by that.
+        # torch.tensor itself would detach the result here in PyTorch 2.6, and a detached fake loses
+        # its values.
         return data, torch.ops.aten.lift_fresh(batch_sizes)
 
 
 def packed_kernels() -> dict[str, Callable[..., Any]]:
-    """The composite operators that read the number of sequences at each step: for each name in
-    `aten` a function with its signature.
-    """
+    """Name of an operator that reads the number of sequences per step -> its decomposition."""
     return {
         "_pad_packed_sequence": _pad,
         "_pack_padded_sequence_backward": _pack_backward,
@@ -75,7 +73,7 @@ def packed_kernels() -> dict[str, Callable[..., Any]]:
 
 
 def _sizes(data: torch.Tensor, batch_sizes: torch.Tensor) -> list[int]:
-    """The sequences at each step; as many at all of them where that is not known."""
+    """The number of sequences at each step; the same at all steps if unknown."""
     known = known_values(batch_sizes)
     return (
         [data.shape[0] // max(len(batch_sizes), 1)] * len(batch_sizes) if known is None else known
@@ -116,9 +114,7 @@ def _pack_backward(
 
 
 def _recurrent(kind: str, cell: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer without cuDNN: `apply_layer_stack` over `PackedLayer` and
-    `ReversedPackedLayer`.
-    """
+    """A recurrent layer without cuDNN: `apply_layer_stack` over `(Reversed)PackedLayer`."""
 
     def kernel(
         data: torch.Tensor,

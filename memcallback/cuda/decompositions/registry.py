@@ -1,8 +1,7 @@
-"""Install CUDA decompositions of composite operators for fake tensors.
+"""Install CUDA's decompositions of composite operators for fake tensors.
 
-A composite operator is made of others, and some choose which by the tensor's device. Fake tensors
-of device `cpu` would go the CPU's way. `registered` gives them CUDA's, for as long as a trace
-lasts.
+Some composite operators choose their parts by the tensor's device. Fake tensors of device `cpu`
+would be decomposed for a CPU; `registered` gives them CUDA's decompositions during a trace.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Composite = Callable[..., Any]
 
 
 def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
-    """The operators that CUDA decomposes otherwise than a CPU."""
+    """Name of an operator -> its decomposition on CUDA, where it differs from a CPU's."""
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return scaled_dot_product_attention(*args, **kwargs, device=device)
@@ -80,8 +79,8 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A linear layer: `linear` in ATen/native/Linear.cpp, which does not add the bias in place for
-    tensors of subclasses, as fakes are.
+    """A linear layer: `linear` in ATen/native/Linear.cpp, which adds the bias out of place for
+    tensor subclasses, such as fakes.
     """
     if bias is None or input.dim() <= 2 or input.is_contiguous() or bias.dim() != 1:
         output: torch.Tensor = own_decomposition("linear")(input, weight, bias)
@@ -90,9 +89,7 @@ def linear(
 
 
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """One-hot vectors, scattered: `one_hot` in ATen/native/Onehot.cpp, which takes another way for
-    fake tensors.
-    """
+    """One-hot vectors, scattered: `one_hot` in ATen/native/Onehot.cpp, which differs for fakes."""
     if num_classes < 1 or self.numel() == 0:
         unknown: torch.Tensor = own_decomposition("one_hot")(self, num_classes)
         return unknown
@@ -113,8 +110,7 @@ def ctc_loss(
     """The CTC loss with PyTorch's own kernel: `ctc_loss_gpu_template` in
     ATen/native/cuda/LossCTC.cu.
 
-    The longest target is taken to be as long as `targets` allows: `targets` padded to one length,
-    which is what data loaders do.
+    Assumes that the longest target is as long as `targets` allows, as data loaders pad it.
     """
     steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
     longest = (
@@ -132,9 +128,7 @@ def ctc_loss(
 
 
 class _CtcLoss(torch.autograd.Function):
-    """`_ctc_loss` and its backward as far as they allocate: the fake kernel of `_ctc_loss` reads
-    the lengths.
-    """
+    """The allocations of `_ctc_loss` and its backward; its fake kernel reads the lengths."""
 
     @staticmethod
     def forward(
@@ -168,8 +162,8 @@ def _softmax(name: str, function: Any) -> Composite:
 def own_decomposition(name: str) -> Composite:
     """PyTorch's own decomposition of a composite operator, in C++.
 
-    `OpOverload.decompose` prefers decompositions in Python that are made for compilers and draw
-    other random numbers.
+    `OpOverload.decompose` prefers Python decompositions for compilers, which draw other random
+    numbers.
     """
     operator, _, overload = name.partition(".")
     own = getattr(getattr(aten, operator), overload or "default")
@@ -180,10 +174,10 @@ def own_decomposition(name: str) -> Composite:
 
 @contextlib.contextmanager
 def registered(device: DeviceSpec | None) -> Iterator[None]:
-    """Have fake tensors of device `cpu` decomposed as CUDA tensors would be.
+    """Decompose fake tensors of device `cpu` as CUDA tensors, inside the block.
 
-    Real tensors, of any thread, keep PyTorch's own decomposition. Nothing stays behind. Only one
-    such block may be open in a process.
+    Real tensors, in any thread, keep PyTorch's own decomposition. Only one such block may be open
+    in a process.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -197,7 +191,7 @@ def registered(device: DeviceSpec | None) -> Iterator[None]:
         library._destroy()
 
 
-#: Shapes of operators that PyTorch has only for CUDA, and no fake kernel for.
+#: Shapes of operators that PyTorch has only for CUDA, without a fake kernel.
 _MISSING_SHAPES = {
     "_thnn_fused_gru_cell": cuda_rnn.gru_cell_meta,
     "_thnn_fused_gru_cell_backward": cuda_rnn.gru_cell_backward_meta,

@@ -1,8 +1,7 @@
-"""cuDNN LSTM, GRU, RNN (reserve and workspace estimated).
+"""LSTM, GRU and RNN with cuDNN, and the fused cells.
 
-cuDNN keeps what backward needs in a reserve of its own, and works in a workspace. NVIDIA does not
-publish their sizes: `reserve_bytes` and `workspace_bytes` are estimates, and a prediction of a
-model with such a layer should say so.
+cuDNN saves for backward in a reserve, and works in a workspace. NVIDIA does not publish their
+sizes: `reserve_bytes` and `workspace_bytes` are estimates.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ aten = torch.ops.aten
 #: `cudnnRNNMode_t`
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
-# What is kept per layer, direction, token and hidden unit: the gates, and what they are made into.
+# Numbers saved per layer, direction, token and hidden unit: the gates, and their results.
 _KEPT = {0: 1, 1: 1, 2: 6, 3: 5}
 
 
 @dataclass(frozen=True)
 class RecurrentCall:
-    """What a recurrent layer computes, apart from its tensors.
+    """The settings of a recurrent layer.
 
     Attributes:
-        mode: cuDNN's number of the kind of layer.
+        mode: cuDNN's number of the layer type.
         hidden_size: Size of the hidden state.
-        proj_size: Size of its projection, 0 for none.
+        proj_size: Size of the projection, 0 for none.
         num_layers: Number of layers.
         dropout: Probability of dropping between layers.
-        train: Whether backward will be needed.
-        bidirectional: Whether both directions are computed.
-        batch_first: Whether the batch comes before time.
-        num_steps: For packed sequences the number of time steps, else 0.
+        train: Whether it saves for backward.
+        bidirectional: Whether it runs in both directions.
+        batch_first: Whether the batch is the first dimension.
+        num_steps: The number of time steps of packed sequences, else 0.
     """
 
     mode: int
@@ -59,9 +58,7 @@ class RecurrentCall:
 
 
 def reserve_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
-    """What cuDNN keeps for backward. An estimate: per layer, direction and token the gates, the
-    cell and the output.
-    """
+    """Estimate cuDNN's reserve: gates, cell and output per layer, direction and token."""
     if not call.train:
         return 0
     units = num_tokens * call.hidden_size * call.num_directions
@@ -70,23 +67,20 @@ def reserve_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
 
 
 def workspace_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
-    """What cuDNN takes while it runs. An estimate: one layer's gates before their activation, and
-    its input's gradient.
-    """
+    """Estimate cuDNN's workspace: one layer's gates before activation, and its input gradient."""
     return num_tokens * call.hidden_size * call.num_directions * (_GATES[call.mode] + 2) * itemsize
 
 
 def dropout_state_bytes(device: DeviceSpec) -> int:
-    """The random state that cuDNN keeps for dropout between layers, once per process. An estimate."""
+    """Estimate cuDNN's random state for dropout between layers, one per process."""
     return device.num_multiprocessors * 2048 * 32
 
 
 def flatten_rnn_weights(model: nn.Module) -> None:
-    """Give each recurrent layer's weights one buffer, as moving it to a CUDA device does:
-    `nn.RNNBase.flatten_parameters`.
+    """Put each recurrent layer's weights in one buffer, as moving it to CUDA does
+    (`nn.RNNBase.flatten_parameters`).
 
-    To be called once the model's tensors stand for tensors on the device. Without it each call
-    copies the weights together.
+    Call it on the fake model. Without one buffer, each forward pass copies the weights together.
     """
     for module in model.modules():
         if not isinstance(module, nn.RNNBase):
@@ -115,7 +109,7 @@ def flatten_rnn_weights(model: nn.Module) -> None:
 def rnn_kernels(
     device: DeviceSpec, own: Callable[[str], Callable[..., Any]]
 ) -> dict[str, Callable[..., Any]]:
-    """The recurrent layers and cells in terms of what CUDA allocates."""
+    """Name of a recurrent layer or cell -> its decomposition on CUDA."""
     state: list[torch.Tensor] = []
 
     def dropout_state(call: RecurrentCall, like: torch.Tensor) -> None:
@@ -224,18 +218,14 @@ def gru_cell(
 def gru_cell_meta(
     input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None
 ) -> Any:
-    """Shapes of `_thnn_fused_gru_cell`'s outputs, for which PyTorch has no fake kernel:
-    `_thnn_fused_gru_cell_cuda` in RNN.cu.
-    """
+    """Outputs of `_thnn_fused_gru_cell` (`_thnn_fused_gru_cell_cuda`, RNN.cu)."""
     return torch.empty_like(hx, memory_format=torch.contiguous_format), hx.new_empty(
         hx.shape[0], hx.shape[1] * 5
     )
 
 
 def gru_cell_backward_meta(grad_hy: Any, workspace: Any, has_bias: bool) -> Any:
-    """Shapes of `_thnn_fused_gru_cell_backward`'s outputs: `_thnn_fused_gru_cell_backward_cuda` in
-    RNN.cu.
-    """
+    """Outputs of `_thnn_fused_gru_cell_backward` (`_thnn_fused_gru_cell_backward_cuda`, RNN.cu)."""
     batch, hidden = workspace.shape[0], workspace.shape[1] // 5
     gates = [workspace.new_empty(batch, hidden * 3) for _ in range(2)]
     biases = [workspace.new_empty(hidden * 3) if has_bias else None for _ in range(2)]
@@ -243,7 +233,7 @@ def gru_cell_backward_meta(grad_hy: Any, workspace: Any, has_bias: bool) -> Any:
 
 
 class _CudnnRNN(torch.autograd.Function):
-    """`_cudnn_rnn` and `_cudnn_rnn_backward` as far as they allocate."""
+    """The allocations of `_cudnn_rnn` and `_cudnn_rnn_backward`."""
 
     @staticmethod
     def forward(
@@ -292,7 +282,7 @@ class _CudnnRNN(torch.autograd.Function):
         size = workspace_bytes(call, num_tokens, x.itemsize)
         workspace = x.new_empty(size, dtype=torch.uint8)
         del workspace
-        # The input's gradient and the weights' are two calls of cuDNN.
+        # cuDNN computes the gradients of the input and of the weights in two calls.
         grad_weights = weights[0].new_zeros(sum(weight.numel() for weight in weights))
         workspace = x.new_empty(size, dtype=torch.uint8)
         del workspace, dense
@@ -314,7 +304,7 @@ def _num_tokens(call: RecurrentCall, x: torch.Tensor, hx: torch.Tensor) -> int:
 
 
 def _acceptable(x: torch.Tensor) -> bool:
-    # cudnn_is_acceptable in ATen/native/cudnn, as `use_cudnn` of the recurrent layers takes it
+    # cudnn_is_acceptable in ATen/native/cudnn, as `use_cudnn` of the recurrent layers calls it
     return torch.backends.cudnn.enabled and x.numel() > 0 and x.is_floating_point()
 
 
@@ -331,7 +321,7 @@ def _autocast(
         buffer = torch.zeros(sum(weight.numel() for weight in params), dtype=dtype, device=x.device)
         cast = []
         for weight, offset in zip(params, _offsets(params), strict=True):
-            # Not a view of the buffer to autograd, as it is none in PyTorch.
+            # For autograd it is no view of the buffer, as in PyTorch.
             piece = buffer.as_strided(weight.size(), _contiguous_strides(weight), offset).detach()
             cast.append(piece.copy_(weight))
         params = cast
@@ -347,9 +337,7 @@ def _is_flat(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _offsets(weights: Sequence[torch.Tensor]) -> list[int]:
-    """Where each weight begins in the buffer, in elements: first all matrices, in order, then all
-    biases.
-    """
+    """Where each weight begins in the buffer, in elements: all matrices, then all biases."""
     order = sorted(range(len(weights)), key=lambda index: weights[index].dim() < 2)
     begins = accumulate((weights[index].numel() for index in order), initial=0)
     where = dict(zip(order, begins, strict=False))

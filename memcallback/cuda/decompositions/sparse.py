@@ -1,11 +1,11 @@
-"""COO operators in terms of dense ones.
+"""Operators on sparse COO tensors, decomposed into dense ones.
 
 Fakes of sparse tensors keep their indices and values, but most of PyTorch's fake kernels return
-sparse tensors in which nothing is specified. Those here follow `SparseTensor.cpp`,
-`SparseTensorMath.cpp` and `cuda/SparseCUDATensorMath.cu` in aten/src/ATen/native/sparse, and what
-each asks of the allocator in the CUDA build of PyTorch 2.11 (tests/recorded/sparse.json). How many
-elements remain when equal indices are summed depends on values: `stand_ins` has the most that there
-can be.
+empty sparse tensors. The decompositions follow `SparseTensor.cpp`,
+`SparseTensorMath.cpp` and `cuda/SparseCUDATensorMath.cu` in aten/src/ATen/native/sparse, and the
+recorded allocations of the CUDA build of PyTorch 2.11 (tests/recorded/sparse.json). How many
+elements remain when equal indices are summed depends on values: trace/dispatch/placeholders.py has
+the upper bound.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from memcallback.core.tensors import dense_parts, sparse_tensor
 from memcallback.cuda.op_call import OpCall
 
 _aten = torch.ops.aten
-#: Operators whose fake kernels are right for sparse tensors: they look at the parts, or make a
-#: tensor of given ones or with none.
+#: Operators whose fake kernels are right for sparse tensors: they read the parts, or make a tensor
+#: of given parts or none.
 _NATIVE = frozenset(
     (
         *(
@@ -63,7 +63,7 @@ def sparse_decomposition(call: OpCall) -> Callable[..., Any] | None:
         return op.decompose  # type: ignore[no-any-return]
     names = ", ".join(sorted(str(layout) for layout in layouts if layout is not torch.strided))
     raise NotImplementedError(
-        f"{op} on a tensor of layout {names} is not known. Use an operator that takes "
+        f"{op} on a tensor of layout {names} is not supported. Use an operator that takes "
         "torch.sparse_coo (torch.sparse.mm, +, *, coalesce), or make the tensor dense with "
         "to_dense()"
     )
@@ -85,13 +85,13 @@ def _like(
 
 
 def _put(sparse: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """Let a sparse tensor have the parts of another one."""
+    """Give a sparse tensor the parts of another one."""
     sparse.data = made
     return sparse
 
 
 def _flat_indices(sparse: torch.Tensor) -> torch.Tensor:
-    """`flatten_indices`: one number for each element; a single row of indices is that already."""
+    """`flatten_indices`: one number per element; a single row of indices is returned as it is."""
     indices = sparse._indices()
     return indices.squeeze(0) if indices.shape[0] == 1 else indices.new_empty(indices.shape[1])
 
@@ -119,7 +119,7 @@ def _zero_(sparse: torch.Tensor) -> torch.Tensor:
 
 
 def _add_into(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any) -> torch.Tensor:
-    """`add_out_dense_sparse_cuda`: elements of which none are equal are added one by one, others by
+    """`add_out_dense_sparse_cuda`: coalesced elements are added one by one, others by
     `index_add_`.
     """
     values = sparse._values()
@@ -138,9 +138,7 @@ def _add_into(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any) -> torch.Te
 
 
 def _sum_of_sparse(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor:
-    """`add_out_sparse_cuda`: the elements of both, summed only where there are more of them than
-    the tensor has.
-    """
+    """`add_out_sparse_cuda`: the elements of both, coalesced if they exceed the tensor's size."""
     values = other._values() if alpha == 1 else other._values() * alpha
     indices = torch.cat([one._indices(), other._indices()], 1)
     made = _like(one, indices, torch.cat([one._values(), values]), is_coalesced=False)
@@ -164,12 +162,11 @@ def _add_(one: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Te
 
 
 def _times(sparse: torch.Tensor, other: Any) -> torch.Tensor:
-    """`_mul_dense_sparse_out`: of a dense tensor those elements are picked that are specified in
-    the sparse one.
-    """
+    """`_mul_dense_sparse_out`: select the dense elements at the sparse tensor's indices."""
     if isinstance(other, torch.Tensor) and other.layout is not torch.strided:
         raise NotImplementedError(
-            "The product of two sparse tensors, element by element, is not known. Make one dense with to_dense()"
+            "The elementwise product of two sparse tensors is not supported. Make one dense with "
+            "to_dense()"
         )
     if isinstance(other, torch.Tensor) and other.dim() > sparse.dense_dim():
         other = _aten.index.Tensor(other, list(sparse._indices().unbind(0)))
@@ -200,7 +197,7 @@ def _neg(sparse: torch.Tensor) -> torch.Tensor:
 
 
 def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`coalesced_unary_ufunc`, for functions of which 0 is 0."""
+    """`coalesced_unary_ufunc`, for functions with f(0) = 0."""
 
     def operator(sparse: torch.Tensor) -> torch.Tensor:
         sparse = sparse.coalesce()
@@ -211,7 +208,7 @@ def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., to
 
 
 def _in_place(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function of the values alone, which writes over them."""
+    """Apply an in-place function to the values."""
 
     def operator(sparse: torch.Tensor, *args: Any) -> torch.Tensor:
         function(sparse._values(), *args)
@@ -223,7 +220,8 @@ def _in_place(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def _sum(sparse: torch.Tensor, *dims: Any, **options: Any) -> torch.Tensor:
     if dims:
         raise NotImplementedError(
-            "The sum of a sparse tensor is known over all dimensions. Sum its values(), or make it dense with to_dense()"
+            "The sum of a sparse tensor is supported over all dimensions only. Sum its values(), or "
+            "make it dense with to_dense()"
         )
     total: torch.Tensor = sparse._values().sum(**options)
     return total
@@ -232,16 +230,15 @@ def _sum(sparse: torch.Tensor, *dims: Any, **options: Any) -> torch.Tensor:
 def _norm(sparse: torch.Tensor, p: Any = 2, *dims: Any, **options: Any) -> torch.Tensor:
     if any(dims):
         raise NotImplementedError(
-            "The norm of a sparse tensor is known over all dimensions. Make it dense with to_dense()"
+            "The norm of a sparse tensor is supported over all dimensions only. Make it dense with "
+            "to_dense()"
         )
     norm: torch.Tensor = sparse.coalesce()._values().norm(p)
     return norm
 
 
 def _sparse_mask(dense: torch.Tensor, mask: torch.Tensor, *rest: object) -> torch.Tensor:
-    """`sparse_mask`: the product with a sparse tensor of ones; for a sparse tensor its elements are
-    searched for those of the mask.
-    """
+    """`sparse_mask`: for a dense tensor the product with sparse ones, for a sparse one a search."""
     if dense.layout is not torch.strided:
         return _searched(dense, mask)
     values = mask._values()
@@ -280,28 +277,30 @@ def _to_dense(
 def _to_sparse(
     dense: torch.Tensor, sparse_dim: int | None = None, **options: object
 ) -> torch.Tensor:
-    """`dense_to_sparse`: all that is not zero, at most everything."""
+    """`dense_to_sparse`: the nonzero elements, at most all."""
     if options.get("layout") not in (None, torch.sparse_coo) or sparse_dim not in (
         None,
         dense.dim(),
     ):
         raise NotImplementedError(
-            "to_sparse() is known to the layout torch.sparse_coo, with all dimensions sparse. Use that"
+            "to_sparse() is supported for the layout torch.sparse_coo with all dimensions sparse. Use "
+            "that"
         )
-    places = dense.nonzero().t()
-    indices = places.clone()
+    nonzero = dense.nonzero().t()  # live until the end, as in C++
+    indices = nonzero.clone()
     return sparse_tensor(
         indices, _aten.index.Tensor(dense, list(indices.unbind(0))), dense.shape, is_coalesced=True
     )
 
 
 def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.Tensor:
-    """`transpose_sparse_`, on a clone: two rows of indices change places."""
+    """`transpose_sparse_` on a clone: swap two rows of indices."""
     num_dims = sparse.dim()
     first, second = first % num_dims, second % num_dims
     if max(first, second) >= sparse.sparse_dim():
         raise NotImplementedError(
-            "transpose of a sparse tensor is known for its sparse dimensions alone. Transpose its values"
+            "transpose of a sparse tensor is supported for its sparse dimensions only. Transpose its "
+            "values"
         )
     copy = _clone(sparse)
     if first == second:
@@ -313,8 +312,8 @@ def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.T
 
 
 def _product_into(result: torch.Tensor, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """`s_addmm_out_sparse_dense_cuda`: rows are counted, and cuSPARSE gets int32 and a result by
-    columns.
+    """`s_addmm_out_sparse_dense_cuda`: cuSPARSE takes int32 row starts and columns, and a result in
+    column order.
     """
     sparse = sparse.coalesce()
     rows, columns = sparse._indices().unbind(0)
@@ -332,15 +331,14 @@ def _addmm(
 ) -> torch.Tensor:
     if one.layout is not torch.sparse_coo or other.layout is not torch.strided:
         raise NotImplementedError(
-            "addmm is known for a sparse first matrix and a dense second one. Make the others dense with to_dense()"
+            "addmm is supported for a sparse first matrix and a dense second one. Make the others "
+            "dense with to_dense()"
         )
     return _product_into(bias.new_empty(one.shape[0], other.shape[1]), one, other)
 
 
 def _mm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`_sparse_mm`: the sum of zeros and the product; with the sparse matrix on the right, of both
-    transposed.
-    """
+    """`_sparse_mm`: zeros plus the product; both transposed if the sparse matrix is the second."""
     if one.layout is torch.strided:
         return _mm(_transpose(other), one.t()).t()
     return _addmm(other.new_zeros(one.shape[0], other.shape[1]), one, other)
@@ -363,7 +361,7 @@ def _embedding_bag_sparse_backward(
     )
 
 
-#: Operators on dense tensors that make sparse ones.
+#: Operators on dense tensors that return sparse ones.
 _FROM_DENSE: dict[Any, Callable[[Sequence[object]], Callable[..., Any] | None]] = {
     _aten._embedding_bag_backward.default: _embedding_bag_backward,
     _aten._to_sparse.default: lambda args: _to_sparse,

@@ -1,5 +1,5 @@
-"""Rules for kernels: what each temps from the allocator, gives back and makes, in order.
+"""Kernel rules: the temporaries of each kernel, and the order in which it allocates its outputs.
 
-Each module has a table `RULES`, from the operator's name to a function of a `OpCall`. Start with
-`call`.
+Each module has a table `RULES`: operator name -> function of an `OpCall`. Tests compare them with
+recordings of PyTorch's CUDA build (tests/recorded/kernels). Start with `norm`.
 """

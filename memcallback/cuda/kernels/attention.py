@@ -1,4 +1,4 @@
-"""Scaled dot product attention kernels."""
+"""Kernels of scaled dot product attention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
 
 def _flash(call: OpCall) -> Kernel:
-    """`mha_fwd` (flash_api.cpp): with dropout the generator's state is made twice and the first one
-    dropped; without, keys may be split.
+    """`mha_fwd` (flash_api.cpp).
 
-    Where batch and heads are too few to fill the card, the keys are split, and every part has its
-    own output and logsumexp in float32.
+    With dropout, the generator's state is allocated twice and the first one freed. Without, the
+    keys are split where batch and heads are too few to fill the card: each part has its own output
+    and logsumexp in float32.
     """
     scaled = call.name.startswith("_scaled")
     q, k = call.arguments[:2]
@@ -28,7 +28,7 @@ def _flash(call: OpCall) -> Kernel:
         kernel.output(3, 2)
         kernel.free(unused)
         return kernel.build()
-    if q.ndim == 3:  # sequences one after the other, `mha_varlen_fwd`
+    if q.ndim == 3:  # packed sequences, `mha_varlen_fwd`
         kernel.output(*range(2, len(call.outputs)))
         return kernel.build()
     layout = (0, 2, 1, 3) if scaled else (0, 1, 2, 3)
@@ -53,9 +53,7 @@ def flash_split_bytes(
     length: int,
     length_kv: int,
 ) -> int:
-    """What the parts take into which flash attention splits the keys, 0 for one part:
-    `num_splits_heuristic` of flash_api.cpp.
-    """
+    """Size of the parts of split keys, 0 for one part (`num_splits_heuristic`, flash_api.cpp)."""
     num_keys = -(-length_kv // (256 if size <= 64 else 128 if size <= 128 else 64))
     work, room = batch * heads * -(-length // 64), 2 * num_multiprocessors
     if work >= 0.8 * room:
@@ -71,8 +69,8 @@ def flash_split_bytes(
 
 
 def _flash_backward(call: OpCall) -> Kernel:
-    """`mha_bwd` (flash_api.cpp): copies of grad and output, `softmax_d`, `dq_accum`, gradients of
-    repeated heads.
+    """`mha_bwd` (flash_api.cpp): copies of gradient and output, `softmax_d`, `dq_accum`, gradients
+    of repeated heads.
 
     Sequences are rounded up to 128, head sizes to 32 (above 192: 256).
     """
@@ -102,9 +100,7 @@ def _flash_backward(call: OpCall) -> Kernel:
 
 
 def _flash_varlen_backward(call: OpCall) -> Kernel:
-    """`mha_varlen_bwd` (flash_api.cpp): as `mha_bwd`, for sequences one after the other, each of
-    which may have 128 rows more.
-    """
+    """`mha_varlen_bwd` (flash_api.cpp): `mha_bwd` for packed sequences, 128 more rows for each."""
     grad, q, k, _, out = call.arguments[:5]
     kernel = KernelBuilder()
     copies = [kernel.alloc_copy(tensor) for tensor in (grad, out)]
@@ -122,15 +118,15 @@ def _flash_varlen_backward(call: OpCall) -> Kernel:
 
 
 def padded_bytes(multiple: int, row_bytes: int, batch: int, heads: int, length: int) -> int:
-    """What a row for each query temps, of which each head has a multiple."""
+    """Size of one row per query, with the rows of each head rounded up to a multiple."""
     return batch * heads * round_up(length, multiple) * row_bytes
 
 
 def _efficient(call: OpCall) -> Kernel:
-    """`_efficient_attention_forward` (attention.cu): half types whose values have more than 128
+    """`_efficient_attention_forward` (attention.cu): half types with values of more than 128
     elements are summed in float32.
 
-    Of logsumexp each head has a multiple of 32 (`kAlignLSE` of kernel_forward.h).
+    Each head's logsumexp is rounded up to 32 (`kAlignLSE`, kernel_forward.h).
     """
     q, v, sums = call.arguments[0], call.arguments[2], call.outputs[1]
     kernel = KernelBuilder()
@@ -141,7 +137,7 @@ def _efficient(call: OpCall) -> Kernel:
         batch, heads, length = (q.shape[i] for i in ((0, 1, 2) if is_scaled else (0, 2, 1)))
         if (
             not is_scaled and call.arguments[4] is not None
-        ):  # sequences one after the other, of some largest length
+        ):  # packed sequences, with a largest length
             batch, length = call.arguments[4].shape[0] - 1, call.arguments[6]
         kernel.sized_output(1, padded_bytes(32, sums.element_size(), batch, heads, length))
     kernel.output(*range(2 if keeps_sums else 1, len(call.outputs)))
@@ -153,11 +149,10 @@ def _efficient(call: OpCall) -> Kernel:
 
 def _efficient_backward(call: OpCall) -> Kernel:
     """`_efficient_attention_backward` (attention_backward.cu) with the sizes of kernel_backward.h:
-    a copy of grad, delta, a workspace.
+    a copy of the gradient, delta, a workspace.
 
-    The workspace holds one block of accumulators, a lock and a counter for each block of queries
-    and columns; where a half type's gradients do not fit the registers, also those of keys and
-    values.
+    The workspace holds a block of accumulators, a lock and a counter for each block of queries and
+    columns; for half types whose gradients do not fit the registers, also those of keys and values.
     """
     grad, q, k, v, _, _out = call.arguments[:6]
     major, _minor = call.device.compute_capability
@@ -193,9 +188,7 @@ def _efficient_backward(call: OpCall) -> Kernel:
         kernel.free(product)
     block = min(columns, 64) if not low or largest > 128 else columns
     numbers = (batch, heads, length, k.shape[2 if is_scaled else 1])
-    if (
-        not is_scaled and call.arguments[6] is not None
-    ):  # sequences one after the other, of some largest lengths
+    if not is_scaled and call.arguments[6] is not None:  # packed sequences, with largest lengths
         numbers = (call.arguments[6].shape[0] - 1, heads, call.arguments[8], call.arguments[9])
     constants = (rows, block, 64, size, v.shape[-1], low and not in_registers)
     workspace = kernel.alloc(efficient_workspace_bytes(*constants, *numbers))
@@ -228,7 +221,7 @@ def _cudnn(call: OpCall) -> Kernel:
     """`_scaled_dot_product_cudnn_attention` (attention.cu): seed and offset, output, logsumexp,
     cuDNN's workspace.
 
-    The workspace as cuDNN 9.19 answered for compute capability 9.0: none for one query, else 256 B.
+    Workspace of cuDNN 9.19 at compute capability 9.0: none for one query, else 256 B.
     """
     kernel = KernelBuilder()
     kernel.output(*range(2, len(call.outputs)), 0, 1)
@@ -241,9 +234,8 @@ def _cudnn_backward(call: OpCall) -> Kernel:
     """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu): the gradients,
     cuDNN's workspace.
 
-    The workspace as cuDNN 9.19 answered for compute capability 9.0: query's gradient and one sum
-    per query in float32, and 256 B; where heads share keys and values, the gradients of these for
-    each head.
+    Workspace of cuDNN 9.19 at compute capability 9.0: the query's gradient and one sum per query in
+    float32, and 256 B; where heads share keys and values, also the gradients of these per head.
     """
     q, k, v = call.arguments[1:4]
     kernel = KernelBuilder()

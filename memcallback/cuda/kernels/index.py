@@ -1,4 +1,4 @@
-"""Embeddings, index_put, scatter, sparse coalesce."""
+"""Kernels of embeddings, index_put, scatter and coalesce."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from memcallback.core.units import round_up
 from memcallback.cuda.kernels.sort import alloc_sort, scan_bytes
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, accumulate_bytes, dense_bytes
 
-#: `thrust` makes a tensor of one number for a count, with this size.
+#: `thrust` allocates a tensor of this size for a count.
 _COUNT_BYTES = 8
 
 
 def _embedding(call: OpCall) -> Kernel | None:
-    """`embedding_symint` (Embedding.cpp): indices of several dimensions are reshaped to one, which
-    copies them if they are not adjacent.
-    """
+    """`embedding_symint` (Embedding.cpp) flattens indices, which copies noncontiguous ones."""
     indices = call.arguments[1]
     if indices.ndim == 1 or indices.is_contiguous():
         return None
@@ -31,8 +29,8 @@ def _embedding(call: OpCall) -> Kernel | None:
 
 
 def _embedding_backward(call: OpCall) -> Kernel | None:
-    """`embedding_dense_backward_cuda` (Embedding.cu): indices are sorted above 3,072 of them or
-    where gradients are scaled by frequency.
+    """`embedding_dense_backward_cuda` (Embedding.cu): sorts more than 3,072 indices, or if gradients
+    are scaled by frequency.
     """
     grad, indices, rows, _, scale = call.arguments[:5]
     kernel = KernelBuilder()
@@ -50,7 +48,7 @@ def _embedding_backward(call: OpCall) -> Kernel | None:
 
 
 def _sorted_indices(kernel: KernelBuilder, call: OpCall, indices: torch.Tensor) -> tuple[int, int]:
-    """`radix_sort_pairs` of the indices with their positions."""
+    """Sort indices with their positions (`radix_sort_pairs`)."""
     size, count = indices.numel() * indices.element_size(), indices.numel()
     sorted_, original, positions = kernel.alloc(size), kernel.alloc(size), kernel.alloc(size)
     scratch = alloc_sort(
@@ -65,7 +63,7 @@ def _sorted_indices(kernel: KernelBuilder, call: OpCall, indices: torch.Tensor) 
 
 
 def _counted(kernel: KernelBuilder, indices: torch.Tensor) -> int:
-    """How often each index occurs: two scans by key."""
+    """Count how often each index occurs, with two scans by key."""
     counted = kernel.alloc(indices.numel() * indices.element_size())
     for _ in range(2):
         kernel.free(kernel.alloc(scan_bytes(8, 1)))
@@ -80,8 +78,8 @@ def _sum_by_segment(
     rows: int,
     columns: int,
 ) -> None:
-    """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu): segments of equal indices, in
-    parts of 10 rows, summed wide.
+    """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu): sum segments of equal indices in
+    parts of 10 rows, in the accumulation type.
     """
     count, size = indices.numel(), indices.element_size()
     kernel.output(0)
@@ -100,8 +98,8 @@ def _sum_by_segment(
 
 
 def _embedding_bag(call: OpCall) -> Kernel:
-    """`_embedding_bag_cuda` (EmbeddingBag.cu): sizes of bags, bags of indices, by mode the output
-    before or after the largest indices.
+    """`_embedding_bag_cuda` (EmbeddingBag.cu): bag sizes, bags of indices, output, and with mode max
+    the largest indices.
     """
     kernel = KernelBuilder()
     kernel.output(2, 1, *((0, 3) if call.outputs[3].numel() else (0,)))
@@ -110,23 +108,21 @@ def _embedding_bag(call: OpCall) -> Kernel:
 
 def _embedding_bag_dense_backward(call: OpCall) -> Kernel | None:
     grad, indices, _, _, _, rows, scale, mode = call.arguments[:8]
-    return _bags(call, grad, indices, rows, scale, mode)
+    return _bag_gradient(call, grad, indices, rows, scale, mode)
 
 
 def _embedding_bag_backward(call: OpCall) -> Kernel | None:
-    """`_embedding_bag_backward_symint` (EmbeddingBag.cpp), dense; `decompositions/sparse.py` has
-    the sparse one.
+    """`_embedding_bag_backward_symint` (EmbeddingBag.cpp) of a dense gradient; for a sparse one see
+    decompositions/sparse.py.
     """
     grad, indices, _, _, _, _, rows, scale, mode = call.arguments[:9]
-    return _bags(call, grad, indices, rows, scale, mode)
+    return _bag_gradient(call, grad, indices, rows, scale, mode)
 
 
-def _bags(
+def _bag_gradient(
     call: OpCall, grad: torch.Tensor, indices: torch.Tensor, rows: int, scale: bool, mode: int
 ) -> Kernel | None:
-    """`embedding_bag_backward_cuda_sum_avg` (EmbeddingBag.cu): as an embedding's, always sorted;
-    for the mode max one pass.
-    """
+    """`embedding_bag_backward_cuda_sum_avg` (EmbeddingBag.cu): always sorts; one pass for max."""
     if mode == 2:
         return None
     kernel = KernelBuilder()
@@ -139,8 +135,8 @@ def _bags(
 
 
 def _index_put(call: OpCall) -> Kernel | None:
-    """`index_put_with_sort_kernel` (Indexing.cu) where values are added: linear indices, a copy of
-    the values, a sort with positions.
+    """`index_put_with_sort_kernel` (Indexing.cu), if values are added: linear indices, a copy of the
+    values, a sort with positions.
     """
     x, indices, values = call.arguments[:3]
     accumulate = call.arguments[3]
@@ -155,7 +151,7 @@ def _index_put(call: OpCall) -> Kernel | None:
     count = math.prod(shape)
     linear: int | None = None
     for index in tensors:
-        # Each index is checked: its smallest and largest value, and whether they are in range.
+        # Each index is checked: are its smallest and largest values in range?
         for _ in range(0 if is_unsafe else 2):
             bound = kernel.alloc(index.element_size())
             kernel.free(kernel.alloc(1), bound)
@@ -165,20 +161,20 @@ def _index_put(call: OpCall) -> Kernel | None:
             linear = offset
         else:
             kernel.free(offset)
-    places = [i for i, t in enumerate(indices) if t is not None]
+    dims = [i for i, t in enumerate(indices) if t is not None]
     kept = [d for d in range(x.ndim) if d >= len(indices) or indices[d] is None]
-    adjacent = places == list(range(places[0], places[0] + len(places)))
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     sliced = [x.shape[d] for d in kept]
     whole = (
         [*shape, *sliced]
         if not adjacent
-        else [*(x.shape[: places[0]]), *shape, *(x.shape[places[-1] + 1 :])]
+        else [*(x.shape[: dims[0]]), *shape, *(x.shape[dims[-1] + 1 :])]
     )
     expanded = values.numel() != math.prod(whole) or not values.is_contiguous()
     copies = [] if adjacent else [kernel.alloc(dense_bytes(x))]
     copies += [kernel.alloc(math.prod(whole) * values.element_size())] if expanded else []
     sorted_, original, positions = (kernel.alloc(count * 8) for _ in range(3))
-    after = math.prod(x.shape[places[-1] + 1 :]) if adjacent else math.prod(sliced)
+    after = math.prod(x.shape[dims[-1] + 1 :]) if adjacent else math.prod(sliced)
     bits = (max(x.numel() - 1, 0) // max(after, 1)).bit_length()
     scratch = alloc_sort(kernel, call.device.compute_capability[0], 8, 8, count, max(bits, 1))
     kernel.free(scratch, positions, original, sorted_, *reversed(copies), linear)
@@ -186,8 +182,8 @@ def _index_put(call: OpCall) -> Kernel | None:
 
 
 def _scatter_reduce(call: OpCall) -> Kernel | None:
-    """`scatter_reduce_two` (TensorAdvancedIndexing.cpp): for a mean ones are scattered too, and
-    where none came the count is 1.
+    """`scatter_reduce_two` (TensorAdvancedIndexing.cpp): a mean scatters ones too, and counts at
+    least 1.
     """
     x, source, reduce = call.arguments[0], call.arguments[3], call.arguments[4]
     if reduce != "mean":
@@ -202,14 +198,14 @@ def _scatter_reduce(call: OpCall) -> Kernel | None:
 
 #: Values in a tile of `DeviceMergeSort` with keys of 8 bytes.
 _MERGE_TILE = 2048
-#: Values in a tile of `DeviceSelect::UniqueByKey` with keys and values of 8 bytes, from compute
-#: capability 9.0, 8.0, and below.
+#: Values in a tile of `DeviceSelect::UniqueByKey` with keys and values of 8 bytes, by major compute
+#: capability (7: and below).
 _UNIQUE_TILES = {9: 9856, 8: 2688, 7: 640}
 
 
 def _coalesce(call: OpCall) -> Kernel:
-    """`_coalesce_sparse_cuda` (SparseCUDATensor.cu): flat indices are sorted with their positions;
-    a single row of them becomes the output.
+    """`_coalesce_sparse_cuda` (SparseCUDATensor.cu): sorts flat indices with their positions; a
+    single row becomes the output.
     """
     indices, values = dense_parts(call.arguments[0])
     num_rows, count = indices.shape

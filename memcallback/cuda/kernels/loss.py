@@ -1,4 +1,4 @@
-"""Losses."""
+"""Kernels of losses: unreduced intermediates, and their reductions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _full_bytes(call: OpCall) -> int:
 
 
 def _reduce_all(kernel: KernelBuilder, call: OpCall, count: int) -> None:
-    """`sum` or `mean` of a contiguous tensor of the loss's type."""
+    """Reduce a contiguous tensor of the loss's dtype by `sum` or `mean`."""
     dtype = call.outputs[0].dtype
     low = dtype in (torch.float16, torch.bfloat16)
     reducer = Reducer(accumulate_bytes(dtype))
@@ -37,8 +37,8 @@ def _reduction(call: OpCall) -> int:
 
 
 def _in_place(call: OpCall) -> Kernel | None:
-    """`binary_cross_entropy_cuda` (Loss.cu), `soft_margin_loss_out` (Loss.cpp): the output's
-    storage holds every element's loss first.
+    """`binary_cross_entropy_cuda` (Loss.cu), `soft_margin_loss_out` (Loss.cpp): the output's storage
+    first holds the unreduced loss.
     """
     if not _reduction(call):
         return None
@@ -51,8 +51,8 @@ def _in_place(call: OpCall) -> Kernel | None:
 
 
 def _beside(call: OpCall) -> Kernel | None:
-    """`mse_loss_out`, `smooth_l1_loss_out` (Loss.cpp): the output is made as large as its input,
-    and so is a temporary.
+    """`mse_loss_out`, `smooth_l1_loss_out` (Loss.cpp): the output is allocated as large as the
+    input, and so is a temporary.
     """
     if not _reduction(call):
         return None
@@ -65,7 +65,7 @@ def _beside(call: OpCall) -> Kernel | None:
 
 
 def _before(call: OpCall) -> Kernel | None:
-    """`huber_loss` (Loss.cpp): every element's loss, then the output."""
+    """`huber_loss` (Loss.cpp): the unreduced loss, then the output."""
     if not _reduction(call):
         return None
     kernel = KernelBuilder()
@@ -77,8 +77,8 @@ def _before(call: OpCall) -> Kernel | None:
 
 
 def _with_logits(call: OpCall) -> Kernel:
-    """`binary_cross_entropy_with_logits` (Loss.cpp): log_sigmoid, the weight of positive targets,
-    every element's loss, the output.
+    """`binary_cross_entropy_with_logits` (Loss.cpp): log_sigmoid, the weight of positive targets, the
+    unreduced loss, the output.
     """
     x, target, _, positive = call.arguments[:4]
     full = _full_bytes(call)
@@ -101,8 +101,8 @@ def _with_logits(call: OpCall) -> Kernel:
 
 
 def _nll_loss2d(call: OpCall) -> Kernel:
-    """`nll_loss2d_forward_out_cuda_template` (NLLLoss2d.cu): total weight, then a loss per pixel,
-    contiguous copies of input, weight.
+    """`nll_loss2d_forward_out_cuda_template` (NLLLoss2d.cu): the total weight, a loss per pixel,
+    contiguous copies of input, target and weight.
     """
     kernel = KernelBuilder()
     kernel.output(*((1, 0) if call.arguments[3] == 0 else (0, 1)))

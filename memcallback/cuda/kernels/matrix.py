@@ -1,4 +1,4 @@
-"""Matrix products; which need cuBLAS and cuBLASLt workspaces."""
+"""Kernels of matrix products, and which of them need workspaces of cuBLAS and cuBLASLt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from memcallback.core.kernel import Kernel
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
-#: Where the two factors are among the arguments.
+#: Matrix product -> the position of its first factor; the second follows.
 _FACTORS = {
     "mm": 0,
     "bmm": 0,
@@ -42,8 +42,8 @@ def uses_cublaslt(call: OpCall) -> bool:
 
 
 def _product(call: OpCall) -> Kernel | None:
-    """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of operands whose rows or
-    columns are not adjacent.
+    """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of factors with neither rows
+    nor columns contiguous.
     """
     first = _FACTORS[call.name]
     factors = call.arguments[first : first + 2]
@@ -65,8 +65,8 @@ def _usable(matrix: torch.Tensor) -> bool:
 
 
 def _trilinear(call: OpCall) -> Kernel:
-    """`_trilinear` (Linear.cpp): at each place of one dimension the product of the first two, and
-    that with the third.
+    """`_trilinear` (Linear.cpp): for each index of one dimension, the product of the first two
+    factors, then that with the third.
     """
     factors, expanded, (summed, unrolled) = (
         call.arguments[:3],
@@ -80,7 +80,7 @@ def _trilinear(call: OpCall) -> Kernel:
             (dim for dim in range(num_dims) if dim not in without), factor.shape, strict=True
         ):
             sizes[dim] = size
-    num_places = sizes[unrolled]
+    num_unrolled = sizes[unrolled]
     sizes[unrolled] = 1
     # What the third factor lacks is summed in the first product.
     first, second, third = expanded
@@ -93,7 +93,7 @@ def _trilinear(call: OpCall) -> Kernel:
     of_three = math.prod(size for dim, size in enumerate(sizes) if dim not in summed)
     kernel = KernelBuilder()
     kernel.output(0)
-    for _ in range(num_places if all(factor.numel() for factor in factors) else 0):
+    for _ in range(num_unrolled if all(factor.numel() for factor in factors) else 0):
         kernel.free(
             *[
                 kernel.alloc(number * call.outputs[0].element_size())

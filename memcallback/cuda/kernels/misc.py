@@ -1,4 +1,4 @@
-"""Everything else: dropout, foreach norms, pooling, FFT, cdist."""
+"""Kernels of all other operators: dropout, foreach norms, pooling, FFT, cdist."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def _mask_first(call: OpCall) -> Kernel:
 
 
 def foreach_norm_bytes(wide: int, *counts: int) -> int:
-    """`output_per_tensor` of `foreach_tensor_norm_cuda` (ForeachReduceOp.cu): a partial result for
-    each tensor and chunk of the largest.
+    """`output_per_tensor` (ForeachReduceOp.cu): a partial result per tensor and chunk of the
+    largest tensor.
     """
     return wide * len(counts) * max(1, -(-max(counts) // _CHUNK))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its extent, in whatever order."""
+    """Whether a tensor's elements fill its extent, in any order."""
     return tensor.numel() == 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def _foreach_norm(call: OpCall) -> Kernel | None:
-    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results in the accumulation type,
-    then the outputs.
+    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results in the accumulation type, then
+    the outputs.
     """
     tensors = call.arguments[0]
     order = call.arguments[1] if len(call.arguments) > 1 else 2
@@ -64,9 +64,7 @@ def _foreach_norm(call: OpCall) -> Kernel | None:
 
 
 def _roll(call: OpCall) -> Kernel | None:
-    """`roll_common` (TensorTransformations.h): one dimension at a time, the last one's result is
-    the output.
-    """
+    """`roll_common` (TensorTransformations.h): one dimension at a time, the last into the output."""
     shifts = call.arguments[1]
     if len(shifts) < 2:
         return None
@@ -82,9 +80,7 @@ def _roll(call: OpCall) -> Kernel | None:
 
 
 def _bernoulli(call: OpCall) -> Kernel | None:
-    """`bernoulli_tensor_cuda_kernel` (DistributionBernoulli.cu): probabilities of a half type are
-    copied to float32.
-    """
+    """`bernoulli_tensor_cuda_kernel` (DistributionBernoulli.cu) copies half types to float32."""
     x = call.arguments[0]
     if not is_low(x.dtype) or len(call.arguments) > 2:
         return None
@@ -95,8 +91,8 @@ def _bernoulli(call: OpCall) -> Kernel | None:
 
 
 def _full_max(call: OpCall) -> Kernel | None:
-    """`max_all_kernel_impl` and `max` over a dimension (ReduceMaxValuesKernel.cu): one value, or a
-    value with its index.
+    """`max_all_kernel_impl`, and `max` over a dimension (ReduceMaxValuesKernel.cu), which reduces
+    values with their indices.
     """
     x, dims = call.arguments[0], call.arguments[1:]
     if dims and isinstance(dims[0], torch.Tensor):
@@ -111,9 +107,7 @@ def _full_max(call: OpCall) -> Kernel | None:
 
 
 def _infinite(call: OpCall) -> Kernel:
-    """`isinf` and `isfinite` (TensorCompare.cpp): the absolute value first; for `isfinite` two
-    masks.
-    """
+    """`isinf` and `isfinite` (TensorCompare.cpp): the absolute value; two masks for `isfinite`."""
     x = call.arguments[0]
     kernel = KernelBuilder()
     temps = [kernel.alloc(dense_bytes(x))]
@@ -125,7 +119,7 @@ def _infinite(call: OpCall) -> Kernel:
 
 
 def _workspace_first(call: OpCall) -> Kernel:
-    """`_thnn_fused_lstm_cell_cuda` (RNN.cu): the gates for backward before the states."""
+    """`_thnn_fused_lstm_cell_cuda` (RNN.cu): the saved gates before the states."""
     kernel = KernelBuilder()
     kernel.output(2, 0, 1)
     return kernel.build()
@@ -142,7 +136,7 @@ def _power(call: OpCall) -> Kernel | None:
 
 
 def _where(call: OpCall) -> Kernel | None:
-    """`where_self_out` (TensorCompare.cpp): what has not the result's dtype is copied first."""
+    """`where_self_out` (TensorCompare.cpp): operands of another dtype are copied first."""
     output = call.outputs[0] if call.outputs else None
     others = [
         t
@@ -159,8 +153,8 @@ def _where(call: OpCall) -> Kernel | None:
 
 
 def _max_pool_backward(call: OpCall) -> Kernel | None:
-    """`max_pool2d_with_indices_backward_cuda` (DilatedMaxPool2d.cu): gradient, input and indices in
-    the layout that the input suggests.
+    """`max_pool2d_with_indices_backward_cuda` (DilatedMaxPool2d.cu): copies of gradient, input and
+    indices in the input's memory format.
     """
     grad, x, indices = call.arguments[0], call.arguments[1], call.arguments[-1]
     is_last = (
@@ -181,8 +175,8 @@ def _max_pool_backward(call: OpCall) -> Kernel | None:
 
 
 def _size_of_complex(call: OpCall) -> Kernel | None:
-    """`unary_op_impl_with_complex_to_float_out` (UnaryOps.cpp): a complex result first, copied into
-    the real output.
+    """`unary_op_impl_with_complex_to_float_out` (UnaryOps.cpp): a complex result is copied into the
+    real output.
     """
     x = call.arguments[0]
     if not x.is_complex():
@@ -199,8 +193,8 @@ def _size_of_complex(call: OpCall) -> Kernel | None:
 
 
 def _fft_to_real(call: OpCall) -> Kernel:
-    """`_fft_c2r_cufft` (SpectralOps.cpp): cuFFT overwrites its input, which is a copy. What cuFFT
-    temps for itself is not known.
+    """`_fft_c2r_cufft` (SpectralOps.cpp): a copy of the input, which cuFFT overwrites. cuFFT's own
+    workspace is unknown.
     """
     kernel = KernelBuilder()
     kernel.output(0)
@@ -209,8 +203,8 @@ def _fft_to_real(call: OpCall) -> Kernel:
 
 
 def _distances(call: OpCall) -> Kernel | None:
-    """`_euclidean_dist` (Distance.cpp), to which `cdist` goes for more than 25 rows: squares of
-    lengths, products with one more column each.
+    """`_euclidean_dist` (Distance.cpp), which `cdist` uses for more than 25 rows: squared lengths,
+    and factors with two more columns.
     """
     a, b = call.arguments[:2]
     if call.name == "_cdist_forward":
@@ -239,7 +233,7 @@ def _distances(call: OpCall) -> Kernel | None:
 
 
 def _distances_backward(call: OpCall) -> Kernel:
-    """`cdist_backward_kernel_impl` (DistanceKernel.cu): what each pair of rows adds, then summed."""
+    """`cdist_backward_kernel_impl` (DistanceKernel.cu): a term per pair of rows, then their sum."""
     _, a, b = call.arguments[:3]
     *batch, rows, columns = a.shape
     kernel = KernelBuilder()
@@ -262,8 +256,8 @@ def _distances_backward(call: OpCall) -> Kernel:
 
 
 def _multinomial(call: OpCall) -> Kernel:
-    """`multinomial_out` (Distributions.cpp): a random number for each probability; the largest
-    quotients are the samples. Its checks are left out.
+    """`multinomial_out` (Distributions.cpp): a random number per probability; the largest quotients
+    are the samples. Its checks are ignored.
     """
     x, count, replacement = call.arguments[:3]
     kernel = KernelBuilder()

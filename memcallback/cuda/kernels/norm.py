@@ -1,4 +1,4 @@
-"""Normalization and softmax."""
+"""Kernels of normalization and softmax."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from memcallback.cuda.op_call import (
 
 
 def _layer_norm(call: OpCall) -> Kernel:
-    """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of input, weight and bias, then
-    the outputs.
+    """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of input, weight and bias, then the
+    outputs.
     """
     kernel = KernelBuilder()
     copies = [
@@ -38,9 +38,8 @@ def _layer_norm(call: OpCall) -> Kernel:
 def _layer_norm_backward(call: OpCall) -> Kernel:
     """`layer_norm_backward_cuda` and `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu).
 
-    Above 64 Ki rows, where the rows are short, the gradients of weight and bias are summed in two
-    passes: partial sums of 32 rows each, then `sum(0)` of them, whose result temps the place of the
-    output made first.
+    With more than 64 Ki short rows, the gradients of weight and bias are summed in two passes:
+    partial sums of 32 rows, then `sum(0)` of these, whose result replaces the first output.
     """
     grad, x, rms = call.arguments[0], call.arguments[1], call.name == "_fused_rms_norm_backward"
     normalized, weight = call.arguments[2], call.arguments[4] if rms else call.arguments[5]
@@ -77,8 +76,8 @@ def _layer_norm_backward(call: OpCall) -> Kernel:
 
 
 def _group_norm(call: OpCall) -> Kernel:
-    """`GroupNormKernelImplInternal` (group_norm_kernel.cu): a scale and a shift for every sample
-    and channel, in the accumulation type.
+    """`GroupNormKernelImplInternal` (group_norm_kernel.cu): scale and shift per sample and channel,
+    in the accumulation type.
     """
     x, weight, bias, n, channels, width = call.arguments[:6]
     kernel = KernelBuilder()
@@ -91,8 +90,8 @@ def _group_norm(call: OpCall) -> Kernel:
 
 
 def _group_norm_backward(call: OpCall) -> Kernel:
-    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums a sample and channel,
-    three factors for the input's gradient.
+    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums per sample and channel,
+    three factors for the input gradient.
     """
     _, x, _, _, weight, n, channels, width, groups, mask = call.arguments
     wide = accumulate_bytes(x.dtype)
@@ -108,9 +107,7 @@ def _group_norm_backward(call: OpCall) -> Kernel:
 
 
 def _safe_softmax(call: OpCall) -> Kernel:
-    """`_safe_softmax` (attention.cpp): the softmax, then which rows are masked in all places, and
-    the zero that they become.
-    """
+    """`_safe_softmax` (attention.cpp): the softmax, a mask, which rows are fully masked, a zero."""
     x, output = call.arguments[0], call.outputs[0]
     kernel = KernelBuilder()
     kernel.output(0)
@@ -123,8 +120,8 @@ def _safe_softmax(call: OpCall) -> Kernel:
 
 
 def _softmax_backward(call: OpCall) -> Kernel:
-    """`softmax_backward_cuda_out` (SoftMax.cu): the output, grad * output as a temporary,
-    contiguous copies of both for the kernel.
+    """`softmax_backward_cuda_out` (SoftMax.cu): the output, gradient * output, contiguous copies of
+    both.
     """
     grad, y = call.arguments[:2]
     kernel = KernelBuilder()
@@ -152,7 +149,7 @@ def batch_norm_grid(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batch_norm_staging_bytes(values: int, wide: int, columns: int, rows: int) -> int:
-    """`staging_data` of the channels last kernels: so many values of `wide` bytes a channel and
+    """`staging_data` of the channels last kernels: `values` numbers of `wide` bytes per channel and
     block of rows; none for one block.
     """
     along = batch_norm_grid(rows, columns)[1]
@@ -160,8 +157,8 @@ def batch_norm_staging_bytes(values: int, wide: int, columns: int, rows: int) ->
 
 
 def batch_norm_semaphore_bytes(columns: int, rows: int) -> int:
-    """`semaphores` of the channels last kernels: 4 bytes for each block of channels; none for one
-    block of rows.
+    """`semaphores` of the channels last kernels: 4 bytes per block of channels; none for one block of
+    rows.
     """
     across, along = batch_norm_grid(rows, columns)
     return 4 * across if along > 1 else 0
@@ -184,8 +181,8 @@ def _add_staging(kernel: KernelBuilder, x: torch.Tensor, values: int) -> None:
 
 
 def _batch_norm(call: OpCall) -> Kernel | None:
-    """`batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu,
-    .cuh): outputs, then what blocks share.
+    """`batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu, .cuh):
+    the outputs, then staging data and semaphores.
     """
     x = call.arguments[0]
     training = {"_batch_norm_with_update": True}.get(call.name)
@@ -207,7 +204,7 @@ def _batch_norm(call: OpCall) -> Kernel | None:
 
 
 def _batch_norm_backward(call: OpCall) -> Kernel | None:
-    """`batch_norm_backward_cuda` (Normalization.cu): with channels innermost two sums per channel,
+    """`batch_norm_backward_cuda` (Normalization.cu), channels innermost: two sums per channel, and
     the inverse deviation in evaluation.
     """
     x, training, mask = call.arguments[1], call.arguments[7], call.arguments[9]

@@ -1,4 +1,4 @@
-"""Reductions and the buffers of PyTorch's setReduceConfig.
+"""Kernels of reductions, and the buffers of a reduction that is split over thread blocks.
 
 Follows `setReduceConfig` and `gpu_reduce_kernel` of ATen/native/cuda/Reduce.cuh, and the order and
 merging of dimensions of ATen/TensorIterator.cpp.
@@ -34,9 +34,9 @@ class Reducer:
     """How one kind of reduction is compiled.
 
     Attributes:
-        partial_bytes: The size of what is known of an output while it is computed (`arg_t`).
-        values_per_thread: What a thread reads at once (`vt0`).
-        vector: How many elements are loaded at once where the reduced dimension is contiguous
+        partial_bytes: Size of a partial result (`arg_t`).
+        values_per_thread: Elements that a thread reads at once (`vt0`).
+        vector: Elements that are loaded at once if the reduced dimension is contiguous
             (`input_vec_size`).
     """
 
@@ -53,9 +53,7 @@ class _Dim:
 
 
 def _arranged(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[bool]) -> list[_Dim]:
-    """The dimensions in the order of `TensorIterator`: reduced ones first, fastest first,
-    neighbours merged. Strides count elements.
-    """
+    """Order dimensions as `TensorIterator`: reduced first, fastest first, neighbours merged."""
     out_strides, step = [0] * len(shape), 1
     for d in reversed(range(len(shape))):
         if not reduced[d]:
@@ -91,7 +89,7 @@ def _arranged(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[bo
 
 
 def _order(a: _Dim, b: _Dim) -> int:
-    """Above 0 if `b` belongs before `a`: `should_swap` of TensorIterator.cpp."""
+    """Above 0 if `b` comes before `a`: `should_swap` (TensorIterator.cpp)."""
     if (a.out_stride == 0) != (b.out_stride == 0):
         return 1 if b.out_stride == 0 else -1
     for x, y in ((a.out_stride, b.out_stride), (a.in_stride, b.in_stride)):
@@ -105,7 +103,7 @@ def _order(a: _Dim, b: _Dim) -> int:
 
 
 def _parts(dims: list[_Dim], itemsize: int) -> list[list[_Dim]]:
-    """The pieces that can be indexed by 32 bits: `TensorIterator::with_32bit_indexing`."""
+    """Split into parts with 32-bit indices: `TensorIterator::with_32bit_indexing`."""
     extents = [(dim.size - 1) * max(dim.in_stride, dim.out_stride) * itemsize for dim in dims]
     if (
         math.prod(d.size for d in dims) <= _INT32_MAX
@@ -130,7 +128,7 @@ def _buffers(
     reduced: tuple[bool, ...],
     *numbers: int,
 ) -> tuple[int, int]:
-    """Buffer and semaphores of the largest part, in bytes."""
+    """Bytes of buffer and semaphores of the largest part."""
     ndim = len(reduced)
     shape, strides = numbers[:ndim], numbers[ndim:]
     if 0 in shape:
@@ -145,8 +143,8 @@ def _buffers(
 def _config(
     dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocessors: int, max_threads: int
 ) -> tuple[int, int]:
-    """Buffer and semaphores, in bytes: `setReduceConfig`, `ReduceConfig::global_memory_size` and
-    `semaphore_size`.
+    """Bytes of buffer (`ReduceConfig::global_memory_size`) and semaphores (`semaphore_size`), as
+    `setReduceConfig` chooses the blocks.
     """
     num_reduced = sum(dim.out_stride == 0 for dim in dims)
     num_outputs = math.prod(dim.size for dim in dims if dim.out_stride != 0)
@@ -194,18 +192,6 @@ def _config(
     return size, 4 * grid
 
 
-def buffer_bytes(*arguments: Any) -> int:
-    """The buffer in which blocks leave what they know of an output:
-    `ReduceConfig::global_memory_size`.
-    """
-    return _buffers(*arguments)[0]
-
-
-def semaphore_bytes(*arguments: Any) -> int:
-    """One number of 4 bytes for each block of outputs: `ReduceConfig::semaphore_size`."""
-    return _buffers(*arguments)[1]
-
-
 def channel_sum_bytes(
     shape: Sequence[int], strides: Sequence[int], is_double: bool, itemsize: int, device: DeviceSpec
 ) -> tuple[int, int]:
@@ -225,9 +211,7 @@ def channel_sum_bytes(
 def accumulation_bytes(
     itemsize: int, partial_bytes: int, reduced: tuple[bool, ...], *numbers: int
 ) -> int:
-    """The buffer that a half type's outputs are summed in where its input temps more than 2^31 - 1
-    bytes: `AccumulationBuffer`.
-    """
+    """`AccumulationBuffer`, in which half types with more than 2^31 - 1 bytes are summed."""
     ndim = len(reduced)
     shape, strides = numbers[:ndim], numbers[ndim:]
     if 0 in shape or len(_parts(_arranged(shape, strides, reduced), itemsize)) == 1:
@@ -246,7 +230,7 @@ def add_reduction(
     *,
     accumulates: bool = False,
 ) -> None:
-    """Take and give back what one launch of a reduction temps."""
+    """Allocate and free the buffers of one reduction."""
     card = (
         device.num_multiprocessors,
         device.max_threads_per_multiprocessor,
@@ -260,8 +244,8 @@ def add_reduction(
         if accumulates
         else None
     )
-    buffer = kernel.alloc(buffer_bytes(*card, *numbers))
-    semaphores = kernel.alloc(semaphore_bytes(*card, *numbers))
+    buffer_bytes, semaphore_bytes = _buffers(*card, *numbers)
+    buffer, semaphores = kernel.alloc(buffer_bytes), kernel.alloc(semaphore_bytes)
     kernel.free(semaphores, buffer, sums)
 
 
@@ -270,8 +254,8 @@ def _dims(value: Any) -> Sequence[int]:
 
 
 def _sum(call: OpCall) -> Kernel:
-    """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input that is not read as the output's
-    type is copied to that type first.
+    """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input of another dtype is copied to the
+    output's dtype first, but for half types summed to float32.
     """
     x, output = call.arguments[0], call.outputs[0]
     kernel = KernelBuilder()
@@ -311,7 +295,7 @@ def _reduce(
 
 
 def _simple(partial: Callable[[torch.dtype], int], vector: int = 4, dims_at: int = 1) -> Rule:
-    """Outputs, then one launch; `partial` is the size of `arg_t`."""
+    """The outputs, then one reduction; `partial` is the size of `arg_t`."""
 
     def rule(call: OpCall) -> Kernel:
         kernel = KernelBuilder()

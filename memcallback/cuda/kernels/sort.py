@@ -1,6 +1,6 @@
-"""Sort, topk, scan (CUB scratch).
+"""Kernels of sort, topk, median and scans.
 
-They rest on CUB, whose scratch was measured on a virtual device and is approximate: tiles depend on
+They use CUB, whose scratch was measured on a virtual device and is approximate: its tiles depend on
 the card.
 """
 
@@ -12,23 +12,23 @@ from memcallback.core.kernel import Kernel
 from memcallback.core.units import round_up
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
-#: Values in a tile of `DeviceRadixSort` (onesweep) from compute capability 9.0, 8.0, and below, by
-#: the bytes of a key with values of 8 bytes; `narrow`: both of 4.
+#: Values in a tile of `DeviceRadixSort` (onesweep) by major compute capability (7: and below), then
+#: by bytes of a key with values of 8 bytes; `narrow`: both of 4.
 _SORT_TILES: dict[int, dict[int | str, int]] = {
     9: {1: 5632, 2: 5632, 4: 5376, 8: 4608, "narrow": 5376},
     8: {1: 3072, 2: 3072, 4: 3072, 8: 3840, "narrow": 6144},
     7: {1: 2816, 2: 2816, 4: 2816, 8: 2816, "narrow": 8448},
 }
-#: Values in a tile where rows that were sorted together are parted again: keys of 8 bytes, of which
-#: one pass looks at the row's bits.
+#: Values in a tile where rows that were sorted together are separated again: keys of 8 bytes, one
+#: pass over the row's bits.
 _ROW_TILES = {9: 5760, 8: 3840, 7: 2816}
 #: Values in a tile of `DeviceScan` by bytes of a value.
 _SCAN_TILES = {1: 7680, 2: 3840, 4: 1920, 8: 896}
 
 
 def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, count: int) -> int:
-    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit
-    counts, look-back of 1 KiB a tile.
+    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit counts,
+    look-back of 1 KiB per tile.
     """
     if count <= 256 * max(1, min(19, 76 // max(key_bytes, value_bytes))):
         return 1 if count else 0
@@ -42,8 +42,8 @@ def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, co
 
 
 def scan_bytes(value_bytes: int, count: int) -> int:
-    """Scratch of CUB's `DeviceScan`: the state of each tile and of 32 more; one word of 2 x 4 or 2
-    x 8 bytes, three arrays for halves.
+    """Scratch of CUB's `DeviceScan`: a state per tile and 32 more, each 2 x 4 or 2 x 8 bytes, three
+    arrays for halves.
     """
     states = -(-count // _SCAN_TILES.get(value_bytes, 448)) + 32
     if value_bytes == 2:
@@ -59,24 +59,22 @@ def alloc_sort(
     count: int,
     bits: int | None = None,
 ) -> int:
-    """Take the scratch of a radix sort, of so many bits of the keys or of all; the number to give
-    it back by.
-    """
+    """Allocate the scratch of a radix sort over some bits of the keys, by default all."""
     constants = (major, key_bytes, value_bytes, 8 * key_bytes if bits is None else bits)
     return kernel.alloc(radix_sort_bytes(*constants, count))
 
 
 def segmented_sort_bytes(key_bytes: int, count: int) -> int:
-    """What CUB's segmented sort temps: keys and positions once more."""
+    """Scratch of CUB's segmented sort: second buffers of keys and positions."""
     return round_up(count * key_bytes, 256) + round_up(count * 8, 256) + 255
 
 
-#: Values of a row that one block sorts; rows from which on CUB's segmented sort temps them.
+#: Longest row that one block sorts; number of rows from which CUB's segmented sort is used.
 _ROW, _MANY_ROWS = 4096, 128
 
 
 def _sort(call: OpCall) -> Kernel:
-    """`sort_cuda_kernel` (Sort.cpp) with its outputs; `argsort` drops the values."""
+    """`sort_cuda_kernel` (Sort.cpp); `argsort` frees the values."""
     x, only_indices = call.arguments[0], call.name == "argsort"
     dim = next(a for a in call.arguments[1:] if isinstance(a, int) and not isinstance(a, bool))
     kernel = KernelBuilder()
@@ -88,8 +86,8 @@ def _sort(call: OpCall) -> Kernel:
 
 
 def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int) -> None:
-    """Take and give back what rows are sorted with (`sort_stable_kernel`, Sort.cu): those of up to
-    4,096 values by one block each, longer ones by CUB.
+    """Allocate and free the scratch of sorted rows (`sort_stable_kernel`, Sort.cu): one block sorts up
+    to 4,096 values, CUB longer rows.
     """
     length = x.shape[dim] if x.ndim else 1
     rows = x.numel() // max(length, 1)
@@ -101,8 +99,7 @@ def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int
     if rows == 1 or (rows < _MANY_ROWS and length >= 1_000_000):
         kernel.free(alloc_sort(kernel, major, key_bytes, 8, length), numbers)
     elif rows < _MANY_ROWS:
-        # `segmented_sort_pairs_by_full_sort`: all values, each with its row and place, and then the
-        # rows.
+        # `segmented_sort_pairs_by_full_sort`: sorts all values with their rows, then by row.
         places, keys = kernel.alloc(x.numel() * 8), kernel.alloc(dense_bytes(x))
         kernel.free(alloc_sort(kernel, major, key_bytes, 8, x.numel()), keys)
         tiles = -(-x.numel() // _ROW_TILES[min(max(major, 7), 9)])
@@ -112,10 +109,9 @@ def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int
 
 
 def _median(call: OpCall) -> Kernel | None:
-    """`median_impl` (native/cuda/Sorting.cpp): of all values these are sorted; along a dimension
-    nothing is taken.
+    """`median_impl` (native/cuda/Sorting.cpp): sorts all values; no scratch along a dimension.
 
-    `nanmedian` counts the numbers among them: a sum over a mask, in 8 bytes each.
+    `nanmedian` counts the values that are no NaN, with a sum over a mask in 8 bytes each.
     """
     x, kernel = call.arguments[0], KernelBuilder()
     if len(call.outputs) > 1:
@@ -147,8 +143,8 @@ def _median(call: OpCall) -> Kernel | None:
 
 
 def _scan(call: OpCall) -> Kernel:
-    """`cumsum_cuda_kernel` and its like (ScanKernels.cpp): another type or layout is copied; a
-    single row is scanned by CUB.
+    """`cumsum_cuda_kernel` and others (ScanKernels.cpp): copy another dtype or layout; CUB scans a
+    single row.
     """
     x, dim, output = call.arguments[0], call.arguments[1], call.outputs[0]
     kernel = KernelBuilder()
@@ -165,8 +161,8 @@ def _scan(call: OpCall) -> Kernel:
 
 
 def _masked_scatter(call: OpCall) -> Kernel:
-    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): the number of a
-    value for each element, a mask of full size, a scan.
+    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): a source index per
+    element, a mask of full size, a scan.
     """
     mask, source, filled = call.arguments[1], call.arguments[2], call.outputs[0]
     kernel = KernelBuilder()
@@ -181,20 +177,19 @@ def _masked_scatter(call: OpCall) -> Kernel:
     return kernel.build()
 
 
-#: Slices of at least so many values are looked through by several blocks, by how many slices there
-#: are at most (`should_use_multiblock`).
+#: (most slices, shortest slice that is given several blocks): `should_use_multiblock`.
 _MULTIBLOCK = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
 _LEAST_MULTIBLOCK = 400
-#: Threads of a block; blocks that a multiprocessor's 65,536 registers allow, 40 for each thread;
-#: values for each thread, least and most.
+#: Threads per block; blocks per multiprocessor, with 40 of its 65,536 registers per thread; fewest
+#: and most values per thread.
 _TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
 
 
 def add_topk(
     kernel: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
 ) -> None:
-    """Take and give back what `topk` temps beside its outputs: `mbtopk::launch` (TensorTopK.cu); a
-    block for each slice temps nothing.
+    """Allocate and free the scratch of `topk` (`mbtopk::launch`, TensorTopK.cu); none with one block
+    per slice.
     """
     least = next(
         (at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK
@@ -221,15 +216,13 @@ def add_topk(
 
 
 def scan_by_key_bytes(count: int) -> int:
-    """Scratch of CUB's `DeviceScan::InclusiveSumByKey` of 4-byte values: one state of 16 bytes a
-    tile.
-    """
+    """Scratch of CUB's `DeviceScan::InclusiveSumByKey` of 4-byte values: 16 bytes per tile."""
     return round_up((-(-count // _SCAN_TILES[4]) + 32) * 16, 256) + 511
 
 
 def _topk(call: OpCall) -> Kernel:
-    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input; more of
-    them than one block sorts are sorted after.
+    """`topk_out_cuda` (TensorTopK.cpp): the outputs, a contiguous copy of the input, then a sort of
+    results that one block cannot sort.
     """
     x, dim, is_sorted = call.arguments[0], call.arguments[2], call.arguments[4]
     length = x.shape[dim] if x.ndim else 1
@@ -243,11 +236,11 @@ def _topk(call: OpCall) -> Kernel:
         x.numel() // max(length, 1),
         length,
     )
-    found = call.outputs[0]
-    if is_sorted and found.ndim and found.shape[dim] > _ROW:
-        positions, values = kernel.alloc(found.numel() * 8), kernel.alloc(dense_bytes(found))
-        _add_row_sort(kernel, call, found, dim)
-        gathered = kernel.alloc(found.numel() * 8)
+    largest = call.outputs[0]
+    if is_sorted and largest.ndim and largest.shape[dim] > _ROW:
+        positions, values = kernel.alloc(largest.numel() * 8), kernel.alloc(dense_bytes(largest))
+        _add_row_sort(kernel, call, largest, dim)
+        gathered = kernel.alloc(largest.numel() * 8)
         kernel.free(gathered, values, positions)
     kernel.free(copy)
     return kernel.build()

@@ -1,5 +1,4 @@
-"""What happens at each operator while a step is traced: its fake outputs, and its allocations in
-the ledger.
+"""What happens at each operator of a traced step: its fake result, and its allocations.
 
-Start with `mode`, then `ledger`.
+Start with `mode`, then `ledger` and `kernel_writer`.
 """

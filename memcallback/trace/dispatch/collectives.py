@@ -1,4 +1,4 @@
-"""Collectives on fake tensors: results, temporaries, bytes sent."""
+"""Collectives on fake tensors: their results, temporaries, and the tensors they keep alive."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ from typing import Any
 
 import torch
 
-#: Waits for what another operator has begun; a fake's kernel makes a new tensor of it, a device's
-#: gives back the same.
+#: Waits for another operator. The fake kernel makes a new tensor, a device returns the same one.
 WAIT = "_c10d_functional::wait_tensor"
 
 
 def is_collective(operator: str) -> bool:
-    """Whether an operator, by its name, is one of a process group, which works in place and gives
-    something to wait for.
-    """
+    """Whether an operator is a process group's, which works in place and returns a `Work`."""
     return operator.startswith("c10d::")
 
 
 class InFlight:
-    """What collectives hold on to that nobody waits for but through a future, as
-    DistributedDataParallel does with communication hooks.
+    """Tensors kept alive by asynchronous NCCL work that is awaited only through a future, as the
+    communication hooks of DistributedDataParallel do.
 
-    A process group of NCCL lets go of it when its watchdog thread has seen the end and the next
-    collective begins (`WorkNCCL`, `shelvesToUnstash_` in ProcessGroupNCCL.cpp): that is in the next
-    step, as long as a step takes longer than the tenth of a second after which the watchdog looks
-    again. It was seen to do so with PyTorch 2.11 on virtual devices; no other version was tried.
+    NCCL's process group releases them when its watchdog thread has seen the end and the next
+    collective begins (`WorkNCCL`, `shelvesToUnstash_` in ProcessGroupNCCL.cpp): in the next step,
+    if a step takes longer than the watchdog's interval of a tenth of a second. Seen with PyTorch
+    2.11 on virtual devices; no other version was tried.
 
     Attributes:
-        is_unwaited: Whether what begins now is waited for through a future alone.
+        is_unwaited: Whether collectives that begin now are awaited only through a future.
     """
 
     def __init__(self) -> None:
@@ -38,26 +35,24 @@ class InFlight:
         self._of_earlier_steps: list[object] = []
 
     def begin_step(self) -> None:
-        """Another training step begins."""
+        """Begin another training step."""
         self._of_earlier_steps += self._of_this_step
         self._of_this_step = []
 
     def begun(self, tensors: object) -> None:
-        """A collective with these tensors has begun."""
+        """Note that a collective with these tensors has begun."""
         self._of_earlier_steps.clear()
         if self.is_unwaited:
             self._of_this_step.append(tensors)
 
     def close(self) -> None:
-        """Nothing is held any more."""
+        """Release all tensors."""
         self._of_this_step.clear()
         self._of_earlier_steps.clear()
 
 
 def with_result(outputs: Any) -> Any:
-    """What an operator of a process group returns, where what is waited for has the tensors as its
-    result, as on a device.
-    """
+    """Give the `Work` in a collective's result the tensors as its own result, as on a device."""
     if not isinstance(outputs, tuple):
         return outputs
     from torch._C import _distributed_c10d
@@ -69,8 +64,7 @@ def with_result(outputs: Any) -> Any:
 
 
 def temporary_bytes(operator: str, args: Sequence[Any]) -> int:
-    """What NCCL's process group takes for a moment: collectives over lists of tensors go through
-    one flat buffer.
+    """The flat buffer of collectives over lists of tensors.
 
     `allgather` and `reduce_scatter` in ProcessGroupNCCL.cpp (`newLikeFlat`), for tensors of one
     size. Measured with PyTorch 2.11 on virtual devices; no other version was tried.
@@ -84,7 +78,7 @@ def temporary_bytes(operator: str, args: Sequence[Any]) -> int:
 
 
 def unwaited(in_flight: InFlight, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A communication hook whose collectives are waited for through a future alone."""
+    """Wrap a communication hook, whose collectives are awaited only through a future."""
 
     def run(*args: Any) -> Any:
         before, in_flight.is_unwaited = in_flight.is_unwaited, True

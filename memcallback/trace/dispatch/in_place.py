@@ -1,4 +1,4 @@
-"""Where autograd would accumulate in place on CUDA."""
+"""Gradient accumulation in place and buffer stealing, which autograd skips under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from memcallback.core.tensors import dense_parts
 from memcallback.trace.dispatch.ledger import Entry
 
 _aten = torch.ops.aten
-#: Operators with which autograd builds up a gradient in zeros of its own, and what it calls in
-#: their place.
+#: Operators that accumulate a gradient into new zeros -> the in-place operator on CUDA.
 IN_PLACE = {
     _aten.index_put.default: _aten._index_put_impl_.default,
     _aten.index_add.default: _aten.index_add_.default,
@@ -23,39 +22,36 @@ IN_PLACE = {
     _aten.scatter.value: _aten.scatter_.value,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
-#: The same for the gradient of one loss, `sigmoid(x).sub_(target).mul_(gradient)`.
+#: Operators of a loss gradient that are in place: `sigmoid(x).sub_(target).mul_(gradient)`.
 _LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
 
 
 class InPlace:
-    """Tells which argument of an operator of a backward pass autograd would put the result in the
-    place of.
-    """
+    """Finds the argument that autograd would overwrite with an operator's result."""
 
     def __init__(self, find: Callable[[torch.Tensor], Entry | None]) -> None:
         self._find = find
-        #: How many references there are to a tensor that is nobody else's, by whether it is sparse.
+        #: Is sparse -> the reference counts of a tensor that nobody else holds.
         self._alone: dict[bool, tuple[int, int]] = {}
         self._is_calibrating = False
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """See how many references there are to tensors that are certainly nobody else's: inside,
-        there are sums and clones of such.
+        """Learn the reference counts of tensors that nobody else holds, which are added and cloned
+        inside.
         """
         self._is_calibrating = True
         yield
         self._is_calibrating = False
 
     def reused(self, func: Any, args: Sequence[object], node: Any) -> torch.Tensor | None:
-        """The argument in whose place autograd puts the result of an operator; None for a result of
-        its own.
+        """The argument that autograd overwrites with an operator's result; None for a new result.
 
-        With tensors of CUDA it writes in place where nobody can see it; under a dispatch mode it
-        never does. It adds a gradient to one that nobody else holds (`InputBuffer` in
-        torch/csrc/autograd/input_buffer.cpp), and builds up gradients in zeros of its own
+        On CUDA, autograd writes in place where nobody can see it; under a dispatch mode it never
+        does. It adds a gradient to one that nobody else holds (`InputBuffer` in
+        torch/csrc/autograd/input_buffer.cpp), and accumulates gradients in its own zeros
         (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp). A sparse gradient
-        that nobody else holds becomes the parameter's as it is (`accumulateGrad` in
+        that nobody else holds becomes the parameter's without a copy (`accumulateGrad` in
         torch/csrc/autograd/functions/accumulate_grad.h).
         """
         first = args[0] if args else None
@@ -111,7 +107,7 @@ class InPlace:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its part of the storage, each once."""
+    """Whether a tensor's elements fill its part of the storage without overlap."""
     if tensor.is_contiguous():
         return True
     expected = 1

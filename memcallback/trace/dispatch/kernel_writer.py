@@ -51,13 +51,13 @@ class KernelWriter:
             if isinstance(step, OpenBlasHandles):
                 if step in steps or uses_cublas(call):
                     handles = [
-                        ledger.take(size_bytes, Category.WORKSPACE, name)
+                        ledger.alloc(size_bytes, Category.WORKSPACE, name)
                         for size_bytes in self._opened(call, is_backward, ledger.stream)
                     ]
             elif isinstance(step, AllocTemp):
-                temps.append(ledger.take_temporary(step.size_bytes, step.category, name))
+                temps.append(ledger.alloc_temp(step.size_bytes, step.category, name))
             elif isinstance(step, FreeTemp):
-                ledger.give(temps[step.index])
+                ledger.free(temps[step.index])
             elif ledger.find(tensors[step.index]) is None:
                 entry = outputs[step.index] = ledger.add(tensors[step.index], None, name)
                 entry.node = node

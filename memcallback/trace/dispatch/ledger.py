@@ -1,4 +1,4 @@
-"""Ledger: storages as they appear and disappear."""
+"""Ledger: the allocations of a trace, as storages appear and disappear."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ from memcallback.core.types import Category, Phase
 
 
 class Entry:
-    """One allocation, while the trace is being written.
+    """One allocation of a trace.
 
     Attributes:
-        id: Its number; None for memory of the host, which is not in the trace.
-        size_bytes: What was asked for.
+        id: Its number; None for host memory, which is not in the trace.
+        size_bytes: The requested size.
         category: What it is for; None until that is known.
-        operator: What asked for it.
+        operator: The operator that allocated it.
         module: The module that was running.
         phase: The phase in which it was allocated.
         node: The number of the autograd node that was running; -1 for none.
-        is_freed: Whether it was given back.
-        is_truth: Whether it stands for True when it is read.
-        is_meta: Whether it is nowhere yet: a tensor of the meta device.
-        origin: The tensor that it was allocated for, and by which line; None if no tensor stands
-            for it.
+        is_freed: Whether it was freed.
+        is_truth: Whether it reads as True.
+        is_meta: Whether it is on the meta device.
+        origin: The tensor and the line that it was allocated for; None without a tensor.
         stream: The CUDA stream that was current; 0 is the default one.
     """
 
@@ -87,17 +86,17 @@ class Entry:
 
     @property
     def is_host(self) -> bool:
-        """Whether it is memory of the host."""
+        """Whether it is host memory."""
         return self.id is None
 
 
 class Ledger:
-    """Writes down storages as they appear and, through weak references, as they vanish.
+    """Records storages as they appear and, through weak references, as they disappear.
 
     Attributes:
         module: The module that is running.
-        phase: The phase that is going on, None between phases.
-        stream: The number of the CUDA stream that is current; 0 is the default one.
+        phase: The current phase, None between phases.
+        stream: The number of the current CUDA stream; 0 is the default one.
         calls: The calls of operators that have a rule.
     """
 
@@ -105,7 +104,7 @@ class Ledger:
         self.module = ""
         self.phase: Phase | None = None
         self.stream = 0
-        #: A list is a place for marks that are known only later.
+        #: A list is filled later, with marks that are not known yet.
         self._rows: list[Entry | Event | list[Event]] = []
         self._by_storage: dict[int, Entry] = {}
         self._num_entries = 0
@@ -115,7 +114,7 @@ class Ledger:
         self._marks: list[ModuleMark] = []
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """The allocation that a dense tensor lies in, None if it is not known."""
+        """The allocation of a dense tensor, None for an unknown one."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def add(
@@ -127,11 +126,9 @@ class Ledger:
         is_host: bool = False,
         size_bytes: int | None = None,
     ) -> Entry:
-        """Write down the storage of a dense tensor as a new allocation, of its own size unless
-        another is given.
-        """
+        """Record the storage of a dense tensor as a new allocation."""
         storage = tensor.untyped_storage()
-        entry = self.take(
+        entry = self.alloc(
             storage.nbytes() if size_bytes is None else size_bytes,
             category,
             operator,
@@ -144,10 +141,10 @@ class Ledger:
         self._follow(storage, entry)
         return entry
 
-    def take(
+    def alloc(
         self, size_bytes: int, category: Category | None, operator: str, *, is_host: bool = False
     ) -> Entry:
-        """Write down an allocation that no tensor stands for; `give` ends it."""
+        """Record an allocation without a tensor; `free` ends it."""
         entry = Entry(
             None if is_host else self._num_entries,
             size_bytes,
@@ -162,8 +159,8 @@ class Ledger:
             self._rows.append(entry)
         return entry
 
-    def take_temporary(self, size_bytes: int, category: Category, operator: str) -> Entry:
-        """Write down what an operator takes for itself; `give` ends it."""
+    def alloc_temp(self, size_bytes: int, category: Category, operator: str) -> Entry:
+        """Record a temporary of an operator; `free` ends it."""
         entry = Entry(
             FIRST_TEMPORARY + self._num_temporaries,
             size_bytes,
@@ -178,7 +175,7 @@ class Ledger:
         return entry
 
     def begin_call(self) -> None:
-        """What is written down from now on is what one operator does."""
+        """Begin the call of an operator, whose events follow."""
         self._call_start = len(self._rows)
 
     def end_call(
@@ -188,47 +185,43 @@ class Ledger:
         handles: Sequence[Entry],
         operator: str,
     ) -> None:
-        """The operator is done."""
-        numbers = tuple(None if entry is None else entry.id for entry in outputs)
-        stays = tuple(entry.id for entry in handles if entry.id is not None)
+        """End the call of an operator."""
+        output_ids = tuple(None if entry is None else entry.id for entry in outputs)
+        handle_ids = tuple(entry.id for entry in handles if entry.id is not None)
         self._calls.append(
             KernelCall(
                 self._call_start,
                 len(self._rows),
                 rule,
-                numbers,
-                stays,
+                output_ids,
+                handle_ids,
                 operator,
                 self.module,
                 self.stream,
             )
         )
 
-    def give(self, entry: Entry) -> None:
-        """Write down that an allocation was given back."""
+    def free(self, entry: Entry) -> None:
+        """Record that an allocation was freed."""
         if entry.id is not None and not entry.is_freed:
             self._rows.append(Free(entry.id))
         entry.is_freed = True
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Let the storage of `new` stand for the allocation of `old` from now on, as if it had been
-        written in place.
-        """
+        """Give the allocation of `old` to the storage of `new`, as if it was written in place."""
         entry = self._by_storage.pop(old.untyped_storage()._cdata)
         self._follow(new.untyped_storage(), entry)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Write down that a storage was resized: a new allocation, and the old one is given back."""
+        """Record a resized storage: a new allocation, then the old one is freed."""
         old = self._by_storage.pop(storage._cdata)
         self._follow(
-            storage, self.take(storage.nbytes(), old.category, old.operator, is_host=old.is_host)
+            storage, self.alloc(storage.nbytes(), old.category, old.operator, is_host=old.is_host)
         )
-        self.give(old)
+        self.free(old)
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
-        """Say what the storages of some tensors are for, and whose module's they are, once that is
-        known.
-        """
+        """Set category and module of tensors' storages, once they are known."""
         for module, tensor in tensors:
             for part in dense_parts(tensor):
                 entry = self.find(part)
@@ -240,54 +233,48 @@ class Ledger:
                     entry.category, entry.module = category, module
 
     def start_phase(self, phase: Phase) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self.phase = phase
         self._rows.append(PhaseStart(phase))
 
     def end_phase(self) -> None:
-        """The phase is over. What it allocated and still stands is an activation if it was the
-        forward pass.
-        """
+        """End the phase; what the forward pass allocated and is still live is an activation."""
         assert self.phase is not None
         self.label_activations()
         self._rows.append(PhaseEnd(self.phase))
         self.phase = None
 
     def label_activations(self) -> None:
-        """What the forward pass allocated and still stands is an activation, unless something
-        better is known.
-        """
+        """Label live allocations of the forward pass as activations, if they have no category."""
         for entry in self._by_storage.values():
             if entry.category is None and entry.phase is Phase.FORWARD:
                 entry.category = Category.ACTIVATION
 
     def place(self) -> list[Event]:
-        """A place for marks that are known only later, to be filled with them before the trace is
-        asked for.
-        """
+        """Reserve a place for marks that are known later; fill the list before calling `trace`."""
         marks: list[Event] = []
         self._rows.append(marks)
         return marks
 
     def mark(self, path: tuple[str, ...], *, is_backward: bool) -> None:
-        """From here on other modules run."""
+        """Note which modules run from here on."""
         self._marks.append(ModuleMark(len(self._rows), path, is_backward))
 
     def start_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._rows.append(StepStart())
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._rows.append(StepEnd())
 
     def close(self) -> None:
-        """Write down nothing more: what vanishes from now on stands at the end of the trace."""
+        """Record nothing more: what disappears from now on is live at the end of the trace."""
         self._by_storage.clear()
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:
-        """The calls of operators that have a rule, by the positions of their events in the trace."""
+        """The calls of operators that have a rule, with positions in the trace."""
         if not any(isinstance(row, list) for row in self._rows):
             return tuple(self._calls)
         starts = self._starts()
@@ -297,7 +284,7 @@ class Ledger:
 
     @property
     def origins(self) -> dict[int, AllocationSource]:
-        """The number of each allocation that a tensor stands for -> where it comes from."""
+        """Number of an allocation of a tensor -> where it comes from."""
         entries = (row for row in self._rows if isinstance(row, Entry))
         return {
             entry.id: entry.origin
@@ -306,22 +293,22 @@ class Ledger:
         }
 
     def _starts(self) -> list[int]:
-        """The position in the trace of each row's first event, and where the trace ends."""
+        """The position in the trace of each row's first event, and of the end."""
         return list(
             accumulate((len(row) if isinstance(row, list) else 1 for row in self._rows), initial=0)
         )
 
     def trace(self) -> AllocationTrace:
-        """All that was written down; what no category was found for is temporary.
+        """The whole trace; an allocation without a category is temporary.
 
-        What is freed with nothing in between, while the same modules run, is in the order of its
-        numbers: autocast drops its copies in another order each time, which no allocator can tell.
+        Consecutive frees, while the same modules run, are sorted by number: autocast drops its
+        copies in another order each time, which makes no difference to an allocator.
         """
         inside = {position for call in self._calls for position in range(call.start, call.stop)}
         marked = [mark.position for mark in self._marks]
 
         def group(numbered: tuple[int, Entry | Event | list[Event]]) -> int | None:
-            """None for what keeps its place."""
+            """Number runs of frees that may be sorted; None for other rows."""
             position, row = numbered
             return (
                 bisect.bisect_right(marked, position)
@@ -331,12 +318,10 @@ class Ledger:
 
         events: list[Event] = []
         for number, rows in groupby(enumerate(self._rows), group):
-            found = [event for _, row in rows for event in _events(row)]
-            events += (
-                found
-                if number is None
-                else sorted(found, key=lambda event: event.id if isinstance(event, Free) else 0)
-            )
+            run = [event for _, row in rows for event in _events(row)]
+            if number is not None:
+                run.sort(key=lambda event: event.id if isinstance(event, Free) else 0)
+            events += run
         starts = self._starts()
         return AllocationTrace(
             tuple(events),
@@ -351,7 +336,7 @@ class Ledger:
     def _vanished(self, key: int, entry: Entry) -> None:
         if self._by_storage.get(key) is entry:
             del self._by_storage[key]
-            self.give(entry)
+            self.free(entry)
 
 
 def _events(row: Entry | Event | list[Event]) -> list[Event]:

@@ -328,7 +328,7 @@ class TraceMode(FakeTensorMode):
         except DynamicOutputShapeException:
             call = call.returning(placeholder_result(call, self._bounds))
             self.assumed[
-                f"{name} has a shape that depends on values: the largest possible stood for it"
+                f"{name} has a shape that depends on values: the largest possible was assumed"
             ] = None
         self.num_flops += num_flops(call)
         self.sent_bytes += sent_bytes(call)
@@ -390,7 +390,7 @@ class TraceMode(FakeTensorMode):
         value = placeholder_value(call, self.ledger.find(call.args[0]))
         # The optimizer reads counts of steps, and the scaler's search for infinities.
         if self.ledger.phase is not Phase.OPTIMIZER_STEP:
-            self.assumed[f"{call.operator} reads a value: {value!r} stood for it"] = None
+            self.assumed[f"{call.operator} reads a value: {value!r} was assumed"] = None
         return value
 
     def _record_in_place(self, call: OpCall, reused: torch.Tensor, node: int) -> None:
@@ -418,7 +418,7 @@ class TraceMode(FakeTensorMode):
                 ledger.add(tensor, None, name, is_host=True).is_meta = is_meta
         else:
             if moment_bytes := temporary_bytes(name, call.args):
-                ledger.give(ledger.take_temporary(moment_bytes, Category.TEMPORARY, name))
+                ledger.free(ledger.alloc_temp(moment_bytes, Category.TEMPORARY, name))
             self._kernels.write(ledger, call, name, node, is_backward=self._is_in_backward)
         if call.op is _aten.resize_.default:
             storage = call.outputs[0].untyped_storage()

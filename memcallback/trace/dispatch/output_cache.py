@@ -1,8 +1,8 @@
-"""Cache of fake kernel results by input shapes.
+"""A cache of fake kernel results by input shapes.
 
-PyTorch's own cache of fake operators (torch/_subclasses/fake_tensor.py) does the same for more
-kinds of arguments, and takes most of a trace's time. Here only what a training step has most of is
-remembered: strided tensors of real numbers, and plain values.
+PyTorch's own cache (torch/_subclasses/fake_tensor.py) takes more kinds of arguments, and most of a
+trace's time. This one takes only what a training step has most of: strided tensors of real
+numbers, and plain values.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ _PLAIN = frozenset(
         torch.memory_format,
     }
 )
-#: Operators with one of these tags give what depends on values, or change the shape of what they
-#: are given.
+#: Tags of operators whose result depends on values, or that change the shape of an argument.
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-#: The memo is emptied when it has so many entries.
-_MANY = 100_000
+#: The cache is emptied when it has this many entries.
+_MAX_ENTRIES = 100_000
 
 
-class _Unknown(Exception):
-    """An argument or a result of a kind that is not remembered."""
+class _NotCacheable(Exception):
+    """An argument of a kind that the cache does not take."""
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A tensor that an operator gives: an argument itself, a view of one, or a new one.
+class _Recipe:
+    """How to make an output again: an argument itself, a view of one, or a new tensor.
 
     Attributes:
-        argument: The position of the argument that it is or that it views; None for a new one.
-        layout: Its shape, strides, storage offset and dtype; None for the argument itself.
+        argument: The position of the argument that is returned or viewed; None for a new tensor.
+        layout: Shape, strides, storage offset and dtype; None for the argument itself.
     """
 
     argument: int | None
@@ -53,18 +52,16 @@ class _Made:
 
 
 class OutputCache:
-    """Remembers what operators give."""
+    """Caches the results of fake kernels."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[object, ...], tuple[type | None, tuple[_Made | None, ...]]] = {}
+        self._entries: dict[tuple[object, ...], tuple[type | None, tuple[_Recipe | None, ...]]] = {}
         self._is_known: dict[Any, bool] = {}
 
     def ask(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], list[FakeTensor]] | None:
-        """What to look up, and the tensors among the arguments; None if nothing is remembered of
-        such a call.
-        """
+        """The key of a call and its tensors; None for a call that is not cached."""
         is_known = self._is_known.get(func)
         if is_known is None:
             is_known = self._is_known[func] = not any(tag in func.tags for tag in _TAGS)
@@ -75,31 +72,31 @@ class OutputCache:
         try:
             key += [_key_of(value, tensors) for value in args]
             key += [(name, _key_of(value, tensors)) for name, value in kwargs.items()]
-        except _Unknown:
+        except _NotCacheable:
             return None
         return tuple(key), tensors
 
     def recall(
         self, mode: FakeTensorMode, key: tuple[object, ...], tensors: list[FakeTensor]
     ) -> tuple[object] | None:
-        """What the call gives, in a tuple of one; None if it is not remembered."""
+        """The cached result in a tuple of one; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
-        kind, made = entry
-        outputs = [None if one is None else _make(mode, one, tensors) for one in made]
+        kind, recipes = entry
+        outputs = [None if recipe is None else _make(mode, recipe, tensors) for recipe in recipes]
         if kind is None:
             return (outputs[0] if outputs else None,)
         return (kind(outputs),)
 
     def remember(self, key: tuple[object, ...], tensors: list[FakeTensor], outputs: object) -> None:
-        """Remember what the call gave, if it can be made anew."""
+        """Cache the result of a call, if it can be made again."""
         if outputs is None:
-            kind, found = None, []
+            kind, results = None, []
         elif isinstance(outputs, torch.Tensor):
-            kind, found = None, [outputs]
+            kind, results = None, [outputs]
         elif type(outputs) in (tuple, list):
-            kind, found = type(outputs), list(outputs)  # type: ignore[call-overload]
+            kind, results = type(outputs), list(outputs)  # type: ignore[call-overload]
         else:
             return
         storages = {
@@ -110,18 +107,15 @@ class OutputCache:
             id(tensor): position for position, tensor in reversed(list(enumerate(tensors)))
         }
         fresh: set[int] = set()
-        made: list[_Made | None] = []
-        for output in found:
-            if output is None:
-                made.append(None)
-                continue
-            one = _made(output, positions, storages, fresh)
-            if one is None:
+        recipes: list[_Recipe | None] = []
+        for output in results:
+            recipe = None if output is None else _recipe(output, positions, storages, fresh)
+            if recipe is None and output is not None:
                 return
-            made.append(one)
-        if len(self._entries) >= _MANY:
+            recipes.append(recipe)
+        if len(self._entries) >= _MAX_ENTRIES:
             self._entries.clear()
-        self._entries[key] = kind, tuple(made)
+        self._entries[key] = kind, tuple(recipes)
 
 
 def _key_of(value: object, tensors: list[FakeTensor]) -> object:
@@ -129,30 +123,28 @@ def _key_of(value: object, tensors: list[FakeTensor]) -> object:
     if kind is FakeTensor:
         assert isinstance(value, FakeTensor)
         if not _is_ordinary(value):
-            raise _Unknown
+            raise _NotCacheable
         tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind in _PLAIN:
         return kind, value
     if kind is list or kind is tuple:
-        return kind, tuple([_key_of(one, tensors) for one in value])  # type: ignore[attr-defined]
-    raise _Unknown
+        return kind, tuple([_key_of(item, tensors) for item in value])  # type: ignore[attr-defined]
+    raise _NotCacheable
 
 
 def _is_ordinary(tensor: FakeTensor) -> bool:
-    """Whether a tensor is all in its shape, strides and dtype: it has no known value, and is not
-    read through a conjugation or as zeros.
-    """
+    """Whether shape, strides and dtype describe a tensor: no known value, no conjugation."""
     is_marked = tensor.is_complex() or tensor.is_neg() or torch._is_zerotensor(tensor)
     return tensor.constant is None and tensor.layout is torch.strided and not is_marked
 
 
-def _made(
+def _recipe(
     output: object, positions: Mapping[int, int], storages: Mapping[int, int], fresh: set[int]
-) -> _Made | None:
-    """How an output can be made anew; None if it cannot."""
+) -> _Recipe | None:
+    """How to make an output again; None if it cannot be."""
     if id(output) in positions:
-        return _Made(positions[id(output)], None)
+        return _Recipe(positions[id(output)], None)
     if (
         type(output) is not FakeTensor
         or not _is_ordinary(output)
@@ -163,8 +155,8 @@ def _made(
     layout = (output.shape, output.stride(), int(output.storage_offset()), output.dtype)
     storage = output.untyped_storage()
     if storage._cdata in storages:
-        return _Made(storages[storage._cdata], layout)
-    # A new one that shares its storage, or leaves a part of it unused, is not made anew.
+        return _Recipe(storages[storage._cdata], layout)
+    # A new tensor that shares its storage, or leaves a part of it unused, is not cached.
     is_whole = (
         storage.nbytes() == _num_elements(output) * output.element_size()
         and not output.storage_offset()
@@ -172,11 +164,11 @@ def _made(
     if storage._cdata in fresh or not is_whole:
         return None
     fresh.add(storage._cdata)
-    return _Made(None, layout)
+    return _Recipe(None, layout)
 
 
 def _num_elements(tensor: torch.Tensor) -> int:
-    """How many elements the storage of a tensor needs that begins at its start."""
+    """The elements of a storage that a tensor at its start needs."""
     if not tensor.numel():
         return 0
     return 1 + sum(
@@ -184,14 +176,14 @@ def _num_elements(tensor: torch.Tensor) -> int:
     )
 
 
-def _make(mode: FakeTensorMode, made: _Made, tensors: list[FakeTensor]) -> torch.Tensor:
-    if made.layout is None:
-        assert made.argument is not None
-        return tensors[made.argument]
-    shape, stride, offset, dtype = made.layout
-    if made.argument is None:
+def _make(mode: FakeTensorMode, recipe: _Recipe, tensors: list[FakeTensor]) -> torch.Tensor:
+    if recipe.layout is None:
+        assert recipe.argument is not None
+        return tensors[recipe.argument]
+    shape, stride, offset, dtype = recipe.layout
+    if recipe.argument is None:
         plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     else:
         plain = torch.empty(0, dtype=dtype, device="meta")
-        plain.set_(tensors[made.argument].untyped_storage(), offset, shape, stride)
+        plain.set_(tensors[recipe.argument].untyped_storage(), offset, shape, stride)
     return FakeTensor(mode, plain, _CPU)

@@ -1,4 +1,4 @@
-"""Placeholder values where an operator reads data or its shape depends on data."""
+"""Placeholders where an operator reads a value, or its result's shape depends on values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memcallback.trace.dispatch.ledger import Entry
 _aten = torch.ops.aten
 
 
-class NoStandIn(NotImplementedError):
-    """Nothing can stand for a value; the text says what to give instead."""
+class NoPlaceholder(NotImplementedError):
+    """There is no placeholder for a value; the text says what to use instead."""
 
 
-#: Operators whose result is read as true: a check of values that are not there is taken to pass.
+#: Operators whose result reads as True: a check of unknown values is taken to pass.
 _HOLD = frozenset(
     {_aten.all.default, _aten.all.dim, _aten._is_all_true.default, _aten.isfinite.default}
 )
@@ -29,11 +29,9 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     for name in ("lt", "le", "gt", "ge", "eq", "ne")
     for overload in ("Scalar", "Tensor")
 }
-#: LBFGS remembers a direction if its curvature is above this (torch/optim/lbfgs.py), as it is in
-#: training.
+#: LBFGS keeps a direction whose curvature is above this (torch/optim/lbfgs.py), as in training.
 _LBFGS_CURVATURE = 1e-10
-#: istft fails where the sum of its windows is below this (ATen/native/SpectralOps.cpp), as it is
-#: not in training.
+#: istft fails where the sum of its windows is below this (ATen/native/SpectralOps.cpp).
 _ISTFT_ENVELOPE = 1e-11
 _COMBINATIONS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(
@@ -99,11 +97,9 @@ def _number(tensor: torch.Tensor, entry: Entry | None) -> bool | int | float | c
 
 
 class Bounds:
-    """Which of two upper bounds of a size is the smaller one, decided once for all traces of a
-    step.
+    """Chooses min(growing, fixed) in the first trace of a step and keeps that choice.
 
-    In traces at other batch sizes the size is the bound that was the smaller in the first of them,
-    and so a straight line over the batch size; at those it is at least as large as it can be.
+    So sizes stay linear in the batch size, and remain upper bounds at other batch sizes.
     """
 
     def __init__(self) -> None:
@@ -111,13 +107,11 @@ class Bounds:
         self._num_asked = 0
 
     def restart(self) -> None:
-        """A trace begins."""
+        """Begin a trace."""
         self._num_asked = 0
 
     def smaller(self, growing: int, fixed: int) -> int:
-        """The smaller of a bound that grows with the batch and one that does not, as it was in the
-        first trace.
-        """
+        """Return min(growing, fixed) in the first trace, and the same choice in later ones."""
         if self._num_asked == len(self._is_growing):
             self._is_growing.append(growing < fixed)
         self._num_asked += 1
@@ -130,9 +124,10 @@ def placeholder_result(call: OpCall, bounds: Bounds) -> Any:
         return _coalesce(call.args[0], bounds)
     rule = _SHAPES.get(call.op)
     if rule is None:
-        raise NoStandIn(
-            f"{call.op} makes a tensor whose shape depends on values, for which no largest size is known. Compute it outside of the step, "
-            "or give the operator the size (repeat_interleave takes output_size, bincount minlength)."
+        raise NoPlaceholder(
+            f"{call.op} makes a tensor whose shape depends on values, for which no largest size is "
+            "known. Compute it outside of the step, or give the operator the size "
+            "(repeat_interleave takes output_size, bincount minlength)."
         )
     return rule(*call.args, **call.kwargs)
 
@@ -146,7 +141,7 @@ def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """A mask picks at most all that it covers."""
+    """A mask selects at most every element."""
     whole: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -187,14 +182,15 @@ def _bincount(
     tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
 ) -> torch.Tensor:
     if not minlength:
-        raise NoStandIn(
-            "aten.bincount makes as many numbers as the largest value says, which is not known. Give it minlength, which stands for it."
+        raise NoPlaceholder(
+            "aten.bincount makes as many numbers as its largest value, which is not known. Give it "
+            "minlength, which is used instead."
         )
     return tensor.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
 
 
 def _coalesce(sparse: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-    """As many elements as are specified, if there is room for them."""
+    """All specified elements, up to the size of the tensor."""
     indices, values = dense_parts(sparse)
     count = bounds.smaller(values.shape[0], math.prod(sparse.shape[: indices.shape[0]]))
     # A single row of them keeps the memory of all.
@@ -205,7 +201,7 @@ def _coalesce(sparse: torch.Tensor, bounds: Bounds) -> torch.Tensor:
     )
 
 
-#: Operators whose fake kernels do not say that the shape depends on values, and take the smallest.
+#: Operators whose fake kernels return the smallest result, though its shape depends on values.
 SILENT = frozenset({_aten._coalesce.default})
 _SHAPES: dict[Any, Any] = {
     _aten.nonzero.default: _nonzero,

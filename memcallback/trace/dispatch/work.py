@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from memcallback.cuda.op_call import OpCall, tensors_of
 
 _aten = torch.ops.aten
-#: Attention -> which of its arguments is the query; key and value follow it.
+#: Attention operator -> the position of the query; key and value follow it.
 _QUERY_AT = {
     _aten._scaled_dot_product_flash_attention: 0,
     _aten._scaled_dot_product_efficient_attention: 0,
@@ -46,9 +46,9 @@ def _with_all_heads(args: Sequence[Any], at: int) -> Sequence[Any]:
     )
 
 
-#: What a rank sends of a tensor of one byte, times the number of ranks less one over that number
-#: where it says so: nccl-tests, doc/PERFORMANCE.md (bus bandwidth). The position is that of the
-#: tensors that count: what is reduced, scattered or gathered as a whole.
+#: Collective -> bytes that a rank sends per byte of a tensor; whether that is multiplied by
+#: (ranks - 1) / ranks; the position of the tensor that is reduced, scattered or gathered, -1 for
+#: the result. From nccl-tests, doc/PERFORMANCE.md (bus bandwidth).
 _SENT: dict[str, tuple[float, bool, int]] = {
     "allreduce_": (2.0, True, 0),
     "allgather_": (1.0, True, 0),
@@ -83,7 +83,7 @@ def sent_bytes(call: OpCall) -> int:
 
 
 def _num_ranks(args: Sequence[Any]) -> int:
-    """Of the process group among the arguments: the object, or its name, which comes last."""
+    """The ranks of the process group among the arguments: an object, or a name that comes last."""
     from torch._C import _distributed_c10d
     from torch.distributed import distributed_c10d
 
