@@ -93,7 +93,7 @@ def _efficient_attention(call: OpCall) -> Any:
 
 
 def _cudnn_attention(call: OpCall) -> Any:
-    """No logsumexp without a gradient (`_scaled_dot_product_cudnn_attention_cuda`, attention.cu)."""
+    """No logsumexp without a gradient: `_scaled_dot_product_cudnn_attention_cuda`, attention.cu."""
     needs_gradient = call.arguments[4]
     output, logsumexp, *rest = call.result
     return None if needs_gradient else (output, logsumexp.new_empty(0), *rest)
@@ -229,7 +229,7 @@ def _grouped_mm(call: OpCall) -> torch.Tensor:
     return mat_a.new_empty_strided(shape, strides, dtype=dtype)  # type: ignore[no-any-return]
 
 
-#: Operators whose fake kernels fail: what they return. None where the fake kernel is to run.
+#: Operators with failing fake kernels -> the result; None to run the fake kernel.
 REPLACEMENTS: dict[str, Callable[[OpCall], torch.Tensor | None]] = {
     "histc": _histc,
     "_grouped_mm": _grouped_mm,

@@ -68,13 +68,13 @@ def rules_of(op: Any) -> OperatorRules:
 
 
 def corrected_result(call: OpCall) -> Any:
-    """What an operator returns on CUDA; None where the fake kernel's result is right."""
+    """The result on CUDA; None where the fake kernel's result is right."""
     correction = rules_of(call.op).correction
     return None if correction is None else correction(call)
 
 
 def result_without_fake(call: OpCall) -> torch.Tensor | None:
-    """What an operator returns whose fake kernel fails; None where the fake kernel is to run."""
+    """The result of an operator with a failing fake kernel; None to run the fake kernel."""
     replacement = rules_of(call.op).replacement
     return None if replacement is None else replacement(call)
 

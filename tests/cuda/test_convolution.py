@@ -8,6 +8,7 @@ import pytest
 import torch
 from convolution_cases import CARDS, CASES, Case, key, once, predicted, recorded, significant, truth
 
+import memcallback as mc
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, OpenBlasHandles
 from memcallback.core.types import Category
 from memcallback.cuda.convolution import cudnn
@@ -143,6 +144,19 @@ def test_cudnn_switched_off_means_columns(monkeypatch):
         OpenBlasHandles(),
         FreeTemp(0),
     )
+
+
+def test_a_convolution_keeps_the_flags_of_its_trace_at_other_batch_sizes():
+    def loss(model, batch):
+        with torch.backends.cudnn.flags(enabled=False):
+            return model(batch).sum()
+
+    def predict(batch_size):
+        model = torch.nn.Conv2d(64, 32, 3)
+        step = mc.TrainingStep(model, torch.zeros(batch_size, 64, 28, 28), loss=loss)
+        return mc.predict(step, device="NVIDIA H200")
+
+    assert predict(8).at(3).peak_allocated_bytes == predict(3).peak_allocated_bytes
 
 
 def test_other_operators_and_dtypes_are_not_ours():

@@ -54,7 +54,7 @@ class Layout:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def is_contiguous(self, *, channels_last: bool) -> bool:
-        """`Tensor.is_contiguous(memory_format=...)`; strides of dimensions of size 1 are ignored."""
+        """`Tensor.is_contiguous(memory_format=...)`, which ignores dimensions of size 1."""
         if prod(self.shape) == 0 and not channels_last:
             return True
         step = 1

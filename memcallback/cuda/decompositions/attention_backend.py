@@ -85,7 +85,7 @@ def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
 
 
 def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
-    """The checks of a CUDA build for nested tensors, whose backend PyTorch chooses in Python
+    """The checks of a CUDA build for nested tensors; PyTorch chooses their backend in Python
     (torch/nested/_internal/sdpa.py).
     """
 

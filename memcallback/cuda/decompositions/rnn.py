@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memcallback.cuda.decompositions.layers import own_decomposition
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -106,9 +107,7 @@ def flatten_rnn_weights(model: nn.Module) -> None:
                 )
 
 
-def rnn_kernels(
-    device: DeviceSpec, own: Callable[[str], Callable[..., Any]]
-) -> dict[str, Callable[..., Any]]:
+def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
     """Name of a recurrent layer or cell -> its decomposition on CUDA."""
     state: list[torch.Tensor] = []
 
@@ -147,7 +146,7 @@ def rnn_kernels(
     def whole(kind: str) -> Callable[..., Any]:
         def kernel(x: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
             if not _acceptable(x):
-                return own(f"{kind}.input")(x, hx, params, *rest)
+                return own_decomposition(f"{kind}.input")(x, hx, params, *rest)
             return run(kind, x, hx if kind == "lstm" else [hx], params, *rest, steps=0)
 
         return kernel
@@ -179,7 +178,9 @@ def rnn_kernels(
         x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
         # PyTorch's fake kernel of the fused step fails without biases.
-        step = lstm_cell if b_ih is not None and b_hh is not None else own("lstm_cell")
+        step = (
+            lstm_cell if b_ih is not None and b_hh is not None else own_decomposition("lstm_cell")
+        )
         return step(x, hx, w_ih, w_hh, b_ih, b_hh)
 
     return {**layers, "lstm_cell": lstm_step, "gru_cell": gru_cell}

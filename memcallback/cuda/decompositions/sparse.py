@@ -220,8 +220,8 @@ def _in_place(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def _sum(sparse: torch.Tensor, *dims: Any, **options: Any) -> torch.Tensor:
     if dims:
         raise NotImplementedError(
-            "The sum of a sparse tensor is supported over all dimensions only. Sum its values(), or "
-            "make it dense with to_dense()"
+            "The sum of a sparse tensor is supported over all dimensions only. Sum its values(), "
+            "or make it dense with to_dense()"
         )
     total: torch.Tensor = sparse._values().sum(**options)
     return total
@@ -238,7 +238,7 @@ def _norm(sparse: torch.Tensor, p: Any = 2, *dims: Any, **options: Any) -> torch
 
 
 def _sparse_mask(dense: torch.Tensor, mask: torch.Tensor, *rest: object) -> torch.Tensor:
-    """`sparse_mask`: for a dense tensor the product with sparse ones, for a sparse one a search."""
+    """`sparse_mask`: a dense tensor times sparse ones, or a search for the mask's elements."""
     if dense.layout is not torch.strided:
         return _searched(dense, mask)
     values = mask._values()
@@ -283,8 +283,8 @@ def _to_sparse(
         dense.dim(),
     ):
         raise NotImplementedError(
-            "to_sparse() is supported for the layout torch.sparse_coo with all dimensions sparse. Use "
-            "that"
+            "to_sparse() is supported for the layout torch.sparse_coo with all dimensions sparse. "
+            "Use that"
         )
     nonzero = dense.nonzero().t()  # live until the end, as in C++
     indices = nonzero.clone()
@@ -299,8 +299,8 @@ def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.T
     first, second = first % num_dims, second % num_dims
     if max(first, second) >= sparse.sparse_dim():
         raise NotImplementedError(
-            "transpose of a sparse tensor is supported for its sparse dimensions only. Transpose its "
-            "values"
+            "transpose of a sparse tensor is supported for its sparse dimensions only. Transpose "
+            "its values"
         )
     copy = _clone(sparse)
     if first == second:
@@ -312,9 +312,7 @@ def _transpose(sparse: torch.Tensor, first: int = 0, second: int = 1) -> torch.T
 
 
 def _product_into(result: torch.Tensor, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """`s_addmm_out_sparse_dense_cuda`: cuSPARSE takes int32 row starts and columns, and a result in
-    column order.
-    """
+    """`s_addmm_out_sparse_dense_cuda`: int32 indices for cuSPARSE, and a result by column."""
     sparse = sparse.coalesce()
     rows, columns = sparse._indices().unbind(0)
     starts = rows.new_empty(sparse.shape[0] + 1, dtype=torch.int32)
@@ -338,7 +336,7 @@ def _addmm(
 
 
 def _mm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`_sparse_mm`: zeros plus the product; both transposed if the sparse matrix is the second."""
+    """`_sparse_mm`: zeros plus the product; transposed if the second matrix is sparse."""
     if one.layout is torch.strided:
         return _mm(_transpose(other), one.t()).t()
     return _addmm(other.new_zeros(one.shape[0], other.shape[1]), one, other)

@@ -29,8 +29,8 @@ def _embedding(call: OpCall) -> Kernel | None:
 
 
 def _embedding_backward(call: OpCall) -> Kernel | None:
-    """`embedding_dense_backward_cuda` (Embedding.cu): sorts more than 3,072 indices, or if gradients
-    are scaled by frequency.
+    """`embedding_dense_backward_cuda` (Embedding.cu): sorts more than 3,072 indices, or all if
+    gradients are scaled by frequency.
     """
     grad, indices, rows, _, scale = call.arguments[:5]
     kernel = KernelBuilder()
@@ -78,8 +78,8 @@ def _sum_by_segment(
     rows: int,
     columns: int,
 ) -> None:
-    """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu): sum segments of equal indices in
-    parts of 10 rows, in the accumulation type.
+    """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu): sum segments of equal indices
+    in parts of 10 rows, in the accumulation type.
     """
     count, size = indices.numel(), indices.element_size()
     kernel.output(0)
@@ -98,8 +98,8 @@ def _sum_by_segment(
 
 
 def _embedding_bag(call: OpCall) -> Kernel:
-    """`_embedding_bag_cuda` (EmbeddingBag.cu): bag sizes, bags of indices, output, and with mode max
-    the largest indices.
+    """`_embedding_bag_cuda` (EmbeddingBag.cu): bag sizes, bags of indices, output, and with mode
+    max the largest indices.
     """
     kernel = KernelBuilder()
     kernel.output(2, 1, *((0, 3) if call.outputs[3].numel() else (0,)))
@@ -135,8 +135,8 @@ def _bag_gradient(
 
 
 def _index_put(call: OpCall) -> Kernel | None:
-    """`index_put_with_sort_kernel` (Indexing.cu), if values are added: linear indices, a copy of the
-    values, a sort with positions.
+    """`index_put_with_sort_kernel` (Indexing.cu), if values are added: linear indices, a copy of
+    the values, a sort with positions.
     """
     x, indices, values = call.arguments[:3]
     accumulate = call.arguments[3]

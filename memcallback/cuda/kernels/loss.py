@@ -37,8 +37,8 @@ def _reduction(call: OpCall) -> int:
 
 
 def _in_place(call: OpCall) -> Kernel | None:
-    """`binary_cross_entropy_cuda` (Loss.cu), `soft_margin_loss_out` (Loss.cpp): the output's storage
-    first holds the unreduced loss.
+    """`binary_cross_entropy_cuda` (Loss.cu), `soft_margin_loss_out` (Loss.cpp): the output's
+    storage first holds the unreduced loss.
     """
     if not _reduction(call):
         return None
@@ -77,8 +77,8 @@ def _before(call: OpCall) -> Kernel | None:
 
 
 def _with_logits(call: OpCall) -> Kernel:
-    """`binary_cross_entropy_with_logits` (Loss.cpp): log_sigmoid, the weight of positive targets, the
-    unreduced loss, the output.
+    """`binary_cross_entropy_with_logits` (Loss.cpp): log_sigmoid, the weight of positive targets,
+    the unreduced loss, the output.
     """
     x, target, _, positive = call.arguments[:4]
     full = _full_bytes(call)

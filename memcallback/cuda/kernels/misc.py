@@ -45,8 +45,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _foreach_norm(call: OpCall) -> Kernel | None:
-    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results in the accumulation type, then
-    the outputs.
+    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results in the accumulation type,
+    then the outputs.
     """
     tensors = call.arguments[0]
     order = call.arguments[1] if len(call.arguments) > 1 else 2
@@ -64,16 +64,16 @@ def _foreach_norm(call: OpCall) -> Kernel | None:
 
 
 def _roll(call: OpCall) -> Kernel | None:
-    """`roll_common` (TensorTransformations.h): one dimension at a time, the last into the output."""
+    """`roll_common` (TensorTransformations.h): one dimension at a time, the last is the output."""
     shifts = call.arguments[1]
     if len(shifts) < 2:
         return None
     kernel = KernelBuilder()
     before: int | None = None
     for _ in shifts[:-1]:
-        taken = kernel.alloc(dense_bytes(call.arguments[0]))
+        rolled = kernel.alloc(dense_bytes(call.arguments[0]))
         kernel.free(before)
-        before = taken
+        before = rolled
     kernel.output(0)
     kernel.free(before)
     return kernel.build()

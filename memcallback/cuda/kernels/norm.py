@@ -18,8 +18,8 @@ from memcallback.cuda.op_call import (
 
 
 def _layer_norm(call: OpCall) -> Kernel:
-    """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of input, weight and bias, then the
-    outputs.
+    """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of input, weight and bias, then
+    the outputs.
     """
     kernel = KernelBuilder()
     copies = [
@@ -90,8 +90,8 @@ def _group_norm(call: OpCall) -> Kernel:
 
 
 def _group_norm_backward(call: OpCall) -> Kernel:
-    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums per sample and channel,
-    three factors for the input gradient.
+    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums per sample and
+    channel, three factors for the input gradient.
     """
     _, x, _, _, weight, n, channels, width, groups, mask = call.arguments
     wide = accumulate_bytes(x.dtype)
@@ -157,8 +157,8 @@ def batch_norm_staging_bytes(values: int, wide: int, columns: int, rows: int) ->
 
 
 def batch_norm_semaphore_bytes(columns: int, rows: int) -> int:
-    """`semaphores` of the channels last kernels: 4 bytes per block of channels; none for one block of
-    rows.
+    """`semaphores` of the channels last kernels: 4 bytes per block of channels; none for one block
+    of rows.
     """
     across, along = batch_norm_grid(rows, columns)
     return 4 * across if along > 1 else 0
@@ -181,8 +181,8 @@ def _add_staging(kernel: KernelBuilder, x: torch.Tensor, values: int) -> None:
 
 
 def _batch_norm(call: OpCall) -> Kernel | None:
-    """`batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu, .cuh):
-    the outputs, then staging data and semaphores.
+    """`batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu,
+    .cuh): the outputs, then staging data and semaphores.
     """
     x = call.arguments[0]
     training = {"_batch_norm_with_update": True}.get(call.name)

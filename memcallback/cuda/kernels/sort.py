@@ -27,8 +27,8 @@ _SCAN_TILES = {1: 7680, 2: 3840, 4: 1920, 8: 896}
 
 
 def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, count: int) -> int:
-    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit counts,
-    look-back of 1 KiB per tile.
+    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit
+    counts, look-back of 1 KiB per tile.
     """
     if count <= 256 * max(1, min(19, 76 // max(key_bytes, value_bytes))):
         return 1 if count else 0
@@ -86,8 +86,8 @@ def _sort(call: OpCall) -> Kernel:
 
 
 def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int) -> None:
-    """Allocate and free the scratch of sorted rows (`sort_stable_kernel`, Sort.cu): one block sorts up
-    to 4,096 values, CUB longer rows.
+    """Allocate and free the scratch of sorted rows (`sort_stable_kernel`, Sort.cu): one block sorts
+    up to 4,096 values, CUB longer rows.
     """
     length = x.shape[dim] if x.ndim else 1
     rows = x.numel() // max(length, 1)
@@ -188,8 +188,8 @@ _TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
 def add_topk(
     kernel: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
 ) -> None:
-    """Allocate and free the scratch of `topk` (`mbtopk::launch`, TensorTopK.cu); none with one block
-    per slice.
+    """Allocate and free the scratch of `topk` (`mbtopk::launch`, TensorTopK.cu); none with one
+    block per slice.
     """
     least = next(
         (at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK

@@ -1,4 +1,4 @@
-"""Gradient accumulation in place and buffer stealing, which autograd skips under a dispatch mode."""
+"""Gradient accumulation in place, which autograd does on CUDA, but not under a dispatch mode."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from memcallback.trace.dispatch.placement import Placement
 from memcallback.trace.dispatch.work import num_flops, sent_bytes
 
 _aten = torch.ops.aten
-#: Operators whose result does not fill its storage.
+#: Operators with a result that does not fill its storage.
 _PARTIAL = frozenset(
     getattr(getattr(_aten, name), overload)
     for name in (
@@ -80,7 +80,7 @@ _OUTPUTS = OutputCache()
 
 
 class TraceMode(FakeTensorMode):
-    """A fake tensor mode whose tensors are on a CUDA device and the host, or all on a CPU.
+    """A fake tensor mode with tensors on a CUDA device and the host, or all on a CPU.
 
     For C++ all of them are CPU tensors, since a PyTorch without CUDA knows no other device. Python
     code that asks gets `cuda:0` for those on the device (`CudaFunctions` in
@@ -131,9 +131,7 @@ class TraceMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch asks whether to keep compilation out of each dispatch, which takes longer than
-        most of them: `_eager` does that.
-        """
+        """Whether to disable compilation in each dispatch, which takes longer than most of them."""
         return False
 
     def __torch_dispatch__(
@@ -181,7 +179,7 @@ class TraceMode(FakeTensorMode):
         return decomposition_of(call, is_wrapped=self._is_in_wrapper)
 
     def _run_decomposition(self, decomposition: Callable[..., Any], call: OpCall) -> object:
-        """Run a decomposition, whose operators are recorded."""
+        """Run a decomposition and record its operators."""
         reused = self._reused(call, self._node())
         self._is_inside = False
         with self:
@@ -193,7 +191,7 @@ class TraceMode(FakeTensorMode):
             return sparse_tensor(indices, values, reused.shape, is_coalesced=reused.is_coalesced())
 
     def _with_numbers(self, call: OpCall) -> object:
-        """Run an operator on real tensors of the host; record those that are to be on the device."""
+        """Run an operator on real host tensors; record those that are meant for the device."""
         if is_collective(call.operator):
             self.in_flight.begun(())
         with no_dispatch():
@@ -233,8 +231,8 @@ class TraceMode(FakeTensorMode):
             self._is_passed_on = False
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
-        """PyTorch asks whether to keep a tensor's values: those of a number, and here of integer
-        tensors that Python code writes (lengths).
+        """Whether to keep a tensor's values: those of a number, and here of integer tensors that
+        Python code writes (lengths).
         """
         is_list = (
             not t.is_floating_point()
@@ -245,7 +243,7 @@ class TraceMode(FakeTensorMode):
         return super().may_turn_const(t) or (is_list and t.device.type == "cpu")
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
-        """PyTorch asks for the ragged size of a nested tensor that is made in the step."""
+        """The ragged size of a nested tensor that is made in the step."""
         return new_ragged_size()
 
     @contextmanager
@@ -394,7 +392,7 @@ class TraceMode(FakeTensorMode):
         return value
 
     def _record_in_place(self, call: OpCall, reused: torch.Tensor, node: int) -> None:
-        """Record an operator that CUDA runs in place, whose result takes the place of `reused`."""
+        """Record an operator that CUDA runs in place, in the allocation of `reused`."""
         called, args = IN_PLACE.get(call.op, call.op), call.args
         if called is _aten._index_put_impl_.default:
             args = (*args, True)  # indices that were right in the forward pass are not checked

@@ -20,7 +20,7 @@ class NoPlaceholder(NotImplementedError):
     """There is no placeholder for a value; the text says what to use instead."""
 
 
-#: Operators whose result reads as True: a check of unknown values is taken to pass.
+#: Operators whose result reads as True: a check of unknown values is assumed to pass.
 _HOLD = frozenset(
     {_aten.all.default, _aten.all.dim, _aten._is_all_true.default, _aten.isfinite.default}
 )
@@ -64,7 +64,7 @@ def placeholder_value(call: OpCall, entry: Entry | None) -> bool | int | float |
 def is_known_to_hold(call: OpCall, find: Callable[[torch.Tensor], Entry | None]) -> bool | None:
     """The result as a truth value, computed from placeholders; None if it is none.
 
-    A check of all values is taken to pass: most programs check in order to fail.
+    A check of all values is assumed to pass: most programs check in order to fail.
     """
     func, args = call.op, call.args
     if func in _HOLD:
@@ -119,7 +119,7 @@ class Bounds:
 
 
 def placeholder_result(call: OpCall, bounds: Bounds) -> Any:
-    """The largest possible result of an operator whose result's shape depends on values."""
+    """The largest possible result of an operator with a value-dependent shape."""
     if call.op is _aten._coalesce.default:
         return _coalesce(call.args[0], bounds)
     rule = _SHAPES.get(call.op)
@@ -201,7 +201,7 @@ def _coalesce(sparse: torch.Tensor, bounds: Bounds) -> torch.Tensor:
     )
 
 
-#: Operators whose fake kernels return the smallest result, though its shape depends on values.
+#: Operators with a value-dependent shape, for which fake kernels return the smallest result.
 SILENT = frozenset({_aten._coalesce.default})
 _SHAPES: dict[Any, Any] = {
     _aten.nonzero.default: _nonzero,

@@ -68,7 +68,7 @@ _SENT: dict[str, tuple[float, bool, int]] = {
 
 
 def sent_bytes(call: OpCall) -> int:
-    """The bytes that a rank sends in a collective, by the ring's formulas; 0 for other operators."""
+    """The bytes that a rank sends in a collective, by ring formulas; 0 for other operators."""
     namespace, _, name = call.operator.partition("::")
     formula = _SENT.get(name) if namespace in ("c10d", "_c10d_functional") else None
     if formula is None:
