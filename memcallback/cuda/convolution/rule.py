@@ -67,20 +67,21 @@ def _run(op_call: OpCall) -> ConvolutionBuilder | None:
     kernel = ConvolutionBuilder(call, op_call.device)
     backend = call.backend(op_call.device)
     if backend is Backend.EMPTY:
-        _empty(call, kernel)
+        _empty(kernel)
     elif backend is Backend.SLOW:
-        slow_convolution(call, kernel)
+        slow_convolution(kernel)
     elif backend is Backend.CUDNN:
-        (_cudnn_backward if call.is_backward else _cudnn_forward)(call, kernel)
+        (_cudnn_backward if call.is_backward else _cudnn_forward)(kernel)
     elif call.is_backward:
-        (_depthwise3d_backward if call.is_3d else _depthwise2d_backward)(call, kernel)
+        (_depthwise3d_backward if call.is_3d else _depthwise2d_backward)(kernel)
     else:
-        _depthwise_forward(call, kernel)
+        _depthwise_forward(kernel)
     return kernel
 
 
-def _empty(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def _empty(kernel: ConvolutionBuilder) -> None:
     """Without samples or channels: an empty output, gradients of zeros."""
+    call = kernel.call
     if not call.is_backward:
         kernel.lay_out(
             OUTPUT,
@@ -96,20 +97,22 @@ def _empty(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
             )
 
 
-def _cudnn_forward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def _cudnn_forward(kernel: ConvolutionBuilder) -> None:
     """`_convolution` and `cudnn_convolution(_transpose)`; the bias is added in place."""
+    call = kernel.call
     view, view_copy = kernel.input_view()
-    view, copied = kernel.contiguous(view, channels_last=_either(view, call.weight))
-    (_backward_data if call.transposed else _forward)(call, kernel, view)
-    kernel.free(copied, view_copy)
+    view, copy = kernel.contiguous(view, channels_last=_either(view, call.weight))
+    (_backward_data if call.transposed else _forward)(kernel, view)
+    kernel.free(copy, view_copy)
 
 
-def _cudnn_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def _cudnn_backward(kernel: ConvolutionBuilder) -> None:
     """`convolution_backward` and `cudnn_convolution(_transpose)_backward`."""
+    call = kernel.call
     view, view_copy = kernel.input_view()
-    copied, as_input = None, None
+    copy, as_input = None, None
     if call.mask[WEIGHT]:
-        view, copied = kernel.contiguous(view, channels_last=_either(view, call.weight))
+        view, copy = kernel.contiguous(view, channels_last=_either(view, call.weight))
     gradient, like_input = call.gradient, view.is_channels_last
     if call.transposed:
         gradient, as_input = kernel.contiguous(gradient, channels_last=like_input)
@@ -117,10 +120,10 @@ def _cudnn_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
         as_input = kernel.alloc(gradient.size_bytes)
         gradient = Layout.dense(gradient.shape, gradient.dtype, channels_last=like_input)
     if call.mask[INPUT]:
-        (_forward if call.transposed else _backward_data)(call, kernel, gradient)
+        (_forward if call.transposed else _backward_data)(kernel, gradient)
     if call.mask[WEIGHT]:
-        _backward_filter(call, kernel, *((gradient, view) if call.transposed else (view, gradient)))
-    kernel.free(as_input, copied)
+        _backward_filter(kernel, *((gradient, view) if call.transposed else (view, gradient)))
+    kernel.free(as_input, copy)
     kernel.bias_gradient()
     kernel.free(view_copy)
 
@@ -130,60 +133,63 @@ def _either(first: Layout, second: Layout) -> bool:
     return first.dtype != "float64" and (first.is_channels_last or second.is_channels_last)
 
 
-def _forward(call: ConvolutionCall, kernel: ConvolutionBuilder, x: Layout) -> None:
+def _forward(kernel: ConvolutionBuilder, x: Layout) -> None:
     """`cudnn_convolution_forward_out`, also for the input gradient of a transposed convolution."""
+    call = kernel.call
     y_shape = call.problem(Direction.FORWARD, False).output_shape(x.shape)
     y = Layout.dense(y_shape, x.dtype, channels_last=_either(x, call.weight))
     kernel.lay_out(OUTPUT, y)
     _, weight = kernel.contiguous(call.weight, channels_last=y.is_channels_last)
-    _, copied = kernel.contiguous(x, channels_last=y.is_channels_last)
+    _, copy = kernel.contiguous(x, channels_last=y.is_channels_last)
     kernel.workspace(Direction.FORWARD, x.shape, channels_last=y.is_channels_last)
-    kernel.free(copied, weight)
+    kernel.free(copy, weight)
 
 
-def _backward_data(call: ConvolutionCall, kernel: ConvolutionBuilder, y: Layout) -> None:
+def _backward_data(kernel: ConvolutionBuilder, y: Layout) -> None:
     """`cudnn_convolution_backward_input`, also for the output of a transposed convolution."""
+    call = kernel.call
     channels_last = _either(y, call.weight)
     kernel.lay_out(INPUT, Layout.dense(call.x_shape, y.dtype, channels_last=channels_last))
     _, weight = kernel.contiguous(call.weight, channels_last=channels_last)
-    _, copied = kernel.contiguous(y, channels_last=channels_last)
+    _, copy = kernel.contiguous(y, channels_last=channels_last)
     kernel.workspace(Direction.BACKWARD_DATA, call.x_shape, channels_last=channels_last)
-    kernel.free(copied, weight)
+    kernel.free(copy, weight)
 
 
-def _backward_filter(
-    call: ConvolutionCall, kernel: ConvolutionBuilder, x: Layout, y: Layout
-) -> None:
+def _backward_filter(kernel: ConvolutionBuilder, x: Layout, y: Layout) -> None:
     """`cudnn_convolution_backward_weight`."""
+    call = kernel.call
     channels_last = _either(x, y)
-    _, y_copied = kernel.contiguous(y, channels_last=channels_last)
-    _, x_copied = kernel.contiguous(x, channels_last=channels_last)
+    _, y_copy = kernel.contiguous(y, channels_last=channels_last)
+    _, x_copy = kernel.contiguous(x, channels_last=channels_last)
     kernel.lay_out(WEIGHT, Layout.dense(call.weight.shape, x.dtype, channels_last=channels_last))
     kernel.workspace(Direction.BACKWARD_FILTER, x.shape, channels_last=channels_last)
-    kernel.free(x_copied, y_copied)
+    kernel.free(x_copy, y_copy)
 
 
-def _depthwise_forward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def _depthwise_forward(kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise2d_cuda` and `conv_depthwise3d_cuda`; the kernel adds the bias."""
+    call = kernel.call
     output = Layout.dense(call.y_shape, call.input.dtype)
     view, view_copy = kernel.input_view()
-    _, copied = kernel.contiguous(view)
+    _, copy = kernel.contiguous(view)
     if call.is_3d:
         kernel.lay_out(OUTPUT, output)
     _, weight = kernel.contiguous(call.weight)
     if not call.is_3d:
         kernel.lay_out(OUTPUT, output)
-    kernel.free(weight, copied, view_copy)
+    kernel.free(weight, copy, view_copy)
 
 
-def _depthwise2d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def _depthwise2d_backward(kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise2d_backward_cuda`."""
+    call = kernel.call
     view, view_copy = kernel.input_view()
     _, gradient = kernel.contiguous(call.gradient)
     if call.mask[WEIGHT]:
-        _, copied = kernel.contiguous(view)
+        _, copy = kernel.contiguous(view)
         kernel.lay_out(WEIGHT, Layout.dense(call.weight.shape, view.dtype))
-        kernel.free(copied)
+        kernel.free(copy)
     if call.mask[INPUT]:
         _, weight = kernel.contiguous(call.weight)
         kernel.lay_out(INPUT, Layout.dense(view.shape, view.dtype))
@@ -193,8 +199,9 @@ def _depthwise2d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> 
     kernel.free(view_copy)
 
 
-def _depthwise3d_backward(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def _depthwise3d_backward(kernel: ConvolutionBuilder) -> None:
     """`conv_depthwise3d_backward_cuda`."""
+    call = kernel.call
     for output, shape in ((INPUT, call.view.shape), (WEIGHT, call.weight.shape)):
         if call.mask[output]:
             kernel.lay_out(output, Layout.dense(shape, call.input.dtype))

@@ -20,15 +20,16 @@ from memcallback.cuda.convolution.builder import (
 from memcallback.cuda.convolution.call import ITEM_BYTES, ConvolutionCall, Layout
 
 
-def slow_convolution(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
+def slow_convolution(kernel: ConvolutionBuilder) -> None:
     """Write the kernel of a call; groups run one after the other and are joined at the end."""
+    call = kernel.call
     view, view_copy = kernel.input_view()
-    view, copied = kernel.contiguous(view)
-    weight, weight_copied = kernel.contiguous(call.weight)
+    view, copy = kernel.contiguous(view)
+    weight, weight_copy = kernel.contiguous(call.weight)
     gradient = call.gradient
     outputs = _outputs(call, view)
     if call.groups == 1:
-        _group(call, kernel, _Group(call, kernel, view, weight, gradient, outputs))
+        _group(_Group(kernel, view, weight, gradient, outputs))
     else:
         parts: dict[int, list[int]] = {output: [] for output in outputs}
         for _ in range(call.groups):
@@ -39,27 +40,31 @@ def slow_convolution(call: ConvolutionCall, kernel: ConvolutionBuilder) -> None:
             weight_part = Layout.dense(
                 (weight.shape[0] // call.groups, *weight.shape[1:]), weight.dtype
             )
-            group = _Group(call, kernel, view_part, weight_part, gradient_part, outputs, parts)
-            _group(call, kernel, group)
+            group = _Group(kernel, view_part, weight_part, gradient_part, outputs, parts)
+            _group(group)
             kernel.free(view_part_copy, gradient_part_copy)
         for output, layout in outputs.items():
             kernel.lay_out(output, layout)
         for output in reversed(outputs):
             kernel.free(*parts[output])
-    kernel.free(weight_copied, copied, view_copy)
+    kernel.free(weight_copy, copy, view_copy)
 
 
 @dataclass
 class _Group:
     """The tensors of one group of channels."""
 
-    call: ConvolutionCall
     kernel: ConvolutionBuilder
     view: Layout
     weight: Layout
     gradient: Layout
     outputs: dict[int, Layout]
     parts: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def call(self) -> ConvolutionCall:
+        """The whole convolution."""
+        return self.kernel.call
 
     def make(self, output: int) -> None:
         """Allocate an output, or this group's part of it."""
@@ -89,7 +94,8 @@ class _Group:
         ) != {0}
 
 
-def _group(call: ConvolutionCall, kernel: ConvolutionBuilder, group: _Group) -> None:
+def _group(group: _Group) -> None:
+    kernel, call = group.kernel, group.call
     dilated = call.is_3d or set(call.dilation) != {1}
     if call.is_backward:
         (
@@ -111,7 +117,7 @@ def _group(call: ConvolutionCall, kernel: ConvolutionBuilder, group: _Group) -> 
 def _plain_backward(group: _Group) -> None:
     """`slow_conv2d_backward_cuda`."""
     kernel = group.kernel
-    gradient, copied = kernel.contiguous(group.gradient)
+    gradient, copy = kernel.contiguous(group.gradient)
     columns = None
     if INPUT in group.outputs:
         group.make(INPUT)
@@ -124,13 +130,13 @@ def _plain_backward(group: _Group) -> None:
         group.make(WEIGHT)
         columns = kernel.alloc(group.columns_bytes) if columns is None else columns
         kernel.open_blas()
-    kernel.free(columns, copied)
+    kernel.free(columns, copy)
 
 
 def _dilated_backward(group: _Group) -> None:
     """`slow_conv_dilated2d_backward_cuda` and `_dilated3d_`; the sum is over one sample."""
     kernel = group.kernel
-    gradient, copied = kernel.contiguous(group.gradient)
+    gradient, copy = kernel.contiguous(group.gradient)
     for output in (INPUT, WEIGHT, BIAS):
         group.make(output)
     columns = kernel.alloc(group.columns_bytes)
@@ -141,7 +147,7 @@ def _dilated_backward(group: _Group) -> None:
         total = kernel.alloc(gradient.shape[1] * ITEM_BYTES[gradient.dtype])
         kernel.channel_sum(sample)
         kernel.free(total)
-    kernel.free(columns, copied)
+    kernel.free(columns, copy)
 
 
 def _transposed_forward(group: _Group) -> None:
@@ -168,21 +174,21 @@ def _transposed_backward(group: _Group) -> None:
     """`slow_conv_transpose2d_backward_cuda` and `_transpose3d_`."""
     kernel = group.kernel
     if INPUT in group.outputs:
-        _, copied = kernel.contiguous(group.gradient)
+        _, copy = kernel.contiguous(group.gradient)
         group.make(INPUT)
         columns = kernel.alloc(group.columns_bytes) if group.unfolds else None
         kernel.open_blas()
-        kernel.free(columns, copied)
+        kernel.free(columns, copy)
     if WEIGHT in group.outputs or BIAS in group.outputs:
         group.make(WEIGHT)
         group.make(BIAS)
-        gradient, copied = kernel.contiguous(group.gradient)
+        gradient, copy = kernel.contiguous(group.gradient)
         columns = kernel.alloc(group.columns_bytes) if group.unfolds else None
         if WEIGHT in group.outputs:
             kernel.open_blas()
         if BIAS in group.outputs:
             kernel.channel_sum(gradient)
-        kernel.free(columns, copied)
+        kernel.free(columns, copy)
 
 
 def _part(kernel: ConvolutionBuilder, tensor: Layout, groups: int) -> tuple[Layout, int | None]:
