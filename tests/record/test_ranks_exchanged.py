@@ -202,7 +202,7 @@ def test_a_log_on_one_rank_alone_waits_for_nobody(tmp_path, rank):
     assert fates(ranks) == [(0, None)] * 2
     report = ranks[rank].found[0]["report"]
     assert report.measured is not None
-    assert report.rank_values is None
+    assert report.ranks is None
     assert ("The memory of the other ranks is unknown: they sent no values." in report.notes) == (
         rank == 0
     )
