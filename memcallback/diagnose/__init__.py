@@ -1,5 +1,5 @@
-"""What went wrong: out of memory, leaks, unhealthy allocators, tensors that came and went.
+"""Explains memory problems: out of memory, leaks, unhealthy allocators, tensors over time.
 
 May import `core`, `devices`, `step`, `prediction` and `savings`.
-Start with `out_of_memory/explain`, `health/watch` or `tensors/diff`.
+Start with `out_of_memory/explain`, `health/monitor` or `tensors/diff`.
 """

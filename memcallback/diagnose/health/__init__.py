@@ -1,5 +1,4 @@
-"""Signs of trouble in a running training: retries, fragmentation, memory that keeps growing, other
-processes.
+"""Problems of a running training: retries, fragmentation, leaks, other processes.
 
-Start with `watch`.
+Start with `monitor`.
 """

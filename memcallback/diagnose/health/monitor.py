@@ -1,8 +1,8 @@
 """HealthMonitor: watches a training's memory and warns of each problem once.
 
 On a normal step it compares a few numbers that were read anyway. It looks at live tensors only when
-a window of steps ends and memory has been rising. A CPU has no allocator counters, so there it looks
-on recorded steps: every tenth at most, and half as often after every 16 looks.
+a window of steps ends and memory has been rising. A CPU has no allocator counters, so there it
+looks on recorded steps: every tenth at most, and half as often after every 16 looks.
 """
 
 from __future__ import annotations

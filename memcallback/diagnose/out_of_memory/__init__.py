@@ -1,4 +1,4 @@
-"""From an out-of-memory error to a report: what was in the memory, and what would help.
+"""Turns an out-of-memory error into a report: what was live, and what would help.
 
 Start with `explain`.
 """

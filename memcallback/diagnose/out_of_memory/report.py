@@ -232,7 +232,8 @@ class OutOfMemoryReport(Printable):
         peak = self.expected
         if peak is None:
             return []
-        text = f"Predicted for this batch size: peak allocated {format_bytes(peak.peak_allocated_bytes)}"
+        allocated = format_bytes(peak.peak_allocated_bytes)
+        text = f"Predicted for this batch size: peak allocated {allocated}"
         shortfall = peak.shortfall_bytes
         if shortfall is not None and peak.available_bytes is not None:
             available = format_bytes(peak.available_bytes)

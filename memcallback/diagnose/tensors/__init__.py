@@ -1,4 +1,4 @@
-"""Which tensors are alive on a device, who owns them, and which came and went between two points.
+"""Finds live tensors and their owners, and compares them between points of a program.
 
 Start with `diff`.
 """

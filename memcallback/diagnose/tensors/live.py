@@ -185,7 +185,7 @@ class _Search:
 
     @property
     def result(self) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
-        """The storages, largest first, and equal sizes in order of sources: the same in every run."""
+        """The storages, largest first; equal sizes in the order of their sources."""
         largest_first = sorted(self._found.values(), key=lambda found: -found.live.size_bytes)
         return [(found.live, found.reference) for found in largest_first]
 

@@ -1,4 +1,4 @@
-"""`fit_batch_size`: trials of the Trainer's own loop, after each of which everything is put back.
+"""`fit_batch_size`: runs trials of the Trainer's own loop, and restores everything after each.
 
 Start with `fit_batch_size`, then `search`.
 """

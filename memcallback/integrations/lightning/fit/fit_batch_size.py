@@ -102,8 +102,8 @@ def fit_batch_size(
     if launcher is not None and "Subprocess" not in type(launcher).__name__:
         raise ValueError(
             f"The strategy {type(trainer.strategy).__name__} trains in processes of its own, which "
-            "would not get the batch size found here. Use Trainer(strategy='ddp'), or search within "
-            "the training: MemoryCallback(fit_batch_size=True)."
+            "would not get the batch size found here. Use Trainer(strategy='ddp'), or search "
+            "within the training: MemoryCallback(fit_batch_size=True)."
         )
     if hasattr(train_dataloaders, "prepare_data"):  # fit accepts a data module here too
         datamodule, train_dataloaders = train_dataloaders, None

@@ -94,8 +94,8 @@ class FitSearch:
         self._batch_size_settings = batch_size_settings(module, trainer.datamodule)
         if self._given is None and not self._batch_size_settings:
             raise ValueError(
-                f"Neither the module nor its data module has the attribute or hyperparameter {NAME}, "
-                f"so train_dataloader() cannot get one. Set self.{NAME} in __init__ and write "
+                "Neither the module nor its data module has the attribute or hyperparameter "
+                f"{NAME}, so train_dataloader() cannot get one. Set self.{NAME} in __init__ and write "
                 f"DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
             )
         self._accumulate = largest_accumulation(trainer)
@@ -185,8 +185,8 @@ class FitSearch:
             self._state.restore()
         if probe.batch is None or probe.batch_size is None:
             raise ValueError(
-                "The training loader returns no batch, so there is nothing to try. Give it data, and "
-                "limit_train_batches above 0."
+                "The training loader returns no batch, so there is nothing to try. Give it data, "
+                "and limit_train_batches above 0."
             )
         num_samples: int | None = probe.num_samples
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
