@@ -17,7 +17,7 @@ from warnings_table import warnings_of, warnings_of_named
 
 from memcallback import MemoryRecorder, MemoryWarning, Phase
 from memcallback.core.units import GiB
-from memcallback.devices import nvml
+from memcallback.devices import memory
 from memcallback.diagnose.health import monitor as health_monitor
 from memcallback.diagnose.health.monitor import HealthMonitor
 
@@ -88,7 +88,7 @@ def test_what_is_wrong_on_a_small_device_is_told_once(small_device, name):
 @pytest.mark.cuda
 def test_another_process_that_takes_memory_is_told_once(monkeypatch):
     sizes = iter([0, 0, *[20 * GiB] * 100])
-    monkeypatch.setattr(nvml, "_by_process", lambda *_: (GiB, next(sizes)))
+    monkeypatch.setattr(memory, "_by_process", lambda *_: (GiB, next(sizes)))
     told = warnings_of(programs.HEALTHY["perceptron"], "gpu")
     assert len(told) == 1
     assert "Other processes have taken 20.00 GiB" in told[0]

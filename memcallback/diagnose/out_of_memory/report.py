@@ -297,18 +297,22 @@ class OutOfMemoryReport(Printable):
         )
 
     def _tensor_table(self) -> Table:
+        columns: tuple[str, ...] = ("held by", "size", "tensor", "made at")
+        rows = [
+            (
+                _owner(tensor),
+                format_bytes(tensor.size_bytes),
+                f"{tensor.dtype} {_shape(tensor.shape)}",
+                _made_at(tensor.line),
+            )
+            for tensor in self.tensors
+        ]
+        has_lines = any(tensor.line is not None for tensor in self.tensors)
+        num_columns = len(columns) if has_lines else len(columns) - 1
         return Table(
             title=f"The {len(self.tensors)} largest of {self.num_tensors} live tensors, measured",
-            columns=("held by", "size", "tensor", "made at"),
-            rows=tuple(
-                (
-                    _owner(tensor),
-                    format_bytes(tensor.size_bytes),
-                    f"{tensor.dtype} {_shape(tensor.shape)}",
-                    _made_at(tensor.line),
-                )
-                for tensor in self.tensors
-            ),
+            columns=columns[:num_columns],
+            rows=tuple(row[:num_columns] for row in rows),
             left_columns=frozenset({"tensor", "made at"}),
         )
 
