@@ -1,4 +1,4 @@
-"""FittedBatchSize and the search strategy of fit_batch_size."""
+"""FittedBatchSize, and the strategy by which fit_batch_size searches for it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from memcallback.core.types import Category
 from memcallback.core.units import format_bytes
 from memcallback.prediction.prediction import StepPrediction
 
-#: What is held throughout a step, whatever the batch size.
+#: Categories that do not depend on the batch size.
 _HELD = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
-#: A larger size is worth another trial if it is so many times the one that fits.
+#: A larger size is worth another trial if it is at least so many times the best one.
 _WORTHWHILE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of running one batch size.
+    """The outcome of running one batch size.
 
     Attributes:
         batch_size: Samples in a batch.
-        peak_bytes: The most that was needed at once, of reserved memory, on a CPU of allocated;
-            before an error the most until then; None if it could not be read.
-        predicted_bytes: The peak that was expected before the trial; None if none was.
-        budget_bytes: What may be measured: the capacity less what is outside the allocator and half
-            of the headroom.
-        is_out_of_memory: Whether memory ran out.
-        num_alloc_retries: How often the allocator had to give back its cache and try again.
+        peak_bytes: The reserved peak, on a CPU the allocated one, up to the error if there was one;
+            None if it could not be read.
+        predicted_bytes: The peak expected before the trial; None if unknown.
+        budget_bytes: The largest peak that passes: the capacity less memory outside the allocator
+            and half of the headroom.
+        is_out_of_memory: Whether the device ran out of memory.
+        num_alloc_retries: How often the allocator had to free its cache and try again.
     """
 
     batch_size: int
@@ -69,9 +69,9 @@ class Trial:
 class LikelyPeak:
     """The replayed peak over batch sizes, with what trials have shown beside it.
 
-    `advise` is on the safe side of a measurement. What comes of this is run, so it takes the
-    likelier figure: what a trial took more or less than was replayed (validation, kernels' own
-    memory, where segments come to lie) is taken to be in proportion to the batch size.
+    `estimate` errs on the safe side. The size from here is run, so the likelier value counts: the
+    difference of a trial to its replay (validation, memory inside kernels, where segments lie) is
+    assumed to grow in proportion to the batch size.
 
     Attributes:
         line: The replayed peaks.
@@ -113,12 +113,11 @@ class LikelyPeak:
 
 
 class BatchSizeSearch:
-    """Finds the largest size that fits, from the sizes that were tried and what was expected after
-    each.
+    """Chooses the next batch size to try, from the trials so far and what each made expected.
 
-    A size that ran with memory to spare is the answer unless more is expected to fit. After one
-    that does not fit comes the largest that is now expected to, and where nothing is expected the
-    middle between what fits and what does not.
+    A size that fits is the answer unless a larger one is expected to fit. After one that does not
+    fit comes the largest now expected to; without an expectation, the middle between the largest
+    that fits and the smallest that does not.
     """
 
     def __init__(self, first: int, bounds: BatchSizeBounds) -> None:
@@ -128,7 +127,7 @@ class BatchSizeSearch:
         self.next: int | None = bounds.within(first)
 
     def record(self, batch_size: int, *, fits: bool, expected: int | None) -> None:
-        """Take note of a trial."""
+        """Record a trial."""
         if fits:
             self.best = max(self.best, batch_size)
         else:
@@ -272,7 +271,7 @@ def nothing_fits(
 
 
 def _way_out(prediction: StepPrediction | None) -> str:
-    """What would make one sample fit, by what stands at the peak that is predicted for it."""
+    """What would make one sample fit, by the categories live at its predicted peak."""
     try:
         found = {} if prediction is None else prediction.at(1).by_category
     except ValueError:

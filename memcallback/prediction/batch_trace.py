@@ -22,14 +22,12 @@ from memcallback.trace.traced_step import (
     item_text,
 )
 
-#: A batch size so many times the largest that was traced is far from it.
+#: A batch size so many times the largest traced is far from it.
 _FAR = 64
 
 
 class BatchDependentPath(ValueError):
-    """The program does something else at another batch size, so that two traces do not tell of a
-    third.
-    """
+    """The program takes another path at another batch size, so two traces do not predict a third."""
 
 
 class UnknownBatchSize(ValueError):
@@ -42,15 +40,13 @@ class BatchTrace:
 
     Attributes:
         traced: The step as it was traced at the smaller of the batch sizes.
-        slopes: What each of its `numbers` grows with each sample; None if only the traced batch
-            size is known.
+        slopes: How much each of its `numbers` grows per sample; None if only the traced batch size
+            is known.
         caveats: What was assumed, one sentence each.
-        base: In place of its `numbers`, those of the same step at another sequence length; None for
-            its own.
-        largest_traced: The largest batch size that was traced and agrees; None for that of
-            `traced`.
-        shape_slopes: What the dimensions of tensors grow with each sample, by the number of their
-            allocations, where any grows.
+        base: The `numbers` of the same step at another sequence length; None for its own.
+        largest_traced: The largest batch size whose trace agrees; None for that of `traced`.
+        shape_slopes: How much the dimensions of tensors grow per sample, by the id of their
+            allocation, where any grows.
     """
 
     traced: TracedStep
@@ -59,7 +55,7 @@ class BatchTrace:
     base: tuple[int, ...] | None = field(default=None, repr=False)
     largest_traced: int | None = None
     shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    #: Answers of rules: a batch size is asked for more than once, and many operators ask the same.
+    #: Cached results of kernel rules: batch sizes repeat, and many operators have the same inputs.
     _answers: dict[tuple[int, ...], Kernel] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -71,7 +67,7 @@ class BatchTrace:
     def fit(
         cls, first: TracedStep, second: TracedStep, check: TracedStep | None = None
     ) -> BatchTrace:
-        """Put a line through the sizes at two batch sizes."""
+        """Fit a straight line through the sizes at two batch sizes, checked by a third trace."""
         first, second = sorted((first, second), key=lambda step: step.batch_size)
         num_samples = second.batch_size - first.batch_size
         if num_samples == 0:
@@ -101,20 +97,18 @@ class BatchTrace:
         return fitted if check is None else fitted.verified(check)
 
     def verified(self, check: TracedStep) -> BatchTrace:
-        """The same, known to tell of one more batch size."""
+        """The same trace, checked against a trace at one more batch size."""
         self._reproduce(check)
         return replace(
             self, largest_traced=max(check.batch_size, self.largest_traced or self.batch_size)
         )
 
     def is_among_traced(self, batch_size: int) -> bool:
-        """Whether a batch size is none beyond those that were traced, to either side."""
+        """Whether a batch size is within the range of those that were traced."""
         return self.batch_size <= batch_size <= (self.largest_traced or self.batch_size)
 
     def is_far(self, batch_size: int) -> bool:
-        """Whether a batch size is so far beyond the largest that was traced that the program may
-        well take another path there.
-        """
+        """Whether the program may take another path, so far beyond the largest traced batch size."""
         return batch_size > _FAR * (self.largest_traced or self.batch_size)
 
     @property
@@ -124,19 +118,17 @@ class BatchTrace:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """All that may depend on the batch size, at `batch_size`."""
+        """All numbers that may depend on the batch size, at `batch_size`."""
         return self.traced.numbers if self.base is None else self.base
 
     @property
     def is_any_batch_size_known(self) -> bool:
-        """Whether it can tell of other batch sizes than the traced one."""
+        """Whether other batch sizes than the traced one are known."""
         return self.slopes is not None
 
     @cached_property
     def largest_known(self) -> int | None:
-        """The largest batch size at which no size is below nothing; None where none shrinks with
-        the batch.
-        """
+        """The largest batch size at which no size is negative; None if none shrinks."""
         shrinking = (
             number // -slope
             for number, slope in zip(self.numbers, self.slopes or (), strict=False)
@@ -184,7 +176,7 @@ class BatchTrace:
         return self.traced.with_numbers(numbers, self._answers)
 
     def origin(self, number: int, batch_size: int) -> AllocationSource | None:
-        """Where an allocation comes from; None if no tensor stands for it."""
+        """The tensor that an allocation is for; None if unknown."""
         origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
         if origin is None or slopes is None:
             return origin
@@ -212,9 +204,7 @@ class BatchTrace:
 
 
 def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[float, ...]]:
-    """What dimensions grow with each sample; a tensor of another number of dimensions is taken to
-    stay as it is.
-    """
+    """How dimensions grow per sample; a tensor with another number of dimensions stays as it is."""
     num_samples = second.batch_size - first.batch_size
     found = {}
     for number, origin in first.origins.items():

@@ -1,4 +1,4 @@
-"""Compare a measured with a predicted step."""
+"""Compares a measured with a predicted step, and says which values differ by more than noise."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from memcallback.core.step_memory import MemoryStats, StepMemory, error_pct
 from memcallback.core.types import PERSISTENT_CATEGORIES
 from memcallback.core.units import MiB, format_bytes
 
-#: A replayed figure of allocated memory is taken to agree within this share and this much more.
+#: Allocated memory agrees with its replay within this share plus this many bytes.
 ALLOCATED_SHARE = 0.001
 ALLOCATED_SLACK_BYTES = MiB
-#: One of reserved memory within this share: where segments come to lie depends on more than one
-#: step.
+#: Reserved memory within this share: where segments lie depends on more than one step.
 RESERVED_SHARE = 0.02
-#: What carries a difference of a peak that is at neither end of the phase.
+#: Where a peak differs if the phase agrees at its start and end.
 INSIDE = "temporary memory and workspaces"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A figure that is further from its prediction than the band.
+    """A measured value outside the band around its prediction.
 
     Attributes:
-        where: The figure, such as `allocated at the end of forward`.
-        predicted_bytes: As predicted.
-        measured_bytes: As measured.
-        carrier: What most of the difference is in, and how much more of it was measured, in bytes;
-            None if that is not known.
+        where: The value, such as `allocated at the end of forward`.
+        predicted_bytes: The predicted value.
+        measured_bytes: The measured value.
+        carrier: The category with most of the difference, and how much more of it was measured, in
+            bytes; None if unknown.
     """
 
     where: str
@@ -56,16 +55,15 @@ class Difference:
 
 
 def allocated_band(measured_bytes: int) -> float:
-    """How far a replayed figure of allocated memory may be from a measured one, in bytes."""
+    """How far replayed allocated memory may be from a measured value, in bytes."""
     return ALLOCATED_SHARE * measured_bytes + ALLOCATED_SLACK_BYTES
 
 
 def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference, ...]:
-    """Every boundary and peak of two steps at which allocated or reserved memory is further apart
-    than the band.
+    """Every boundary and peak of two steps that differ by more than the band.
 
-    A step predicted for a CPU is compared at the boundaries alone: its peaks leave out what
-    operators take for themselves.
+    A step predicted for a CPU is compared at phase boundaries alone: its peaks leave out temporary
+    memory inside operators.
     """
     found: list[Difference | None] = []
     has_peaks = predicted.peak_reserved_bytes is not None
@@ -87,7 +85,7 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
         ]
         found += at_boundaries
         if has_peaks:
-            # What does not stand at either boundary has come and gone within the phase.
+            # A difference at neither boundary is memory that came and went within the phase.
             whole = max(
                 (one for one in at_boundaries if one), key=lambda one: one.size_bytes, default=None
             )
@@ -119,7 +117,7 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
 
 
 def _reserved_carrier(predicted: StepMemory, measured: StepMemory) -> tuple[str, int]:
-    """Whether more is allocated at the peak, or more is reserved for what is allocated."""
+    """Whether more is allocated at the peak, or more is reserved but unallocated."""
     allocated = (measured.peak_allocated_bytes or 0) - (predicted.peak_allocated_bytes or 0)
     unallocated = (
         (measured.peak_reserved_bytes or 0) - (predicted.peak_reserved_bytes or 0) - allocated

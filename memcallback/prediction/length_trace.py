@@ -25,9 +25,7 @@ _ALIGNMENT = 8
 
 
 class LengthDependentPath(ValueError):
-    """The program does something else at another sequence length, so that traces at some do not
-    tell of others.
-    """
+    """The program takes another path at another sequence length, so traces predict no other."""
 
 
 class UnknownSequenceLength(ValueError):
@@ -61,7 +59,7 @@ class SequenceLengthTrace:
     Attributes:
         traces: Sequence length -> the step's trace there: one if only that length is known, else
             three that agree in all but numbers.
-        step: What known lengths differ by; 0 if one is known.
+        step: Known lengths differ by multiples of this; 0 if only one is known.
     """
 
     traces: Mapping[int, BatchTrace]
@@ -77,7 +75,7 @@ class SequenceLengthTrace:
     def fit(
         cls, traces: Mapping[int, BatchTrace], check: tuple[int, TracedStep] | None = None
     ) -> SequenceLengthTrace:
-        """Put a parabola through the numbers at three sequence lengths."""
+        """Fit a parabola through the numbers at three sequence lengths, checked by a fourth trace."""
         if len(traces) != 3:
             raise ValueError(
                 f"a parabola is told by traces at three sequence lengths, got {len(traces)}: {sorted(traces)}"

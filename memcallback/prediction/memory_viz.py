@@ -1,8 +1,8 @@
-"""Export a prediction for PyTorch's memory_viz.
+"""Exports a prediction for PyTorch's memory_viz.
 
-The form is that of the docstring of `_snapshot` in torch/cuda/memory.py. Where a recorded snapshot
-has the Python stack of an allocation, this one has its operator and category, the modules that were
-running from the inside out, the phase and the number of the step.
+The format is described in the docstring of `_snapshot` in torch/cuda/memory.py. In place of the
+Python stack of an allocation there are its operator and category, the running modules from the
+inside out, the phase and the number of the step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dump_snapshot(prediction: Prediction, path: str | Path) -> None:
 
 
 class _Recorder:
-    """Replays a trace and writes down what the allocator does."""
+    """Replays a trace and records what the allocator does."""
 
     def __init__(self, prediction: Prediction) -> None:
         if isinstance(prediction.device, HostSpec):
@@ -111,7 +111,7 @@ class _Recorder:
         self.allocator.free(block)
 
     def follow_segments(self, stream: int, frames: list[dict[str, Any]]) -> None:
-        """Write down what was taken from the device and given back since the last time."""
+        """Record the segments allocated and freed since the last time."""
         before, after = self.mapped, {}
         for blocks in self.allocator.snapshot():
             after[blocks[0].address] = (
@@ -199,7 +199,7 @@ def _frame(kind: str, name: str) -> dict[str, Any]:
 
 
 def _without(start: int, end: int, others: dict[int, tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The address and size of each part of a range that is in none of some others."""
+    """The address and size of each part of a range that no other range covers."""
     if others.get(start, (0, 0))[0] == end:
         return
     for other_start, (other_end, _) in sorted(others.items()):

@@ -1,4 +1,4 @@
-"""Cut a trace's last step at module boundaries."""
+"""Cuts a trace's last step at module boundaries, for the memory of each module."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StepSpans:
 
     Attributes:
         windows: The spans of each window, in order.
-        saved: The activations that stand where the forward pass ends; of several forward passes
-            those of each.
+        saved: The activations live at the end of the forward pass; of each one, if there are
+            several.
     """
 
     windows: list[list[Span]] = field(default_factory=list)
@@ -35,10 +35,10 @@ class StepSpans:
 
     @property
     def saved_bytes(self) -> Mapping[str, int]:
-        """What was handed out for them, by the module that was running."""
+        """Block bytes of the saved activations, by the module that was running."""
         found: Counter[str] = Counter()
-        for standing in self.saved:
-            found[standing.alloc.module] += standing.block_bytes
+        for live in self.saved:
+            found[live.alloc.module] += live.block_bytes
         return found
 
 
@@ -65,9 +65,7 @@ def last_step(trace: AllocationTrace, block_bytes: Mapping[int, int]) -> StepSpa
 
 
 class _Cutter:
-    """Follows what is allocated, and cuts a window where it is told to; outside of the windows
-    marks say nothing.
-    """
+    """Follows allocated memory and cuts phases into spans at module marks."""
 
     def __init__(self, block_bytes: Mapping[int, int]) -> None:
         self.result = StepSpans()

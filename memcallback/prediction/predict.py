@@ -1,4 +1,4 @@
-"""predict(): trace a step and replay it on a device."""
+"""predict(): traces a step at several batch sizes and replays it on a device."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from memcallback.trace.dispatch.placeholders import Bounds
 from memcallback.trace.traced_step import TracedStep
 from memcallback.trace.tracer import TraceRequest, trace
 
-#: How often traces that take long say how far they are.
+#: How often the progress of slow traces is reported.
 SLOW_S = 2.0
-#: One for the figures, two to know those of every batch size.
+#: One for the step, two to know every batch size.
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
 _NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
-#: How the caveat begins that says why other batch sizes are not known.
+#: Begins the caveat that says why other batch sizes are unknown.
 ONLY = "Only batch size"
 
 
@@ -128,9 +128,7 @@ def predict_without_limits(
 
 
 def _with_communication(device: Device, step: TrainingStep) -> Device:
-    """The device, with what the communication library takes of it where the step has other ranks:
-    the most that was seen.
-    """
+    """The device with the memory of NCCL if the step has several ranks: the most that was seen."""
     if isinstance(device, HostSpec) or step.ranks is None or step.ranks.world_size == 1:
         return device
     return replace(device, communication_bytes=NCCL_BYTES[1])
@@ -139,7 +137,7 @@ def _with_communication(device: Device, step: TrainingStep) -> Device:
 def predict_once(
     step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings
 ) -> Prediction:
-    """Predict a step at one batch size alone, which takes one trace."""
+    """Predict a step at one batch size alone: one trace."""
     traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)
     return Prediction.of(
         BatchTrace.single(traced),
@@ -167,7 +165,7 @@ def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[
 
 
 class Traces:
-    """Traces a step at several batch sizes and sequence lengths, and tells how far it is."""
+    """Traces a step at several batch sizes and sequence lengths, and reports progress."""
 
     def __init__(
         self,
@@ -185,12 +183,12 @@ class Traces:
 
     @property
     def has_samples(self) -> bool:
-        """Whether the batch can be had with another number of samples."""
+        """Whether the batch can be resized to another number of samples."""
         given = self._step.batch_size.batch_size
         return given is not None and has_samples(self._step.batch, given)
 
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
-        """The step there."""
+        """The trace at a batch size and sequence length."""
         with quietly():
             traced = trace(
                 TraceRequest(
@@ -208,9 +206,7 @@ class Traces:
 
 
 def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
-    """The step's trace at any batch size; at the one asked for alone, if it does something else at
-    others.
-    """
+    """The step's trace at any batch size; at one alone, if it takes another path at others."""
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
         caveat = f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
@@ -227,14 +223,12 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
 
 
 def _far(batch_size: int) -> int:
-    """Far enough away that a size that only looks like a straight line from near does not pass."""
+    """A batch size far enough to expose sizes that only look linear nearby."""
     return 2 * batch_size + 3
 
 
 def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> SequenceLengthTrace:
-    """The step's trace at any sequence length; at the one asked for alone, if it does something
-    else at others.
-    """
+    """The step's trace at any sequence length; at one alone, if it takes another path at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
     is_any = own.is_any_batch_size_known
 

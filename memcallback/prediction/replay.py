@@ -1,4 +1,4 @@
-"""Run a trace through an allocator."""
+"""Replays a trace on a simulated allocator: memory per step, and allocations live at the peak."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Block(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """The rounding, and a tail that is not split off, included."""
+        """Including rounding, and a tail that is not split off."""
 
 
 _Block = TypeVar("_Block", bound=Block)
 
 
 class Allocator(Protocol[_Block]):
-    """What a trace can be put to."""
+    """A simulated allocator that can replay a trace."""
 
     allocated_bytes: int
     num_alloc_retries: int
@@ -60,20 +60,19 @@ class Allocator(Protocol[_Block]):
         """Take a block back."""
 
     def stats(self) -> MemoryStats:
-        """The figures now, with the peaks since `reset_peaks`."""
+        """Memory now, with the peaks since `reset_peaks`."""
 
     def reset_peaks(self) -> None:
-        """Let the peaks begin anew at the present figures."""
+        """Restart the peaks at the present values."""
 
 
 @dataclass(frozen=True)
 class LiveAllocation:
-    """A storage that is there at some moment.
+    """A storage that is live at some moment.
 
     Attributes:
-        alloc: Where it comes from; its `size_bytes` is what was asked for.
-        block_bytes: What the allocator has handed out for it: the rounding, and a tail that it does
-            not split off, included.
+        alloc: The allocation; its `size_bytes` is the requested size.
+        block_bytes: The size of its block, including rounding and a tail that is not split off.
     """
 
     alloc: Alloc
@@ -86,9 +85,9 @@ class ReplayedStep:
 
     Attributes:
         windows: The phases in the order in which they ran.
-        is_warm_up: No optimizer phase came before it.
-        peak_position: The position of the event at which allocated memory is first largest inside
-            the step's phases; -1 without any.
+        is_warm_up: Whether no optimizer phase came before it.
+        peak_position: The position of the event at which allocated memory is first largest in the
+            step's phases; -1 if it has none.
     """
 
     windows: tuple[PhaseMemory, ...]
@@ -98,17 +97,17 @@ class ReplayedStep:
 
 @dataclass(kw_only=True)
 class Replay:
-    """What an allocator made of a trace.
+    """The result of a replay.
 
     Attributes:
-        steps: The steps that were replayed to their end. Those of the trace's last window are of
-            its last repetition.
-        num_alloc_retries: Retries in all.
-        out_of_memory: What failed and where, where the allocator gave up; the replay ends there.
-            None if it did not.
-        caveats: Why the last steps may not be those of a steady training, one sentence each.
-        block_bytes: The number of each `Alloc` of more than 0 bytes -> what was handed out for it,
-            in the last repetition if it was repeated.
+        steps: The steps that were replayed to their end; for the trace's last window those of its
+            last repetition.
+        num_alloc_retries: The number of retries.
+        out_of_memory: What failed and where, if the allocator ran out of memory; the replay ends
+            there. None if it did not.
+        caveats: Why the last steps may not be steady, one sentence each.
+        block_bytes: The id of each `Alloc` of more than 0 bytes -> the size of its block, in the
+            last repetition if it was repeated.
     """
 
     steps: list[ReplayedStep] = field(default_factory=list)
@@ -121,7 +120,7 @@ class Replay:
 def replay(
     events: Sequence[Event], allocator: Allocator[_Block], *, unlimited: bool = False
 ) -> Replay:
-    """Put a trace to an allocator, and its last window again until that has settled."""
+    """Replay a trace, and repeat its last window until the allocator settles."""
     replayer = _Replayer(events, allocator, unlimited=unlimited)
     with suppress(OutOfMemoryError):
         replayer.run()
@@ -147,7 +146,7 @@ def replay_on(
 def live_at(
     position: int, events: Sequence[Event], block_bytes: Mapping[int, int]
 ) -> tuple[LiveAllocation, ...]:
-    """What is there after an event, the largest first."""
+    """The allocations live after an event, the largest first."""
     live = [
         LiveAllocation(alloc, block_bytes[alloc.id])
         for alloc in not_freed(events[: position + 1])
@@ -166,9 +165,9 @@ class _Replayer(Generic[_Block]):
         self.allocator = allocator
         self.unlimited = unlimited
         self.result = Replay()
-        #: What is there, by its number.
+        #: Live blocks by the id of their allocation.
         self.alive: dict[int, _Block] = {}
-        #: Of what is there, that which is held.
+        #: Live allocations of persistent categories.
         self.holders: dict[int, Alloc] = {}
         self.held: dict[Category, int] = dict.fromkeys(PERSISTENT_CATEGORIES, 0)
         self.windows: list[PhaseMemory] = []
@@ -181,7 +180,7 @@ class _Replayer(Generic[_Block]):
         self.peak = (-1, -1)
 
     def run(self) -> None:
-        """Replay all; after an OutOfMemoryError the result says so."""
+        """Replay all events; an OutOfMemoryError is noted in the result and raised."""
         window = last_window(self.events)
         if window is None:
             self.play(0, len(self.events))
@@ -201,9 +200,7 @@ class _Replayer(Generic[_Block]):
         self.play(window.stop, len(self.events))
 
     def repeat(self, window: Window, pairs: Sequence[tuple[int, int]], num_earlier: int) -> None:
-        """Replay the window until its figures are the same twice; its latest steps take the place
-        of those after `num_earlier`.
-        """
+        """Replay the window until two repetitions are equal; keep the steps of the last one."""
         steps = self.result.steps
         peaks: list[Peaks] = []
         for _ in range(window.number, MAX_WINDOWS):
@@ -216,12 +213,12 @@ class _Replayer(Generic[_Block]):
             self.play(window.start, window.stop)
             del steps[num_earlier : num_earlier + len(previous)]
             peaks.append(_peaks(steps[num_earlier:]))
-            if _figures(previous) == _figures(steps[num_earlier:]):
+            if _values(previous) == _values(steps[num_earlier:]):
                 return
         self.result.caveats += unsettled(window, peaks)
 
     def latest(self, numbers: Set[int], window: Window) -> list[Alloc]:
-        """What has these numbers, all of it from before a window's end, in the order of allocation."""
+        """The last allocations with these ids before a window's end, in order of allocation."""
         found: list[Alloc] = []
         events = islice(reversed(self.events), len(self.events) - window.stop, None)
         while len(found) < len(numbers):
@@ -231,7 +228,7 @@ class _Replayer(Generic[_Block]):
         return found[::-1]
 
     def play(self, start: int, stop: int) -> None:
-        """Put a part of the events to the allocator."""
+        """Replay a part of the events."""
         allocator = self.allocator
         allocate, free, alive, holders, held = (
             allocator.allocate,
@@ -267,13 +264,13 @@ class _Replayer(Generic[_Block]):
                     free(freed)
                     if number in holders:
                         holder = holders.pop(number)
-                        held[holder.category] -= holder.size_bytes  # type: ignore[index]  # what is held has a category
+                        held[holder.category] -= holder.size_bytes  # type: ignore[index]  # persistent allocations have a category
             else:
                 self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
                 peak_bytes = self.peak_bytes()
 
     def peak_bytes(self) -> float:
-        """Above what allocated memory is the peak of the step so far: outside phases nothing is."""
+        """The allocated peak of the step so far; infinite outside phases, which do not count."""
         return self.peak[0] if self.phase else math.inf
 
     def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
@@ -322,7 +319,7 @@ class _Replayer(Generic[_Block]):
         self.windows.append(window)
 
     def stats(self) -> MemoryStats:
-        """The figures now; without an end of memory nothing is said of retries."""
+        """Memory now; retries are not counted with unlimited memory."""
         stats = replace(self.allocator.stats(), by_category=dict(self.held))
         return replace(stats, num_alloc_retries=None, num_ooms=None) if self.unlimited else stats
 
@@ -333,7 +330,7 @@ class _Replayer(Generic[_Block]):
 
 
 def _peaks(steps: Sequence[ReplayedStep]) -> Peaks:
-    """Of allocated and of reserved memory."""
+    """The allocated and the reserved peak."""
     windows = [window for step in steps for window in step.windows]
     allocated, reserved = (
         (window.peak_allocated_bytes for window in windows),
@@ -342,8 +339,8 @@ def _peaks(steps: Sequence[ReplayedStep]) -> Peaks:
     return largest(allocated) or 0, largest(reserved) or 0
 
 
-def _figures(steps: Sequence[ReplayedStep]) -> list[PhaseMemory]:
-    """All figures of some steps but the counts since the program began."""
+def _values(steps: Sequence[ReplayedStep]) -> list[PhaseMemory]:
+    """All values of some steps, without the counts since the program began."""
     return [
         replace(
             window,

@@ -1,9 +1,9 @@
 """Repeat the last optimizer window until the allocator settles.
 
-A window is the steps up to and including one optimizer update; a trace without any update has one
-for each step. Training repeats its requests from the second window on. What an allocator makes of
-them may shift for some windows more: it serves them from other free blocks, and a block can be
-larger than what was asked for.
+A window is the steps up to and including one optimizer update; in a trace without updates each step
+is one. Training repeats its requests from the second window on. The allocator may need some more
+windows to settle: it serves the requests from other free blocks, and a block can be larger than
+requested.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, Phas
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 
-#: Up to which window a training is followed, those of the trace included. Of 135 configurations
-#: that were trained for six updates, 44 had the same figures to the byte from the second update on,
-#: 80 from the third, 8 from the fourth or fifth, and in 3 two or three arrangements alternate for
-#: good (benchmarks/results/README.md tells of them).
+#: The most windows that are replayed, including those of the trace. Of 135 configurations trained
+#: for six updates, 44 had the same values to the byte from the second update on, 80 from the third,
+#: 8 from the fourth or fifth; in 3, two or three arrangements alternate forever
+#: (benchmarks/results/README.md lists them).
 MAX_WINDOWS = 6
-#: The largest figures of allocated and of reserved memory, in bytes.
+#: The allocated and the reserved peak, in bytes.
 Peaks = tuple[int, int]
 
 
@@ -29,10 +29,9 @@ class Window(NamedTuple):
     """The last window of a trace.
 
     Attributes:
-        start: The position of its first event: the first one after the step that ends the window
-            before it.
+        start: The position of its first event, right after the step that ends the window before.
         stop: The position after its last event.
-        number: How many windows there are with it.
+        number: Its number among the windows of the trace, from 1 on.
     """
 
     start: int
@@ -41,7 +40,7 @@ class Window(NamedTuple):
 
 
 def last_window(events: Sequence[Event]) -> Window | None:
-    """The last window of a trace, for repetition."""
+    """The last window of a trace; None unless another is before it and a step ends the trace."""
     marks = [
         (position, event)
         for position, event in enumerate(events)
@@ -66,7 +65,7 @@ def last_window(events: Sequence[Event]) -> Window | None:
 
 
 def pairs_of(freed: Sequence[Alloc], left: Sequence[Alloc]) -> list[tuple[int, int]] | None:
-    """What stands for what when a window is repeated."""
+    """Match what a window frees to what it leaves, by id; None if they are of different kinds."""
     ours, theirs = _by_kind(freed), _by_kind(left)
     return (
         [(number, theirs[kind]) for kind, number in ours.items()]
@@ -76,7 +75,7 @@ def pairs_of(freed: Sequence[Alloc], left: Sequence[Alloc]) -> list[tuple[int, i
 
 
 def _by_kind(storages: Sequence[Alloc]) -> dict[Hashable, int]:
-    """What each storage is and how many of the kind come before it -> its number."""
+    """The kind of each allocation and its index within that kind -> its id."""
     counts: Counter[Hashable] = Counter()
     found: dict[Hashable, int] = {}
     for alloc in storages:
@@ -87,9 +86,7 @@ def _by_kind(storages: Sequence[Alloc]) -> dict[Hashable, int]:
 
 
 def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tuple[str, ...]:
-    """What is to be said of a window that cannot be repeated: nothing if it leaves as many bytes as
-    it found.
-    """
+    """The caveat of a window that cannot be repeated; none if it frees as many bytes as it leaves."""
     freed_bytes, left_bytes = (
         sum(alloc.size_bytes for alloc in storages) for storages in (freed, left)
     )
@@ -102,9 +99,7 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
 
 
 def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
-    """What is to be said of a window whose figures go on changing, with the peaks of its
-    repetitions; nothing without any.
-    """
+    """The caveat of a window that never settles, with the peaks of its repetitions."""
     if not peaks:
         return ()
     allocated, reserved = (_span(figures) for figures in zip(*peaks, strict=True))
