@@ -47,7 +47,7 @@ MAY_IMPORT_SHOWN = {"report", "integrations"}
 #: What works without torch: the vocabulary, the simulated allocator, and all that `import
 #: memcallback` loads.
 PLAIN = ("core/", "prediction/allocator/")
-NOT_PLAIN = ("core/tensors",)
+NOT_PLAIN = ("core/tensors", "core/torch_private")
 HEAVY = {
     "torch",
     "lightning",

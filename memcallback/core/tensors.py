@@ -15,9 +15,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memcallback.core.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    is_traceable_wrapper_subclass,
+    nested_int,
+    no_dispatch,
+    storage_id,
+)
 
 _LEAVES = (
     *(torch.Tensor, torch.nn.Module, type, type(None)),
@@ -29,7 +35,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors, each counted once."""
     return sum(
         {
-            storage._cdata: storage.nbytes()
+            storage_id(storage): storage.nbytes()
             for tensor in tensors
             for storage in storages_of(tensor)
         }.values()
@@ -42,9 +48,9 @@ def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
     sizes: dict[int, int] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         for storage in storages_of(tensor):
-            sizes[storage._cdata] = storage.nbytes()
-            elements[storage._cdata] = (
-                elements.get(storage._cdata, 0) + tensor.numel() * tensor.element_size()
+            sizes[storage_id(storage)] = storage.nbytes()
+            elements[storage_id(storage)] = (
+                elements.get(storage_id(storage), 0) + tensor.numel() * tensor.element_size()
             )
     return sum(min(size, elements[storage]) for storage, size in sizes.items())
 
@@ -158,7 +164,6 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-_NOT_OF_WRAPPERS = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
 _CPU = torch.device("cpu")
 _EXTREMES = {"max_seqlen": max, "min_seqlen": min}
 #: Numbers of ragged sizes, above those that PyTorch uses for real tensors.
@@ -178,7 +183,9 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of a class decompose operators themselves, such as nested and DTensors."""
     return issubclass(kind, torch.Tensor) and (
-        hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ not in _NOT_OF_WRAPPERS
+        hasattr(kind, "__tensor_flatten__")
+        or kind.__torch_dispatch__
+        not in (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
     )
 
 
@@ -203,7 +210,7 @@ def jagged_like(tensor: Any, values: torch.Tensor, offsets: torch.Tensor) -> tor
     ends = known_values(offsets)
     assert ends is not None, "offsets of fakes are known"
     lengths = [end - start for start, end in pairwise(ends)]
-    with no_dispatch(), torch._C.DisableTorchFunction():
+    with no_dispatch(), DisableTorchFunction():
         # PyTorch keeps the longest and shortest length, if known, as shapes of empty tensors.
         known = {
             name: torch.zeros(extreme(lengths), 0)
@@ -225,7 +232,7 @@ def known_values(tensor: torch.Tensor) -> list[int] | None:
 
 def fake_with_values(like: Any, values: Sequence[int]) -> torch.Tensor:
     """A fake of known whole numbers in a storage of its own: offsets of nested tensors."""
-    with no_dispatch(), torch._C.DisableTorchFunction():
+    with no_dispatch(), DisableTorchFunction():
         shape, constant = (
             torch.empty(len(values), dtype=like.dtype, device="meta"),
             torch.tensor(values, dtype=like.dtype),
@@ -237,7 +244,7 @@ def fake_with_values(like: Any, values: Sequence[int]) -> torch.Tensor:
 
 def new_ragged_size() -> torch.SymInt:
     """A new size of a ragged dimension, equal only to itself; PyTorch makes none for our fakes."""
-    size: torch.SymInt = torch._C._get_nested_int(next(_RAGGED), 1)
+    size: torch.SymInt = nested_int(next(_RAGGED), 1)
     return size
 
 

@@ -11,6 +11,7 @@ import torch
 
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, Kernel, OpenBlasHandles
 from memcallback.core.tensors import dense_parts
+from memcallback.core.torch_private import schema_of
 from memcallback.core.types import Category
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -42,7 +43,7 @@ class OpCall:
     @property
     def operator(self) -> str:
         """The name with its namespace, such as `aten::mm`."""
-        return str(self.op._schema.name)
+        return str(schema_of(self.op).name)
 
     @property
     def name(self) -> str:
@@ -80,7 +81,7 @@ class OpCall:
 
 @cache
 def _schema_of(op: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((argument.name, argument.default_value) for argument in op._schema.arguments)
+    return tuple((argument.name, argument.default_value) for argument in schema_of(op).arguments)
 
 
 def tensors_of(values: object) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 
 from memcallback.core.kernel import Kernel, KernelRule
 from memcallback.core.tensors import dense_parts
+from memcallback.core.torch_private import schema_of
 from memcallback.cuda import outputs
 from memcallback.cuda.convolution import rule as convolution
 from memcallback.cuda.convolution.call import CudnnFlags
@@ -56,7 +57,7 @@ class OperatorRules(NamedTuple):
 @cache
 def rules_of(op: Any) -> OperatorRules:
     """The rules of an operator."""
-    namespace, _, name = op._schema.name.partition("::")
+    namespace, _, name = schema_of(op).name.partition("::")
     if namespace != "aten":
         return OperatorRules(None, None, None, None)
     return OperatorRules(

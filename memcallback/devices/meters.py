@@ -13,6 +13,7 @@ import torch
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.step_memory import Holdings, MemoryStats
+from memcallback.core.torch_private import RecordFunction, is_profiler_on
 from memcallback.devices.memory import (
     can_reset_peak_resident,
     reset_peak_resident,
@@ -230,7 +231,7 @@ class CpuMeter:
         """Read between two boundaries."""
         # Like record_function, at a tenth of its cost and without an operator. The resident size
         # is not read here.
-        with torch._C._profiler._RecordFunctionFast(_BOUNDARY):
+        with RecordFunction(_BOUNDARY):
             pass
         self._readings.append((None, None, None))
 
@@ -265,7 +266,7 @@ class _Allocation:
 
 
 def _is_profiling() -> bool:
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+    return bool(is_profiler_on())
 
 
 def _is_profiler_in_use() -> bool:
@@ -315,11 +316,9 @@ def _stop_profiler(profiler: torch.autograd.profiler.profile | None) -> list[Any
 
 def _sections(events: Iterable[Any]) -> Iterator[list[_Allocation]]:
     """The allocations between one boundary and the next, for each boundary."""
-    from torch._C._profiler import _EventType
-
     section: list[_Allocation] = []
     for event in events:
-        if event.tag == _EventType.Allocation:
+        if event.tag.name == "Allocation":
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 section.append(_Allocation(fields.ptr, fields.alloc_size))

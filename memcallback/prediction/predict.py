@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from memcallback.core.errors import PredictionError
+from memcallback.core.torch_private import enable_record_function
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH, described, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
 from memcallback.devices.local import resolve
@@ -25,9 +27,7 @@ from memcallback.prediction.length_trace import (
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.copies.resizing import has_samples
 from memcallback.step.training_step import TrainingStep
-from memcallback.trace.dispatch.placeholders import Bounds
 from memcallback.trace.traced_step import TracedStep
-from memcallback.trace.tracer import TraceRequest, trace
 
 #: How often the progress of slow traces is reported.
 SLOW_S = 2.0
@@ -179,7 +179,8 @@ class Traces:
         self._num_traces = num_traces
         self._num_done = 0
         self._progress = progress
-        self._bounds = Bounds()
+        self._tracer = _load_tracer()
+        self._bounds = self._tracer.Bounds()
 
     @property
     def has_samples(self) -> bool:
@@ -190,8 +191,8 @@ class Traces:
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The trace at a batch size and sequence length."""
         with quietly():
-            traced = trace(
-                TraceRequest(
+            traced: TracedStep = self._tracer.trace(
+                self._tracer.TraceRequest(
                     step=self._step,
                     device=self._card,
                     batch_size=batch_size,
@@ -203,6 +204,22 @@ class Traces:
         if self._progress is not None and self._num_done < self._num_traces:
             self._progress(self._num_done, self._num_traces)
         return traced
+
+
+def _load_tracer() -> Any:
+    """The tracer's module, imported when a step is traced.
+
+    It needs private parts of PyTorch: one that is missing fails a prediction, not the import of a
+    callback.
+    """
+    try:
+        from memcallback.trace import tracer
+    except (ImportError, AttributeError) as error:
+        raise PredictionError(
+            f"PyTorch {torch.__version__} lacks a part that tracing needs: {error}. Use a release "
+            "of PyTorch that memcallback was tested with"
+        ) from error
+    return tracer
 
 
 def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
@@ -260,11 +277,11 @@ def quietly() -> Iterator[None]:
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
-    torch._C._autograd._enable_record_function(False)
+    enable_record_function(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch._C._autograd._enable_record_function(True)
+        enable_record_function(True)
         logger.disabled = was_disabled

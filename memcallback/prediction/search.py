@@ -74,13 +74,7 @@ class _Outcome(NamedTuple):
 
 
 class BatchReplays:
-    """Replays a step at any batch size on one device, each size once.
-
-    Args:
-        trace: The step's allocations at any batch size.
-        device: The card, or a CPU.
-        settings: The settings of a card's allocator.
-    """
+    """Replays a step at any batch size on one device, each size once."""
 
     def __init__(self, trace: BatchTrace, device: Device, settings: AllocatorSettings) -> None:
         self.trace = trace

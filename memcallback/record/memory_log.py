@@ -6,11 +6,11 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.core.errors import fail_safe
 from memcallback.core.step_memory import StepMemory
+from memcallback.core.torch_private import tree_map_only
 from memcallback.core.types import Phase
 from memcallback.core.validation import described, whole_number
 from memcallback.devices.catalogue import Device

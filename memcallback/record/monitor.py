@@ -144,13 +144,8 @@ class Monitor:
         model: torch.nn.Module | None,
         batch: object = None,
     ) -> None:
-        """Predict the first step, which is about to begin, and write the dashboard's layout.
-
-        Args:
-            make_step: Makes the step; None to predict nothing.
-            model: The model, to warn if it is on several devices.
-            batch: The first batch, to warn if its size is unclear; None if `make_step` checks it.
-        """
+        """Predict the first step, which is about to begin, and write the dashboard's layout."""
+        # Without `make_step` nothing is predicted; a batch that `make_step` checks is not given.
         meter, settings = self._recorder.meter, self._settings
         if model is not None:
             warn_of_devices(model, meter.device)

@@ -14,6 +14,11 @@ from pathlib import Path
 import torch
 
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.torch_private import (
+    is_memory_history_on,
+    memory_snapshot,
+    record_memory_history,
+)
 from memcallback.diagnose.out_of_memory.explain import OomContext, at_failed_size, explain
 from memcallback.diagnose.out_of_memory.observer import find_out_of_memory
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
@@ -183,14 +188,14 @@ class AllocatorHistory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_ours = not torch._C._cuda_isHistoryEnabled()
+        self._is_ours = not is_memory_history_on()
         if self._is_ours:
-            torch.cuda.memory._record_memory_history(max_entries=NUM_EVENTS, stacks="python")
+            record_memory_history(max_entries=NUM_EVENTS, stacks="python")
 
     def write(self, folder: Path, name: str) -> Path:
         """Write the allocator's snapshot with its history."""
         with torch.cuda.device(self._device):
-            snapshot = torch.cuda.memory._snapshot()
+            snapshot = memory_snapshot()
         path = folder / f"{name}.pickle"
         atomic_write(path, pickle.dumps(snapshot))
         return path
@@ -199,4 +204,4 @@ class AllocatorHistory:
         """Stop recording."""
         if self._is_ours:
             self._is_ours = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(enabled=None)

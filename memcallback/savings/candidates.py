@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from memcallback.core.allocation_trace import Event
 from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import tree_map_only
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.savings.checkpointing import checkpoint, is_checkpointed
 from memcallback.savings.segments import checkpoint_choices

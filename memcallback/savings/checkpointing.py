@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint as torch_checkpoint
 
 from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import BatchNormBase as _NormBase
 from memcallback.step.model import (
     is_sequential,
     layer_containers,

@@ -13,6 +13,7 @@ import torch
 
 from memcallback.core.step_memory import Holdings
 from memcallback.core.tensors import is_on, storage_bytes, storages_of, tensors_in
+from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category
 
 
@@ -46,7 +47,7 @@ def holdings(
             for storage in (
                 (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor)
             ):
-                where, identity = storage.device, storage._cdata
+                where, identity = storage.device, storage_id(storage)
                 if where not in devices:
                     devices[where] = is_on(where, device)
                 if not devices[where] or identity in counted:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from memcallback.core.code_lines import frames_of
+from memcallback.core.torch_private import module_call
 
 
 class BackwardListener(Protocol):
@@ -125,7 +126,7 @@ def _is_error_in_module() -> bool:
     error = sys.exc_info()[1]
     if error is None:
         return False
-    calls, code = set(), torch.nn.Module._call_impl.__code__
+    calls, code = set(), module_call.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:

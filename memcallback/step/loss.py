@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import DisableTorchFunction, LossBase
 from memcallback.core.validation import cannot_take, described, kind_of, name_of
 
 #: A function of the model and the batch that returns the loss.
@@ -66,7 +67,7 @@ def check_losses(loss: object) -> None:
 def _check_loss(name: str, loss: object) -> None:
     criterion = loss if isinstance(loss, type) else type(loss)
     if (
-        issubclass(criterion, nn.modules.loss._Loss)
+        issubclass(criterion, LossBase)
         or getattr(loss, "__module__", None) == "torch.nn.functional"
     ):
         is_class = criterion is loss or isinstance(loss, nn.Module)
@@ -105,7 +106,7 @@ def wrong_with_loss(returned: object, model: nn.Module, *, is_lightning: bool) -
 
 
 def _wrong_with_tensor(loss: torch.Tensor, model: nn.Module) -> tuple[str, str] | None:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         shape, dtype, requires_grad = tuple(loss.shape), loss.dtype, loss.requires_grad
     if any(size != 1 for size in shape):
         return f"a tensor of shape {shape}", "Reduce it, such as with .mean()."

@@ -8,9 +8,9 @@ from typing import TypeGuard
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.torch_private import is_traceable_wrapper_subclass
 
 #: If one child has more than this share of a container's layers, we look inside that child.
 _DOMINANT_SHARE = 0.75

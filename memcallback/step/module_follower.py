@@ -20,6 +20,7 @@ from torch import nn
 
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import current_autograd_node, next_sequence_nr, sequence_nr
 from memcallback.step.hooks import Hook, remove_hooks
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class SequenceLog(Generic[T]):
 
     def add(self, value: T) -> None:
         """Set the value for the nodes that are created from now on."""
-        number: int = torch._C._autograd._get_sequence_nr()
+        number: int = next_sequence_nr()
         if number == self._starts[-1]:
             self._values[-1] = value
         else:
@@ -161,7 +162,7 @@ class ModuleFollower:
     def _reach_output(self, nodes: _Nodes, *_: object) -> None:
         """Hook the nodes that are still to run when autograd reaches an output of the model."""
         if self._is_following:
-            root = torch._C._current_autograd_node()
+            root = current_autograd_node()
             for node, path in nodes.first_of_stretches(root):
                 hook = self._hook(partial(self._reach_modules, path))
                 self._handles.append(node.register_prehook(hook))
@@ -243,7 +244,7 @@ class _Nodes:
         pending = [root]
         while pending:
             node = pending.pop()
-            number = node._sequence_nr()
+            number = sequence_nr(node)
             if number in self._seen:
                 continue
             self._seen.add(number)
@@ -292,4 +293,4 @@ def _is_compiled_with_hooks(module: nn.Module) -> bool:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_autograd_node() is not None
+    return current_autograd_node() is not None

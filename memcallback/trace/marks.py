@@ -16,6 +16,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.phase_spans import PhaseSpan, phase_of
 from memcallback.core.tensors import dense_parts, tensors_in
+from memcallback.core.torch_private import DisableTorchFunction, module_call
 from memcallback.core.types import Category, Phase
 from memcallback.step.holdings import states_of
 from memcallback.step.module_follower import ModuleFollower, module_infos
@@ -85,7 +86,7 @@ class TraceMarks:
     def _failed_module(self, error: Exception) -> str | None:
         """The innermost module whose call the error went through."""
         names = {id(module): name for name, module in self._model.named_modules()}
-        code, failed = nn.Module._call_impl.__code__, None
+        code, failed = module_call.__code__, None
         for frame, _ in frames_of(error.__traceback__):
             if frame.f_code is code:
                 failed = names.get(id(frame.f_locals["self"]), failed)
@@ -93,12 +94,12 @@ class TraceMarks:
 
     def module_infos(self) -> tuple[ModuleInfo, ...]:
         """The model's modules."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return module_infos([self._model])
 
     def add_model(self, places: Iterable[str]) -> None:
         """Record parameters and buffers, each on a type of device, in the order of moving."""
-        with torch._C.DisableTorchFunction(), self._mode.unrecorded():
+        with DisableTorchFunction(), self._mode.unrecorded():
             for (name, tensor), place in zip(in_order_of_moving(self._model), places, strict=True):
                 is_host = self._mode.spec is not None and place in ("cpu", "meta")
                 category = Category.BUFFER
@@ -111,7 +112,7 @@ class TraceMarks:
 
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Record optimizer state; a step count is on the host unless a kernel reads it."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for optimizer in optimizers:
                 on_device = any(
                     group.get("fused") or group.get("capturable")
@@ -127,7 +128,7 @@ class TraceMarks:
 
     def add_batch(self, batch: Any) -> None:
         """Record a batch."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for tensor in chain.from_iterable(map(dense_parts, tensors_in(batch))):
                 if self._ledger.find(tensor) is None:
                     self._ledger.add(tensor, Category.INPUT, "Tensor.to")
@@ -139,7 +140,7 @@ class TraceMarks:
 
     def label_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Label the storages of optimizer state."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for optimizer in optimizers:
                 for owner, state in states_of(optimizer):
                     name = self._owners.get(id(owner), "")
@@ -155,7 +156,7 @@ class TraceMarks:
         self, tensors: Iterable[tuple[str, torch.Tensor | None]], category: Category
     ) -> None:
         """Label the storages of tensors, each with the module that its name begins with."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             owned = (
                 (name.rpartition(".")[0], tensor) for name, tensor in tensors if tensor is not None
             )

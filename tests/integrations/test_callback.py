@@ -1165,7 +1165,7 @@ def test_whatever_the_tracer_does_training_goes_on(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise KeyError("ours")
 
-    monkeypatch.setattr("memcallback.prediction.predict.trace", broken)
+    monkeypatch.setattr("memcallback.trace.tracer.trace", broken)
     with pytest.warns(MemoryWarning, match=r"KeyError: 'ours'. Falling back to a rough formula"):
         callback = fit(tmp_path)
     assert isinstance(callback.prediction, TextbookPrediction)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
-from torch.utils._mode_utils import no_dispatch
 
 from memcallback.core.tensors import torch_version
+from memcallback.core.torch_private import DisableTorchFunction, attention_priorities, no_dispatch
 from memcallback.devices.catalogue import DeviceSpec
 
 #: The order in which a CUDA build tries them: `sdp_priority_order` in ATen/Context.h.
@@ -112,7 +112,7 @@ def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
 def _as_dense(tensor: Any) -> torch.Tensor:
     """A nested tensor as (batch, heads, 1, size): the checks do not need the lengths."""
     values = tensor._values
-    with no_dispatch(), torch._C.DisableTorchFunction():
+    with no_dispatch(), DisableTorchFunction():
         dense = torch.empty(
             tensor.shape[0], values.shape[0], 1, values.shape[2], dtype=values.dtype, device="meta"
         )
@@ -120,7 +120,7 @@ def _as_dense(tensor: Any) -> torch.Tensor:
 
 
 def _order(device: DeviceSpec) -> tuple[SDPBackend, ...]:
-    order = tuple(SDPBackend(number) for number in torch._C._get_sdp_priority_order())
+    order = tuple(SDPBackend(number) for number in attention_priorities())
     order = tuple(backend for backend in order if backend in _DEFAULT_ORDER)
     if order == _DEFAULT_ORDER and _prefers_cudnn(device):
         return (SDPBackend.CUDNN_ATTENTION, *_DEFAULT_ORDER[:-1])

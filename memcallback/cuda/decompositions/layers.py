@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memcallback.core.torch_private import CompositeImplicitAutograd, suggest_memory_format
+
 _aten = torch.ops.aten
 Composite = Callable[..., Any]
 
@@ -20,9 +22,7 @@ def own_decomposition(name: str) -> Composite:
     """
     operator, _, overload = name.partition(".")
     own = getattr(getattr(_aten, operator), overload or "default")
-    return lambda *args, **kwargs: own._op_dk(
-        torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs
-    )
+    return lambda *args, **kwargs: own._op_dk(CompositeImplicitAutograd, *args, **kwargs)
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -208,7 +208,7 @@ def batch_norm_impl_index(
         return own_decomposition("_batch_norm_impl_index")(
             input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
         )
-    layout = torch._prims_common.suggest_memory_format(input)
+    layout = suggest_memory_format(input)
     dense = input.contiguous(memory_format=layout)
     output, mean, inverse, reserve = _aten.cudnn_batch_norm(
         dense, weight, bias, running_mean, running_var, training, momentum, eps

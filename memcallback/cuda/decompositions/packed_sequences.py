@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._mode_utils import no_dispatch
 
 from memcallback.core.tensors import known_values
+from memcallback.core.torch_private import no_dispatch
 
 #: Parameters of one layer and direction: two weights (input, hidden state), two biases or None, the
 #: projection or None.

@@ -11,9 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from memcallback.core.torch_private import (
+    CompositeImplicitAutograd,
+    FakeTensor,
+    has_kernel,
+    tree_iter,
+)
 from memcallback.cuda.decompositions import layers, rnn
 from memcallback.cuda.decompositions.attention import scaled_dot_product_attention
 from memcallback.cuda.decompositions.layers import Composite, own_decomposition
@@ -48,7 +52,7 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
 
 def decomposition_of(call: OpCall, *, is_wrapped: bool) -> Composite | None:
     """The CUDA decomposition of a composite or sparse operator; None for a primitive one."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    composite = CompositeImplicitAutograd
     if not (is_wrapped and call.op.has_kernel_for_dispatch_key(composite)):
         return sparse_decomposition(call)
     overload = call.op._overloadname
@@ -72,7 +76,7 @@ def registered(device: DeviceSpec | None) -> Iterator[None]:
         for name, kernel in _kernels_on(device).items():
             library.impl(name, _for_fakes_only(name, kernel), "AutogradCPU")
         for name, shapes in _MISSING_SHAPES.items():
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            if not has_kernel(f"aten::{name}", "Meta"):
                 library.impl(name, shapes, "Meta")
         yield
     finally:
@@ -90,7 +94,7 @@ def _for_fakes_only(name: str, kernel: Composite) -> Composite:
     own = own_decomposition(name)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_iter((args, kwargs))):
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
             return kernel(*args, **kwargs)
         return own(*args, **kwargs)
 

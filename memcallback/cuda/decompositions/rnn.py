@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memcallback.core.torch_private import storage_id
 from memcallback.cuda.decompositions.layers import own_decomposition
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
 from memcallback.devices.catalogue import DeviceSpec
@@ -89,7 +90,7 @@ def flatten_rnn_weights(model: nn.Module) -> None:
         weights = [weight for weight in module._flat_weights if isinstance(weight, torch.Tensor)]
         dtype = weights[0].dtype
         alone = (
-            len({weight.untyped_storage()._cdata for weight in weights})
+            len({storage_id(weight.untyped_storage()) for weight in weights})
             == len(weights)
             == len(module._flat_weights)
         )
@@ -331,7 +332,7 @@ def _autocast(
 
 def _is_flat(weights: Sequence[torch.Tensor]) -> bool:
     # try_get_weight_buf
-    storages = {weight.untyped_storage()._cdata for weight in weights}
+    storages = {storage_id(weight.untyped_storage()) for weight in weights}
     return len(storages) == 1 and weights[0].untyped_storage().nbytes() == sum(
         weight.nbytes for weight in weights
     )

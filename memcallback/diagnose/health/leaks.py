@@ -14,6 +14,7 @@ from types import FrameType, ModuleType
 import torch
 
 from memcallback.core.code_lines import is_library
+from memcallback.core.torch_private import DisableTorchFunctionSubclass, storage_id
 from memcallback.core.types import Category
 from memcallback.diagnose.tensors.live import alive_tensors, grad_fn_of, live_storages
 from memcallback.diagnose.tensors.saved import graph_nodes
@@ -144,11 +145,11 @@ def live_by_owner(
             continue
         owner = live.owner
         if not is_variable(owner):
-            owner = owner_in_globals.get(storage._cdata, owner)
+            owner = owner_in_globals.get(storage_id(storage), owner)
         by_owner.setdefault(owner, OwnerStorages(owner)).add(
             live.size_bytes if device.type == "cpu" else settings.block_bytes(live.size_bytes),
             (live.shape, live.dtype),
-            live.category is Category.ACTIVATION or storage._cdata in computed,
+            live.category is Category.ACTIVATION or storage_id(storage) in computed,
         )
     return LiveByOwner(
         step=step, by_owner=by_owner, graph_sizes=_graph_sizes(modules, frames, in_globals)
@@ -198,11 +199,11 @@ def growing_graph(series: Sequence[LiveByOwner]) -> str:
 def _computed_storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The identities of storages that autograd computed."""
     computed = set()
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for tensor in tensors:
             with suppress(Exception):
                 if grad_fn_of(tensor) is not None:
-                    computed.add(tensor.untyped_storage()._cdata)
+                    computed.add(storage_id(tensor.untyped_storage()))
     return computed
 
 
@@ -221,7 +222,7 @@ def _graph_sizes(
             tensors.update((owner, tensor) for owner, tensor in owned if tensor.requires_grad)
     sizes = {}
     for owner, tensor in list(tensors.items())[:_MAX_GRAPHS]:
-        with suppress(Exception), torch._C.DisableTorchFunctionSubclass():
+        with suppress(Exception), DisableTorchFunctionSubclass():
             if (node := grad_fn_of(tensor)) is not None:
                 sizes[owner] = len(graph_nodes([node]))
     return sizes
@@ -243,7 +244,7 @@ def _owner_of_storages(owned: Iterable[tuple[str, torch.Tensor]]) -> dict[int, s
     owners: dict[int, str] = {}
     for owner, tensor in owned:
         with suppress(Exception):
-            owners.setdefault(tensor.untyped_storage()._cdata, owner)
+            owners.setdefault(storage_id(tensor.untyped_storage()), owner)
     return owners
 
 

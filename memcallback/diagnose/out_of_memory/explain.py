@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from memcallback.core.code_lines import frames_of, line_of_error
 from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import keystr, tree_flatten_with_path
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes, parse_bytes
 from memcallback.devices.catalogue import DeviceSpec

@@ -6,12 +6,16 @@ allocations are already freed, and in a backward pass nothing shows which operat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memcallback.core.torch_private import (
+    DisableTorchFunctionSubclass,
+    attach_oom_observer,
+    current_autograd_node,
+)
 from memcallback.diagnose.out_of_memory.errors import out_of_memory_in
 from memcallback.diagnose.tensors.saved import parameters_of
 
@@ -56,12 +60,9 @@ def record_failures() -> None:
     It costs nothing until one occurs. PyTorch cannot detach an observer, so attach it only once.
     """
     global _is_attached
-    attach: Callable[..., None] | None = getattr(
-        torch._C, "_cuda_attach_out_of_memory_observer", None
-    )
-    if not _is_attached and attach is not None and torch.cuda.is_available():
+    if not _is_attached and torch.cuda.is_available():
         _is_attached = True
-        attach(_record)
+        attach_oom_observer(_record)
 
 
 def last_failure() -> AllocatorFailure | None:
@@ -87,8 +88,8 @@ def _record(device_index: int, requested_bytes: int, capacity_bytes: int, free_b
     try:
         stats = torch.cuda.memory_stats_as_nested_dict(device_index)
         node, own, near = "", tuple[int, ...](), tuple[int, ...]()
-        with torch._C.DisableTorchFunctionSubclass():
-            running = torch._C._current_autograd_node()
+        with DisableTorchFunctionSubclass():
+            running = current_autograd_node()
             if running is not None:
                 node, own, near = (
                     running.name().rpartition("::")[2],

@@ -14,6 +14,7 @@ import torch
 
 from memcallback.core.code_lines import CodeLine, is_library, line_at
 from memcallback.core.document import Document, Printable
+from memcallback.core.torch_private import storage_id
 from memcallback.core.validation import described
 from memcallback.devices.local import default_device
 from memcallback.devices.memory import resident_bytes
@@ -197,7 +198,7 @@ class TensorDiff(Printable):
             storage = reference()
             if storage is None:
                 continue
-            key = storage._cdata
+            key = storage_id(storage)
             earlier = known.get(key)
             is_same = earlier is not None and earlier.reference() is storage
             known[key] = (

@@ -12,10 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcallback.core.code_lines import CodeLine, line_of
 from memcallback.core.tensors import is_on, parts_of
+from memcallback.core.torch_private import (
+    TorchDispatchMode,
+    current_autograd_node,
+    schema_of,
+    sequence_nr,
+    storage_id,
+)
 from memcallback.step.hooks import Hook
 from memcallback.step.module_follower import SequenceLog
 
@@ -107,7 +113,7 @@ class TensorLedger(TorchDispatchMode):
         for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
                 storage = part.untyped_storage()
-                known = self._creations.get(storage._cdata)
+                known = self._creations.get(storage_id(storage))
                 is_known = known is not None and known.reference() is storage
                 if is_known or not is_on(storage.device, self._device) or not storage.nbytes():
                     continue
@@ -123,7 +129,7 @@ class TensorLedger(TorchDispatchMode):
         module: str | None,
         at: CodeLine | None,
     ) -> None:
-        key, creations = storage._cdata, self._creations
+        key, creations = storage_id(storage), self._creations
         reference = weakref.ref(storage, lambda gone: _forget(creations, key, gone))
         dtype = str(part.dtype).removeprefix("torch.")
         creations[key] = Creation(
@@ -157,7 +163,7 @@ def _forget(
 
 
 def _name_of(func: Any) -> str:
-    return str(func._schema.name) if hasattr(func, "_schema") else str(func)
+    return str(schema_of(func).name) if hasattr(func, "_schema") else str(func)
 
 
 class _Modules:
@@ -185,10 +191,10 @@ class _Modules:
         running = self._stacks.get(threading.get_ident())
         if running:
             return running[-1]
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is None:
             return None
-        modules = {log.at(node._sequence_nr()) for log in self._logs.values()} - {_FORGOTTEN}
+        modules = {log.at(sequence_nr(node)) for log in self._logs.values()} - {_FORGOTTEN}
         return modules.pop() if len(modules) == 1 else None
 
     def _enter(self, name: str, *_: object) -> None:

@@ -12,9 +12,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memcallback.core.tensors import is_on, parts_of, tensors_in
+from memcallback.core.torch_private import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    base_of,
+    storage_id,
+)
 from memcallback.core.types import Category
 from memcallback.diagnose.tensors.saved import graph_nodes, saved_tensors
 from memcallback.diagnose.tensors.variables import Scope, module_attributes, scope_tensors, scopes
@@ -83,7 +88,7 @@ def live_storages(
     """The same with weak references; `others` are all tensors Python knows, if already listed."""
     around = scopes(frames)
     others = alive_tensors() if others is None else others
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         models = _models(list(modules), around)
         named = _named_parameters(models)
         search = _Search(device)
@@ -212,7 +217,7 @@ class _Search:
         if not size or not address or not is_on(storage.device, self._device):
             return
         covered = min(part.numel() * part.element_size(), size)
-        known = self._found.get(storage._cdata)
+        known = self._found.get(storage_id(storage))
         if known is not None and (known.source != source or known.covered_bytes >= covered):
             if category is Category.ACTIVATION and known.live.category is None:
                 known.live = replace(
@@ -229,14 +234,14 @@ class _Search:
             module=module,
             address=address,
         )
-        self._found[storage._cdata] = _Found(live, source, covered, weakref.ref(storage))
+        self._found[storage_id(storage)] = _Found(live, source, covered, weakref.ref(storage))
 
     def set_order(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Number the storages in the order of these tensors."""
         for order, tensor in enumerate(tensors):
             with suppress(Exception):
                 for part in parts_of(tensor) if tensor is not None else ():
-                    known = self._found.get(part.untyped_storage()._cdata)
+                    known = self._found.get(storage_id(part.untyped_storage()))
                     if known is not None and known.live.order is None:
                         known.live = replace(known.live, order=order)
 
@@ -244,7 +249,7 @@ class _Search:
         """The owner of a tensor's storage; empty if unknown."""
         with suppress(Exception):
             for part in parts_of(tensor):
-                if (known := self._found.get(part.untyped_storage()._cdata)) is not None:
+                if (known := self._found.get(storage_id(part.untyped_storage()))) is not None:
                     return known.live.owner
         return ""
 
@@ -360,7 +365,8 @@ def _other_gradients(
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf, without creating an autograd node (see `grad_fn_of`)."""
-    if tensor._is_view() and tensor._base.requires_grad:  # type: ignore[union-attr]
+    base = base_of(tensor)
+    if base is not tensor and base.requires_grad:
         return False
     return tensor.is_leaf
 
@@ -370,7 +376,7 @@ def grad_fn_of(tensor: torch.Tensor) -> Any:
     # After an in-place write to its base a view has no node yet, and reading grad_fn would create
     # one. That would change the sequence numbers of later nodes, and so the order of backward.
     try:
-        return (tensor._base if tensor._is_view() else tensor).grad_fn  # type: ignore[union-attr]
+        return base_of(tensor).grad_fn
     except Exception:
         return None
 

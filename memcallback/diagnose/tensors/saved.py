@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from memcallback.core.torch_private import SavedTensor, sequence_nr
+
 #: Whether saved tensors can be read without unpacking them, as from PyTorch 2.11 on.
-READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
+READS_SAVED = hasattr(SavedTensor, "data")
 _RAW = "_raw_saved_"
 #: Operators that save nothing (a transpose, a cast) between a parameter and its operator, at most.
 _MAX_BETWEEN = 3
@@ -53,7 +55,7 @@ def graph_nodes(roots: Iterable[Any]) -> list[Any]:
             pending.extend(following for following, _ in node.next_functions)
         except Exception:  # an extension's node without next_functions
             continue
-    return sorted(found, key=lambda node: int(node._sequence_nr()))
+    return sorted(found, key=lambda node: int(sequence_nr(node)))
 
 
 def saved_tensors(nodes: Iterable[Any], modules: Mapping[int, str | None]) -> Iterator[Saved]:

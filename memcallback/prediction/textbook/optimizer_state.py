@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from memcallback.core.torch_private import storage_id, tree_leaves
 from memcallback.step.copies.fakes import copy_with
 from memcallback.step.copies.optimizers import optimizer_from, optimizer_parts
 
@@ -128,5 +128,5 @@ def _device_type(tensor: torch.Tensor, group: Mapping[str, Any], device_type: st
 
 def _tensors(state: object) -> list[torch.Tensor]:
     """The tensors in a parameter's state, one for each storage."""
-    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    return list({storage_id(tensor.untyped_storage()): tensor for tensor in tensors}.values())

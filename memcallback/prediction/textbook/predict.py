@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.core.errors import PredictionError, warn
 from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in
+from memcallback.core.torch_private import FakeTensorMode
 from memcallback.core.types import Category
 from memcallback.core.units import parse_bytes
 from memcallback.devices.catalogue import cublas_workspace_bytes

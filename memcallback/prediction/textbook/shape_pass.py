@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from memcallback.core.tensors import dense_parts
+from memcallback.core.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedOperatorException,
+    is_mkldnn_on,
+    set_mkldnn,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
 )
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-
-from memcallback.core.tensors import dense_parts
 from memcallback.prediction.textbook.layer_table import Layer, LayerTable
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import untouched_variables
@@ -132,12 +136,12 @@ def _value_reader(error: Exception) -> str | None:
 def _without_onednn() -> Iterator[None]:
     # With oneDNN, a recurrent layer on the CPU is one operator, which the FLOP counter does not
     # know. torch.backends.mkldnn.flags would also set the TF32 flag, and warn of it.
-    was_enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    was_enabled = is_mkldnn_on()
+    set_mkldnn(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(was_enabled)
+        set_mkldnn(was_enabled)
 
 
 def _sdpa_flop(
@@ -295,7 +299,7 @@ class _Recorder(TorchDispatchMode):
         if self._is_saving or func.namespace == "prim":
             return func(*args, **kwargs)
         if func is not torch.ops.aten._local_scalar_dense.default:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, self._fake_of, (args, kwargs))
         outside = not self._rows
         row = (
             self.open(f"{self.module_name}/{_operator_name(func)}", _operator_name(func))
@@ -416,14 +420,14 @@ def _changed_arguments(
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [
         part
-        for leaf in pytree.tree_leaves(tree)
+        for leaf in tree_leaves(tree)
         if isinstance(leaf, torch.Tensor)
         for part in dense_parts(leaf)
     ]
 
 
 def _address(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
+    address: int = storage_id(tensor.untyped_storage())
     return address
 
 

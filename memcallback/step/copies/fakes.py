@@ -13,13 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset
 
 from memcallback.core.tensors import dense_parts, fake_with_values, jagged_like, sparse_tensor
+from memcallback.core.torch_private import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    FakeTensorMode,
+    no_dispatch,
+    storage_id,
+    tree_leaves,
+)
 from memcallback.step.copies.functions import FunctionCopies, hooks_of
 
 T = TypeVar("T")
@@ -111,13 +116,13 @@ class _FakeFactory:
             )
         storage = tensor.untyped_storage()
         with no_dispatch(), torch.no_grad():
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = torch.UntypedStorage(
+            if storage_id(storage) not in self._storages:
+                self._storages[storage_id(storage)] = torch.UntypedStorage(
                     storage.nbytes(), device="meta"
                 )
             shape = torch.empty(0, dtype=tensor.dtype, device="meta")
             shape.set_(
-                self._storages[storage._cdata],
+                self._storages[storage_id(storage)],
                 tensor.storage_offset(),
                 tensor.size(),
                 tensor.stride(),
@@ -153,7 +158,7 @@ class _CopyMode(TorchFunctionMode):
             return memo[id(tensor)]
         if getattr(func, "__name__", None) == "clone" and isinstance(args[0], torch.Tensor):
             return self._make(args[0])
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
@@ -273,7 +278,7 @@ def _last_object_copied(traceback: TracebackType | None) -> Any:
 
 
 def _modules_of(obj: object) -> Iterator[nn.Module]:
-    for leaf in pytree.tree_leaves(obj):
+    for leaf in tree_leaves(obj):
         if isinstance(leaf, nn.Module):
             yield from leaf.modules()
 

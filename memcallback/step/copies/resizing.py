@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memcallback.core.tensors import (
     dense_parts,
@@ -21,6 +20,7 @@ from memcallback.core.tensors import (
     tensors_in,
     walk,
 )
+from memcallback.core.torch_private import FakeTensor
 from memcallback.step.copies.fakes import copy_with
 
 T = TypeVar("T")

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from memcallback.core.torch_private import c10d_bindings
+
 #: Waits for another operator. The fake kernel makes a new tensor, a device returns the same one.
 WAIT = "_c10d_functional::wait_tensor"
 
@@ -55,12 +57,9 @@ def with_result(outputs: Any) -> Any:
     """Give the `Work` in a collective's result the tensors as its own result, as on a device."""
     if not isinstance(outputs, tuple):
         return outputs
-    from torch._C import _distributed_c10d
-
-    c10d: Any = _distributed_c10d
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(outputs[0] if isinstance(outputs[0], list) else [outputs[0]])
-    return (*outputs[:-1], c10d.Work.boxed(c10d._create_work_from_future(future)))
+    return (*outputs[:-1], c10d_bindings.Work.boxed(c10d_bindings._create_work_from_future(future)))
 
 
 def temporary_bytes(operator: str, args: Sequence[Any]) -> int:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memcallback.core.tensors import dense_parts
+from memcallback.core.torch_private import FakeTensor, sequence_nr, storage_id, use_count
 from memcallback.trace.dispatch.ledger import Entry
 
 _aten = torch.ops.aten
@@ -81,15 +81,13 @@ class InPlace:
             return (
                 first
                 if alike
-                and entry.node != node._sequence_nr()
+                and entry.node != sequence_nr(node)
                 and self._is_alone(first)
                 and _is_dense(first)
                 else None
             )
         is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
-        return (
-            first if (func in IN_PLACE or is_loss) and entry.node == node._sequence_nr() else None
-        )
+        return first if (func in IN_PLACE or is_loss) and entry.node == sequence_nr(node) else None
 
     def _is_alone(self, tensor: FakeTensor) -> bool:
         is_sparse = tensor.layout is torch.sparse_coo
@@ -97,7 +95,7 @@ class InPlace:
         others = (
             sys.getrefcount(tensor)
             if is_sparse
-            else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+            else use_count(storage_id(tensor.untyped_storage()))
         )
         counts = (tensor._use_count(), others)  # type: ignore[attr-defined]
         if self._is_calibrating:

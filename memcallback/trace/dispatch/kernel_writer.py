@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch.utils._mode_utils import no_dispatch
-
 from memcallback.core.kernel import (
     AllocTemp,
     FreeTemp,
@@ -14,6 +12,7 @@ from memcallback.core.kernel import (
     OpenBlasHandles,
     completed,
 )
+from memcallback.core.torch_private import no_dispatch
 from memcallback.core.types import Category
 from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
 from memcallback.cuda.op_call import OpCall

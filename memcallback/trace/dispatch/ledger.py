@@ -24,6 +24,7 @@ from memcallback.core.allocation_trace import (
 from memcallback.core.code_lines import line_here
 from memcallback.core.kernel import FIRST_TEMPORARY, AllocationSource, KernelCall, KernelRule
 from memcallback.core.tensors import dense_parts
+from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category, Phase
 
 
@@ -115,7 +116,7 @@ class Ledger:
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The allocation of a dense tensor, None for an unknown one."""
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
+        return self._by_storage.get(storage_id(tensor.untyped_storage()))
 
     def add(
         self,
@@ -209,12 +210,12 @@ class Ledger:
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Give the allocation of `old` to the storage of `new`, as if it was written in place."""
-        entry = self._by_storage.pop(old.untyped_storage()._cdata)
+        entry = self._by_storage.pop(storage_id(old.untyped_storage()))
         self._follow(new.untyped_storage(), entry)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Record a resized storage: a new allocation, then the old one is freed."""
-        old = self._by_storage.pop(storage._cdata)
+        old = self._by_storage.pop(storage_id(storage))
         self._follow(
             storage, self.alloc(storage.nbytes(), old.category, old.operator, is_host=old.is_host)
         )
@@ -329,7 +330,7 @@ class Ledger:
         )
 
     def _follow(self, storage: torch.UntypedStorage, entry: Entry) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         self._by_storage[key] = entry
         entry.reference = weakref.ref(storage, lambda _: self._vanished(key, entry))
 

@@ -8,16 +8,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from memcallback.core.tensors import dense_parts, is_wrapper, new_ragged_size, sparse_tensor
+from memcallback.core.torch_private import (
+    BelowAutograd,
     DataDependentOutputException,
+    DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    current_autograd_node,
+    no_dispatch,
+    sequence_nr,
+    tree_map_only,
 )
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map_only
-
-from memcallback.core.tensors import dense_parts, is_wrapper, new_ragged_size, sparse_tensor
 from memcallback.core.types import Category, Phase
 from memcallback.cuda.decompositions.packed_sequences import pack_padded
 from memcallback.cuda.decompositions.registry import decomposition_of
@@ -158,7 +162,7 @@ class TraceMode(FakeTensorMode):
         reported = placement.reports_cuda_device
         placement.reports_cuda_device, self._is_inside = False, True
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 call = OpCall(func, args, kwargs, self.spec)
                 if func not in _TAKES_REAL and not all(
                     isinstance(tensor, FakeTensor) for tensor in call.inputs
@@ -220,8 +224,8 @@ class TraceMode(FakeTensorMode):
             # 2.6 makes one by a detach again.
             with (
                 self,
-                torch._C.DisableTorchFunction(),
-                torch._C._AutoDispatchBelowADInplaceOrView(),
+                DisableTorchFunction(),
+                BelowAutograd(),
             ):
                 # PyTorch asks this mode again, which passes it on to the tensor.
                 self._is_passed_on = True
@@ -299,7 +303,7 @@ class TraceMode(FakeTensorMode):
         """The running autograd node, None for none."""
         if self.ledger.phase is Phase.OPTIMIZER_STEP:
             return None
-        return torch._C._current_autograd_node()
+        return current_autograd_node()
 
     def _reused(self, call: OpCall, node: Any) -> torch.Tensor | None:
         if node is None or torch.is_grad_enabled():
@@ -311,7 +315,7 @@ class TraceMode(FakeTensorMode):
         name = self.operator = call.operator
         node, number = self._node(), -1
         if node is not None:
-            number = node._sequence_nr()
+            number = sequence_nr(node)
             if self.modules is not None:
                 self.ledger.module = self.modules(number)
             if self.follow_streams is not None:

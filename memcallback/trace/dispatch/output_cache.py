@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memcallback.core.torch_private import FakeTensor, FakeTensorMode, is_zero_tensor, storage_id
 
 _CPU = torch.device("cpu")
 _PLAIN = frozenset(
@@ -100,7 +101,7 @@ class OutputCache:
         else:
             return
         storages = {
-            tensor.untyped_storage()._cdata: position
+            storage_id(tensor.untyped_storage()): position
             for position, tensor in reversed(list(enumerate(tensors)))
         }
         positions = {
@@ -135,7 +136,7 @@ def _key_of(value: object, tensors: list[FakeTensor]) -> object:
 
 def _is_ordinary(tensor: FakeTensor) -> bool:
     """Whether shape, strides and dtype describe a tensor: no known value, no conjugation."""
-    is_marked = tensor.is_complex() or tensor.is_neg() or torch._is_zerotensor(tensor)
+    is_marked = tensor.is_complex() or tensor.is_neg() or is_zero_tensor(tensor)
     return tensor.constant is None and tensor.layout is torch.strided and not is_marked
 
 
@@ -154,16 +155,16 @@ def _recipe(
         return None
     layout = (output.shape, output.stride(), int(output.storage_offset()), output.dtype)
     storage = output.untyped_storage()
-    if storage._cdata in storages:
-        return _Recipe(storages[storage._cdata], layout)
+    if storage_id(storage) in storages:
+        return _Recipe(storages[storage_id(storage)], layout)
     # A new tensor that shares its storage, or leaves a part of it unused, is not cached.
     is_whole = (
         storage.nbytes() == _num_elements(output) * output.element_size()
         and not output.storage_offset()
     )
-    if storage._cdata in fresh or not is_whole:
+    if storage_id(storage) in fresh or not is_whole:
         return None
-    fresh.add(storage._cdata)
+    fresh.add(storage_id(storage))
     return _Recipe(None, layout)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memcallback.core.tensors import dense_parts
+from memcallback.core.torch_private import DisableTorchFunction, FakeTensor, FakeTensorMode
 from memcallback.cuda.op_call import OpCall, tensors_of
 from memcallback.trace.dispatch.ledger import Entry
 
@@ -46,7 +46,7 @@ class Placement:
             return False
         before, self.reports_cuda_device = self.reports_cuda_device, False
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 first = dense_parts(tensor)[0]
                 if not isinstance(first, FakeTensor) or first.fake_mode is not self._mode:
                     return False
@@ -57,7 +57,7 @@ class Placement:
 
     def is_on_meta(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the meta device."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             entry = self._find(dense_parts(tensor)[0])
         return entry is not None and entry.is_meta
 

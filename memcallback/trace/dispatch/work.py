@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from memcallback.core.torch_private import c10d_bindings, resolve_process_group
 from memcallback.cuda.op_call import OpCall, tensors_of
 
 _aten = torch.ops.aten
@@ -84,12 +85,7 @@ def sent_bytes(call: OpCall) -> int:
 
 def _num_ranks(args: Sequence[Any]) -> int:
     """The ranks of the process group among the arguments: an object, or a name that comes last."""
-    from torch._C import _distributed_c10d
-    from torch.distributed import distributed_c10d
-
-    c10d: Any = _distributed_c10d
-    groups: Any = distributed_c10d
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return int(c10d.ProcessGroup.unbox(argument).size())
-    return int(groups._resolve_process_group(args[-1]).size())
+            return int(c10d_bindings.ProcessGroup.unbox(argument).size())
+    return int(resolve_process_group(args[-1]).size())

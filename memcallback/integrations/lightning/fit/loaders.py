@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from memcallback.core.torch_private import tree_leaves, tree_map
 
 #: The attribute or hyperparameter of a module or data module that is the batch size.
 NAME = "batch_size"
@@ -43,12 +44,12 @@ def resized(loaders: Any, batch_size: int | None) -> Any:
         combined = copy.copy(loaders)
         combined.flattened = [_resized(loader, batch_size) for loader in loaders.flattened]
         return combined
-    return pytree.tree_map(lambda loader: _resized(loader, batch_size), loaders)
+    return tree_map(lambda loader: _resized(loader, batch_size), loaders)
 
 
 def leaves(loaders: Any) -> list[object]:
     """The loaders in a nesting."""
-    return list(loaders.flattened if hasattr(loaders, "flattened") else pytree.tree_leaves(loaders))
+    return list(loaders.flattened if hasattr(loaders, "flattened") else tree_leaves(loaders))
 
 
 def check_can_be_read_again(loaders: object) -> None:

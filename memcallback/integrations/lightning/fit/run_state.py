@@ -31,6 +31,7 @@ import torch
 from torch.utils.data import Dataset
 
 from memcallback.core.tensors import storages_of, walk
+from memcallback.core.torch_private import storage_id
 
 Restore = Callable[[], object]
 #: The entries of larger containers are data, not state.
@@ -141,8 +142,8 @@ class RunState:
             yield (), None
             return
         for storage in storages_of(tensor):
-            if storage._cdata not in self._storages and storage.device.type != "meta":
-                self._storages[storage._cdata] = storage
+            if storage_id(storage) not in self._storages and storage.device.type != "meta":
+                self._storages[storage_id(storage)] = storage
                 yield (), _bytes(storage)
         yield ((tensor.grad,) if tensor.is_leaf else ()), _tensor(tensor)
 

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.core.torch_private import FakeTensorMode
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.model import is_sharded
 from memcallback.step.ranks import Ranks, in_ddp, ranks_of

@@ -1,0 +1,203 @@
+"""Every private part of PyTorch that is used outside `trace/patches`, looked up here, once.
+
+A part that this PyTorch lacks is replaced: by its fallback, where recording can do without it, or
+by a stand-in. A stand-in can be imported, subclassed and used in `isinstance` (which is False);
+calling it or reading an attribute raises a `MissingPartError` that names it and what it costs. So
+a PyTorch that dropped a part changes no import and no training: predictions say why they fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from memcallback.core.errors import PredictionError
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException as DataDependentOutputException,
+    )
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException as DynamicOutputShapeException,
+    )
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        UnsupportedOperatorException as UnsupportedOperatorException,
+    )
+    from torch.utils._mode_utils import no_dispatch as no_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
+    from torch.utils._pytree import keystr as keystr
+    from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+    from torch.utils._pytree import tree_iter as tree_iter
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+
+    DisableTorchFunction: Any
+    DisableTorchFunctionSubclass: Any
+    BelowAutograd: Any
+    CompositeImplicitAutograd: Any
+    SavedTensor: Any
+    module_call: Any
+    c10d_bindings: Any
+    current_autograd_node: Callable[[], Any]
+    next_sequence_nr: Callable[[], int]
+
+
+class MissingPartError(PredictionError):
+    """This PyTorch lacks a private part that was about to be used."""
+
+
+class _Part(NamedTuple):
+    module: str
+    name: str
+    needed_for: str
+    #: What recording uses instead; without one, using the part raises.
+    fallback: Any = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def _is_wrapper(tensor: object) -> bool:
+    """PyTorch's `is_traceable_wrapper_subclass`, by the methods that it looks for."""
+    return isinstance(tensor, torch.Tensor) and all(
+        hasattr(type(tensor), name) for name in ("__tensor_flatten__", "__tensor_unflatten__")
+    )
+
+
+_TRACE = "predictions"
+_MODULES = "memory by module"
+_FAKES = "torch._subclasses.fake_tensor"
+_TREES = "torch.utils._pytree"
+PARTS = {
+    "FakeTensor": _Part(_FAKES, "FakeTensor", _TRACE),
+    "FakeTensorMode": _Part(_FAKES, "FakeTensorMode", _TRACE),
+    "DataDependentOutputException": _Part(_FAKES, "DataDependentOutputException", _TRACE),
+    "DynamicOutputShapeException": _Part(_FAKES, "DynamicOutputShapeException", _TRACE),
+    "UnsupportedOperatorException": _Part(_FAKES, "UnsupportedOperatorException", _TRACE),
+    "OpOverload": _Part("torch._ops", "OpOverload", _TRACE),
+    "suggest_memory_format": _Part("torch._prims_common", "suggest_memory_format", _TRACE),
+    "BatchNormBase": _Part("torch.nn.modules.batchnorm", "_NormBase", "checkpointing"),
+    "LossBase": _Part("torch.nn.modules.loss", "_Loss", _TRACE),
+    "no_dispatch": _Part("torch.utils._mode_utils", "no_dispatch", _TRACE),
+    "TorchDispatchMode": _Part(
+        "torch.utils._python_dispatch", "TorchDispatchMode", "TensorDiff and predictions"
+    ),
+    "is_traceable_wrapper_subclass": _Part(
+        "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", _TRACE, _is_wrapper
+    ),
+    "keystr": _Part(_TREES, "keystr", "out-of-memory reports"),
+    "tree_flatten_with_path": _Part(_TREES, "tree_flatten_with_path", "out-of-memory reports"),
+    "tree_iter": _Part(_TREES, "tree_iter", _TRACE),
+    "tree_leaves": _Part(_TREES, "tree_leaves", "predictions and fit_batch_size"),
+    "tree_map": _Part(_TREES, "tree_map", "fit_batch_size"),
+    "tree_map_only": _Part(_TREES, "tree_map_only", _TRACE),
+    "DisableTorchFunction": _Part("torch._C", "DisableTorchFunction", _TRACE),
+    "DisableTorchFunctionSubclass": _Part(
+        "torch._C", "DisableTorchFunctionSubclass", "predictions and leak warnings"
+    ),
+    "BelowAutograd": _Part("torch._C", "_AutoDispatchBelowADInplaceOrView", _TRACE),
+    "CompositeImplicitAutograd": _Part("torch._C.DispatchKey", "CompositeImplicitAutograd", _TRACE),
+    "has_kernel": _Part("torch._C", "_dispatch_has_kernel_for_dispatch_key", _TRACE),
+    "SavedTensor": _Part(
+        "torch._C._autograd", "SavedTensor", "saved tensors in TensorDiff", object
+    ),
+    "enable_record_function": _Part(
+        "torch._C._autograd", "_enable_record_function", _TRACE, lambda is_on: None
+    ),
+    "next_sequence_nr": _Part("torch._C._autograd", "_get_sequence_nr", _MODULES),
+    "current_autograd_node": _Part("torch._C", "_current_autograd_node", _MODULES),
+    "module_call": _Part("torch.nn.Module", "_call_impl", "loops that say nothing of their steps"),
+    "is_memory_history_on": _Part(
+        "torch._C", "_cuda_isHistoryEnabled", "allocator histories of out-of-memory errors"
+    ),
+    "attach_oom_observer": _Part(
+        "torch._C",
+        "_cuda_attach_out_of_memory_observer",
+        "allocator states of out-of-memory errors",
+        lambda observer: None,
+    ),
+    "c10d_bindings": _Part("torch._C", "_distributed_c10d", _TRACE),
+    "resolve_process_group": _Part(
+        "torch.distributed.distributed_c10d", "_resolve_process_group", _TRACE
+    ),
+    "is_mkldnn_on": _Part("torch._C", "_get_mkldnn_enabled", "layers()"),
+    "set_mkldnn": _Part("torch._C", "_set_mkldnn_enabled", "layers()"),
+    "nested_int": _Part("torch._C", "_get_nested_int", _TRACE),
+    "attention_priorities": _Part("torch._C", "_get_sdp_priority_order", _TRACE),
+    "use_count": _Part("torch._C", "_storage_Use_Count", _TRACE),
+    "RecordFunction": _Part("torch._C._profiler", "_RecordFunctionFast", "memory of a CPU"),
+    "is_profiler_on": _Part(
+        "torch.autograd", "_profiler_enabled", "memory of a CPU", lambda: False
+    ),
+    "is_zero_tensor": _Part("torch", "_is_zerotensor", _TRACE),
+    "record_memory_history": _Part(
+        "torch.cuda.memory", "_record_memory_history", "allocator histories"
+    ),
+    "memory_snapshot": _Part("torch.cuda.memory", "_snapshot", "allocator histories"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    part = PARTS.get(name)
+    if part is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = _look_up(part)
+    return value
+
+
+def _look_up(part: _Part) -> Any:
+    value: Any = torch
+    try:
+        for step, attribute in enumerate(part.module.split(".")[1:], start=2):
+            if not hasattr(value, attribute):
+                import_module(".".join(part.module.split(".")[:step]))
+            value = getattr(value, attribute)
+        return getattr(value, part.name)
+    except (ImportError, AttributeError):
+        return part.fallback or _stand_in(part)
+
+
+def _stand_in(part: _Part) -> type:
+    def missing(*_: object, **__: object) -> NoReturn:
+        raise MissingPartError(
+            f"PyTorch {torch.__version__} has no {part.path} (needed for {part.needed_for}). Use a "
+            "release of PyTorch that memcallback was tested with"
+        )
+
+    kind = type("_MissingKind", (type,), {"__call__": missing, "__getattr__": missing})
+    stand_in: type = kind(part.name, (), {})
+    return stand_in
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The number of a storage: equal for all tensors that share it, fake tensors too."""
+    number: int = storage._cdata
+    return number
+
+
+def sequence_nr(node: Any) -> int:
+    """The number that autograd gave a node when it was created; nodes are numbered in order."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator: its qualified name, arguments and returns."""
+    return op._schema
+
+
+def base_of(tensor: Any) -> Any:
+    """The tensor of which this one is a view; itself if it is none."""
+    return tensor._base if tensor._is_view() else tensor
