@@ -246,14 +246,17 @@ class BatchSizeAdvice(Printable):
         """The suggestion in a few short sentences: the size, the limit, and how it is known."""
         if self.batch_size == 0:
             return (
-                f"No batch size is sure to fit: one sample may need {format_bytes(dict(self.curve)[1])}, "
-                f"and {format_bytes(max(0, self.budget_bytes))} are left of "
-                f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make it fit."
+                "No batch size is sure to fit: one sample may need "
+                f"{format_bytes(dict(self.curve)[1])}, and "
+                f"{format_bytes(max(0, self.budget_bytes))} are left of "
+                f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make it "
+                "fit."
             )
         return (
             f"Largest batch size: {self.batch_size:,} ({_times(self.multiple)}x the current "
-            f"{self.current_batch_size:,}{self._rounding()}). Limit: {format_bytes(self.capacity_bytes)} "
-            f"minus {100 * self.headroom:g} % headroom. {self.basis}."
+            f"{self.current_batch_size:,}{self._rounding()}). Limit: "
+            f"{format_bytes(self.capacity_bytes)} minus {100 * self.headroom:g} % headroom. "
+            f"{self.basis}."
         )
 
     def _rounding(self) -> str:

@@ -276,7 +276,8 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "how much a smaller batch saves, which only a prediction knows: try it before relying on it"
+            "how much a smaller batch saves, which only a prediction knows: try it before relying "
+            "on it"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -360,7 +361,8 @@ def estimate_from_trace(
     leaves_out = _always_left_out(outside)
     if outside_bytes is None and outside:
         leaves_out.append(
-            f"other processes on the device, whose context is assumed to take {format_bytes(outside)}"
+            "other processes on the device, whose context is assumed to take "
+            f"{format_bytes(outside)}"
         )
     is_host = predicted.peak_reserved_bytes is None
     if measured is None and is_host:

@@ -202,9 +202,10 @@ class FittedBatchSize(Printable):
         """The result in one sentence."""
         ran = f"{self.num_updates} optimizer updates{' and validation' if self.has_validation else ''}"
         return (
-            f"Batch size {self.batch_size} (it was {self.previous_batch_size}) is the largest found to fit {self.device_name}: run for {ran} "
-            f"within {format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom and {format_bytes(self.outside_bytes)} outside the "
-            "allocator."
+            f"Batch size {self.batch_size} (it was {self.previous_batch_size}) is the largest "
+            f"found to fit {self.device_name}: run for {ran} within "
+            f"{format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom and "
+            f"{format_bytes(self.outside_bytes)} outside the allocator."
         )
 
     def document(self) -> Document:
@@ -279,15 +280,20 @@ def _way_out(prediction: StepPrediction | None) -> str:
     held = sum(found.get(category, 0) for category in _HELD)
     rest = sum(found.values()) - held
     if not found:
-        return "A smaller model, a precision of 16 bits or recomputing activations (torch.utils.checkpoint) takes less."
+        return (
+            "A smaller model, a precision of 16 bits or recomputing activations "
+            "(torch.utils.checkpoint) takes less."
+        )
     if held > rest:
         return (
-            f"Parameters, gradients and optimizer state are {format_bytes(held)} of it: a smaller model, an optimizer with less state, "
-            "precision='bf16-true' or sharding over several devices takes less; a smaller batch does not."
+            f"Parameters, gradients and optimizer state are {format_bytes(held)} of it: a smaller "
+            "model, an optimizer with less state, precision='bf16-true' or sharding over several "
+            "devices takes less; a smaller batch does not."
         )
     return (
-        f"{format_bytes(rest)} of it are activations and temporary memory of one sample: precision='bf16-mixed', recomputing activations "
-        "(torch.utils.checkpoint), or smaller or shorter samples take less."
+        f"{format_bytes(rest)} of it are activations and temporary memory of one sample: "
+        "precision='bf16-mixed', recomputing activations (torch.utils.checkpoint), or smaller or "
+        "shorter samples take less."
     )
 
 

@@ -28,7 +28,8 @@ def sequence_lengths_of(
     """
     if not isinstance(given, Iterable):
         raise TypeError(
-            f"sequence_lengths must be lengths or a data loader, got {described(given)}. Give one length as [512]."
+            f"sequence_lengths must be lengths or a data loader, got {described(given)}. Give one "
+            "length as [512]."
         )
     numbers, lengths = set[int](), set[int]()
     with untouched_globals(), _untouched_generators(given):
@@ -64,14 +65,16 @@ def _untouched_generators(loader: object) -> Iterator[None]:
 def _length_of(batch: object, step: TrainingStep) -> int:
     if step.sequence_length is None:
         raise ValueError(
-            f"sequence_lengths has batches ({described(batch)}), and the step does not say which dimensions of its own are the sequences. Give "
-            "TrainingStep(..., sequence_length=...): how long those of its batch are."
+            f"sequence_lengths has batches ({described(batch)}), and the step does not say which "
+            "dimensions of its own are the sequences. Give TrainingStep(..., sequence_length=...): "
+            "how long those of its batch are."
         )
     own, shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (step.batch, batch))
     if [len(shape) for shape in shapes] != [len(shape) for shape in own]:
         raise ValueError(
-            f"A batch of sequence_lengths has tensors of shapes {_text(shapes)}, and that of the step {_text(own)}: the lengths are read where "
-            "the tensors are the same in number and dimensions. Give batches like the step's own, or the lengths as numbers."
+            f"A batch of sequence_lengths has tensors of shapes {_text(shapes)}, and that of the "
+            f"step {_text(own)}: the lengths are read where the tensors are the same in number and "
+            "dimensions. Give batches like the step's own, or the lengths as numbers."
         )
     pairs = (
         (size, other)

@@ -45,8 +45,8 @@ _SEVERAL_DEVICES = (
     "one process for each device instead: torchrun --nproc-per-node=gpu train.py."
 )
 _PADDING = (
-    "Predicted with padding in the batch: if the attention mask is all ones, transformers may leave "
-    "it out, and the step needs less."
+    "Predicted with padding in the batch: if the attention mask is all ones, transformers may "
+    "leave it out, and the step needs less."
 )
 
 
@@ -303,8 +303,8 @@ def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Te
     outputs = model(**inputs)
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
-            f"the model returns no loss for {', '.join(inputs)}, and we do not know how the Trainer "
-            "computes it. Give it: MemoryTrainerCallback(loss=lambda model, inputs: ...)"
+            f"the model returns no loss for {', '.join(inputs)}, and we do not know how the "
+            "Trainer computes it. Give it: MemoryTrainerCallback(loss=lambda model, inputs: ...)"
         )
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss

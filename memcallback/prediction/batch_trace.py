@@ -72,7 +72,8 @@ class BatchTrace:
         num_samples = second.batch_size - first.batch_size
         if num_samples == 0:
             raise ValueError(
-                f"both traces are at batch size {first.batch_size}; two batch sizes tell a line: trace another one"
+                f"both traces are at batch size {first.batch_size}; two batch sizes tell a line: "
+                "trace another one"
             )
         for number, (ours, theirs) in enumerate(zip(first.items, second.items, strict=False)):
             if not is_same(ours, theirs):
@@ -150,8 +151,8 @@ class BatchTrace:
             return self.traced.trace
         if more and self.slopes is None:
             raise UnknownBatchSize(
-                f"the step was traced at batch size {self.batch_size} alone, which says nothing of batch size {batch_size}: trace the "
-                "step at that size"
+                f"the step was traced at batch size {self.batch_size} alone, which says nothing of "
+                f"batch size {batch_size}: trace the step at that size"
             )
         slopes = self.slopes or (0,) * len(self.numbers)
         numbers = [
@@ -170,8 +171,9 @@ class BatchTrace:
                 continue
             place = item_text(self.traced, index)
             raise UnknownBatchSize(
-                f"at batch size {batch_size} a size of {place} comes to {numbers[position]}: it shrinks with the batch, and was traced too "
-                "far from this size. Trace the step nearer to it."
+                f"at batch size {batch_size} a size of {place} comes to {numbers[position]}: it "
+                "shrinks with the batch, and was traced too far from this size. Trace the step "
+                "nearer to it."
             )
         return self.traced.with_numbers(numbers, self._answers)
 
@@ -223,13 +225,15 @@ def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[floa
 
 def _path_depends(first: TracedStep, second: TracedStep, index: int) -> BatchDependentPath:
     return BatchDependentPath(
-        f"the step does something else at another batch size: it has {item_text(first, index)} at batch size {first.batch_size}, where it has "
-        f"{item_text(second, index)} at batch size {second.batch_size}. Predict each batch size from a trace of its own."
+        f"the step does something else at another batch size: it has {item_text(first, index)} at "
+        f"batch size {first.batch_size}, where it has {item_text(second, index)} at batch size "
+        f"{second.batch_size}. Predict each batch size from a trace of its own."
     )
 
 
 def _check_fails(batch_size: int, ours: str, theirs: str) -> BatchDependentPath:
     return BatchDependentPath(
-        f"the step does something else at another batch size: it has {theirs} at batch size {batch_size}, where a straight line through "
-        f"two other batch sizes gives {ours}. Predict each batch size from a trace of its own."
+        f"the step does something else at another batch size: it has {theirs} at batch size "
+        f"{batch_size}, where a straight line through two other batch sizes gives {ours}. Predict "
+        "each batch size from a trace of its own."
     )

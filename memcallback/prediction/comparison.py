@@ -49,8 +49,8 @@ class Difference:
         )
         share = "" if error is None else f" ({error:+.1f} %)"
         return (
-            f"The prediction is off: {self.where}, predicted {format_bytes(self.predicted_bytes)}, measured "
-            f"{format_bytes(self.measured_bytes)}{share}{carrier}."
+            f"The prediction is off: {self.where}, predicted {format_bytes(self.predicted_bytes)}, "
+            f"measured {format_bytes(self.measured_bytes)}{share}{carrier}."
         )
 
 

@@ -78,7 +78,8 @@ class SequenceLengthTrace:
         """Fit a parabola through the numbers at three sequence lengths, checked by a fourth trace."""
         if len(traces) != 3:
             raise ValueError(
-                f"a parabola is told by traces at three sequence lengths, got {len(traces)}: {sorted(traces)}"
+                f"a parabola is told by traces at three sequence lengths, got {len(traces)}: "
+                f"{sorted(traces)}"
             )
         if len({(trace.batch_size, trace.slopes is None) for trace in traces.values()}) > 1:
             sizes = {length: trace.batch_size for length, trace in traces.items()}
@@ -118,13 +119,14 @@ class SequenceLengthTrace:
         own, longest = self.sequence_length, self._longest
         if not self.step:
             raise UnknownSequenceLength(
-                f"the step was traced at sequence length {own} alone, which says nothing of sequence length {sequence_length}: trace the "
-                "step at that length"
+                f"the step was traced at sequence length {own} alone, which says nothing of "
+                f"sequence length {sequence_length}: trace the step at that length"
             )
         if (sequence_length - own) % self.step:
             raise UnknownSequenceLength(
-                f"sequence length {sequence_length} is not known: known are {own} and lengths that differ from it by a multiple of "
-                f"{self.step}, such as {own + self.step}. Take one of these, or trace the step at that length."
+                f"sequence length {sequence_length} is not known: known are {own} and lengths that "
+                f"differ from it by a multiple of {self.step}, such as {own + self.step}. Take one "
+                "of these, or trace the step at that length."
             )
         parabola = _Parabola(tuple(self.traces), sequence_length)
         traces, loose = tuple(self.traces.values()), longest.traced.loose
@@ -138,7 +140,8 @@ class SequenceLengthTrace:
         except _NotWholeError as error:
             place = item_text(longest.traced, item_of(longest.traced, error.position))
             raise UnknownSequenceLength(
-                f"at sequence length {sequence_length} a size of {place} would be no whole number. Trace the step at that length."
+                f"at sequence length {sequence_length} a size of {place} would be no whole number. "
+                "Trace the step at that length."
             ) from None
         below = [
             position
@@ -151,8 +154,9 @@ class SequenceLengthTrace:
                 continue  # a shape that is padded is on no parabola: the operator's rule makes it anew
             place = item_text(longest.traced, index)
             raise UnknownSequenceLength(
-                f"at sequence length {sequence_length} a size of {place} comes to {numbers[position]}: it shrinks with the length, and was "
-                "traced too far from this one. Trace the step at that length."
+                f"at sequence length {sequence_length} a size of {place} comes to "
+                f"{numbers[position]}: it shrinks with the length, and was traced too far from "
+                "this one. Trace the step at that length."
             )
         return replace(
             longest,
@@ -164,8 +168,8 @@ class SequenceLengthTrace:
     def _caveats(self, sequence_length: int) -> Iterator[str]:
         if sequence_length > self.sequence_length:
             yield (
-                f"No sequence longer than {self.sequence_length} was traced: whether the model takes one of {sequence_length}, and does the "
-                "same with it, was not tried."
+                f"No sequence longer than {self.sequence_length} was traced: whether the model "
+                f"takes one of {sequence_length}, and does the same with it, was not tried."
             )
 
     def _align(self, length: int, trace: BatchTrace) -> None:
@@ -194,8 +198,9 @@ class SequenceLengthTrace:
 
     def _path_depends(self, length: int, ours: str, theirs: str) -> LengthDependentPath:
         return LengthDependentPath(
-            f"the step does something else at another sequence length: it has {ours} at sequence length {self.sequence_length}, where it has "
-            f"{theirs} at sequence length {length}. Predict each sequence length from traces of its own."
+            f"the step does something else at another sequence length: it has {ours} at sequence "
+            f"length {self.sequence_length}, where it has {theirs} at sequence length {length}. "
+            "Predict each sequence length from traces of its own."
         )
 
 

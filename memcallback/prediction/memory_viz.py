@@ -49,7 +49,8 @@ class _Recorder:
     def __init__(self, prediction: Prediction) -> None:
         if isinstance(prediction.device, HostSpec):
             raise ValueError(
-                "a CPU has no caching allocator, and a snapshot is the history of one; predict for a card."
+                "a CPU has no caching allocator, and a snapshot is the history of one; predict for "
+                "a card."
             )
         self.prediction = prediction
         self.allocator = CachingAllocator(

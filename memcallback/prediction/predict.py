@@ -99,7 +99,8 @@ def predict_without_limits(
     """As `predict`, but without `limit` and `limit_without_retry`, which take about 20 replays."""
     if not isinstance(step, TrainingStep):
         raise TypeError(
-            f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, loss=..., optimizer=...)."
+            f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, "
+            "loss=..., optimizer=...)."
         )
     spec = _with_communication(resolve(device), step)
     given = step.check_predictable()
@@ -117,8 +118,8 @@ def predict_without_limits(
         trace = _batch_trace(Traces(step, spec, _NUM_TRACES, progress), wanted)
     elif step.sequence_length is None:
         raise ValueError(
-            f"sequence_length {length} was asked for, and the step does not say how long its sequences are. Give it: sequence_length=... to "
-            "TrainingStep."
+            f"sequence_length {length} was asked for, and the step does not say how long its "
+            "sequences are. Give it: sequence_length=... to TrainingStep."
         )
     else:
         trace = _length_trace(

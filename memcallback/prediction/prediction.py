@@ -248,7 +248,10 @@ class Prediction(Printable):
 
     def __repr__(self) -> str:
         num_events = len(self.trace.traced.trace.events)
-        return f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of {num_events:,} events>"
+        return (
+            f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of "
+            f"{num_events:,} events>"
+        )
 
     def document(self) -> Document:
         """Each phase, what is live at the peak, whether it fits, and what was assumed."""
@@ -412,9 +415,9 @@ class Prediction(Printable):
         ):
             major, minor = traced_for.compute_capability
             yield (
-                f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), so "
-                "workspaces and kernels are those of that card. memcallback.predict(step, device=...) "
-                f"traces it for {device.name}."
+                f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), "
+                "so workspaces and kernels are those of that card. memcallback.predict(step, "
+                f"device=...) traces it for {device.name}."
             )
         if isinstance(device, DeviceSpec):
             yield (
@@ -424,8 +427,8 @@ class Prediction(Printable):
             if device.communication_bytes:
                 seen = " to ".join(map(format_bytes, NCCL_BYTES))
                 yield (
-                    f"NCCL is assumed to need {format_bytes(device.communication_bytes)} of the card "
-                    f"outside the allocator ({seen} were seen)."
+                    f"NCCL is assumed to need {format_bytes(device.communication_bytes)} of the "
+                    f"card outside the allocator ({seen} were seen)."
                 )
             for name in self.settings.not_simulated:
                 yield f"The allocator's setting {name} is not simulated."

@@ -93,8 +93,9 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
     if freed_bytes == left_bytes:
         return ()
     return (
-        f"Update {window.number} leaves other memory behind than update {window.number - 1}: it frees {format_bytes(freed_bytes)} of before "
-        f"and leaves {format_bytes(left_bytes)}. Its figures are shown; those of later updates may differ.",
+        f"Update {window.number} leaves other memory behind than update {window.number - 1}: it "
+        f"frees {format_bytes(freed_bytes)} of before and leaves {format_bytes(left_bytes)}. Its "
+        "figures are shown; those of later updates may differ.",
     )
 
 
@@ -104,8 +105,9 @@ def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
         return ()
     allocated, reserved = (_span(figures) for figures in zip(*peaks, strict=True))
     return (
-        f"The allocator does not settle: in updates {window.number + 1} to {MAX_WINDOWS} peak allocated is {allocated}, peak reserved "
-        f"{reserved}. The figures shown are those of update {MAX_WINDOWS}.",
+        f"The allocator does not settle: in updates {window.number + 1} to {MAX_WINDOWS} peak "
+        f"allocated is {allocated}, peak reserved {reserved}. The figures shown are those of "
+        f"update {MAX_WINDOWS}.",
     )
 
 

@@ -132,7 +132,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._recorder() is None:
             raise RuntimeError(
-                "The recorder of this watch is gone. Keep it: recorder = MemoryRecorder(...); with recorder.watch(): ..."
+                "The recorder of this watch is gone. Keep it: recorder = MemoryRecorder(...); with "
+                "recorder.watch(): ..."
             )
         return self
 

@@ -68,7 +68,8 @@ else:
             _bases.append(import_module(_name).Callback)
     if not _bases:
         raise ModuleNotFoundError(
-            "MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without it."
+            "MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without "
+            "it."
         )
     Callback = type("Callback", tuple(_bases), {})
 

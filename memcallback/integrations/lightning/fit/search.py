@@ -95,8 +95,8 @@ class FitSearch:
         if self._given is None and not self._batch_size_settings:
             raise ValueError(
                 "Neither the module nor its data module has the attribute or hyperparameter "
-                f"{NAME}, so train_dataloader() cannot get one. Set self.{NAME} in __init__ and write "
-                f"DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
+                f"{NAME}, so train_dataloader() cannot get one. Set self.{NAME} in __init__ and "
+                f"write DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
             )
         self._accumulate = largest_accumulation(trainer)
         self._meter = TrialMeter(self._device, module)
@@ -228,9 +228,9 @@ class FitSearch:
             return previous
         if cap is None:
             raise ValueError(
-                "The memory of a step does not grow with the batch size, so every size is predicted "
-                "to fit, and the number of training samples is unknown. Give the largest batch size "
-                f"that you would train with: {GIVE_LIMIT}."
+                "The memory of a step does not grow with the batch size, so every size is "
+                "predicted to fit, and the number of training samples is unknown. Give the largest "
+                f"batch size that you would train with: {GIVE_LIMIT}."
             )
         self._notes.append("The memory of a step does not grow with the batch size.")
         return cap
