@@ -31,6 +31,10 @@ class PredictionError(RuntimeError):
     """A step's memory cannot be predicted; the message says why, where, and what to do."""
 
 
+class MissingPartError(PredictionError):
+    """The installed PyTorch or Lightning lacks a private part that was about to be used."""
+
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

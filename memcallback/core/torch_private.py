@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from memcallback.core.errors import PredictionError
+from memcallback.core.errors import MissingPartError
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
@@ -51,10 +51,6 @@ if TYPE_CHECKING:
     c10d_bindings: Any
     current_autograd_node: Callable[[], Any]
     next_sequence_nr: Callable[[], int]
-
-
-class MissingPartError(PredictionError):
-    """This PyTorch lacks a private part that was about to be used."""
 
 
 class _Part(NamedTuple):

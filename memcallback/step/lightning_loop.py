@@ -12,6 +12,13 @@ from typing import Any
 
 import torch
 
+from memcallback.step.lightning_private import (
+    caches_autocast,
+    optimizer_in,
+    set_trainer,
+    trainer_of,
+)
+
 
 class _Placeholder:
     """Replaces a Trainer and its parts while a step is traced: every call does nothing.
@@ -107,7 +114,7 @@ class LightningLoop:
         plugin = import_module(f"{package}.plugins.precision").MixedPrecision(
             "bf16-mixed", device="cpu"
         )
-        return bool(plugin.autocast_context_manager()._cache_enabled)
+        return caches_autocast(plugin)
 
     def training_step(self, module: Any, batch: object) -> object:
         """Call `training_step` under the step's default dtype."""
@@ -195,7 +202,7 @@ class LightningLoop:
         module.clip_gradients = _clip_gradients
 
         def wrapper_of(optimizer: Any) -> Any:
-            return next((each for each in wrapped if each._optimizer is optimizer), optimizer)
+            return next((each for each in wrapped if optimizer_in(each) is optimizer), optimizer)
 
         module.toggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).toggle()
         module.untoggle_optimizer = lambda optimizer, *args: wrapper_of(optimizer).untoggle()
@@ -251,7 +258,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 def _detach_from_trainer(module: Any) -> None:
     """Replace a module's Trainer by a placeholder, and its logging by nothing."""
     nothing = _Placeholder()
-    module._trainer = _TrainerPlaceholder()
+    set_trainer(module, _TrainerPlaceholder())
     for name in (
         "log",
         "log_dict",
@@ -292,13 +299,13 @@ def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimize
 
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of `configure_optimizers`; a module without a Trainer gets a placeholder."""
-    trainer = module._trainer
+    trainer = trainer_of(module)
     if trainer is None:
-        module._trainer = _TrainerPlaceholder()
+        set_trainer(module, _TrainerPlaceholder())
     try:
         return tuple(_configured(module.configure_optimizers()))
     finally:
-        module._trainer = trainer
+        set_trainer(module, trainer)
 
 
 def _configured(configured: Any) -> list[torch.optim.Optimizer]:

@@ -17,6 +17,13 @@ from memcallback.integrations.lightning.fit.search import FitSearch
 from memcallback.integrations.lightning.fit.settings import FitSettings
 from memcallback.integrations.lightning.trainer.state import as_callback, lightning_of, quiet_logger
 from memcallback.step.copies.fakes import untouched_globals
+from memcallback.step.lightning_private import (
+    end_of_fit,
+    forget_loaders,
+    has_made_loaders,
+    loader_sources,
+    set_root_folder,
+)
 
 #: Callbacks that do not affect memory, or that search something themselves.
 _UNNEEDED = ("Checkpoint", "ProgressBar", "ModelSummary", "BatchSizeFinder", "LearningRateFinder")
@@ -135,7 +142,7 @@ def fit_batch_size(
             ]
             trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
             trainer.profiler = import_module(f"{lightning}.profilers").PassThroughProfiler()
-            trainer._default_root_dir = folder
+            set_root_folder(trainer, folder)
             trainer.fit(compiled, train_dataloaders, val_dataloaders, datamodule)
     finally:
         state.restore()
@@ -169,7 +176,7 @@ class Finder:
             self.fitted = FitSearch(trainer, pl_module, self._settings, lambda text: None).find()
         except Exception as error:
             self.error = error  # raised after everything is restored
-        raise import_module(f"{lightning_of(trainer)}.utilities.exceptions")._TunerExitException
+        raise end_of_fit(lightning_of(trainer))
 
 
 def fit_in_place(
@@ -180,14 +187,13 @@ def fit_in_place(
         return None
     fitted = FitSearch(trainer, module, settings, say).find()
     _set_batch_size(fitted, module, trainer.datamodule)
-    loop = trainer.fit_loop
     if fitted.train_dataloaders is not None:
-        loop._data_source.instance = fitted.train_dataloaders
-    if loop._combined_loader is not None:
+        loader_sources(trainer).training.instance = fitted.train_dataloaders
+    if has_made_loaders(trainer):
         # configure_optimizers needed the number of steps, which depends on the batch size, so make
         # loaders and optimizers again.
-        loop.teardown()
-        loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
+        trainer.fit_loop.teardown()
+        forget_loaders(trainer)
         with untouched_globals():
             trainer.strategy.setup_optimizers(trainer)
             trainer.strategy.setup_precision_plugin()

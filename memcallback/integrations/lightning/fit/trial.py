@@ -29,6 +29,13 @@ from memcallback.integrations.lightning.fit.settings import GIVE_LIMIT
 from memcallback.integrations.lightning.trainer.state import lightning_of, quiet_logger
 from memcallback.step.batch import infer_batch_size
 from memcallback.step.holdings import holdings
+from memcallback.step.lightning_private import (
+    ask_no_rank_for_signals,
+    forget_loaders,
+    loader_sources,
+    run_loop,
+    set_root_folder,
+)
 
 #: A trial ends after so many epochs without a batch.
 _MAX_EMPTY_EPOCHS = 2
@@ -275,23 +282,20 @@ def run(
     """Run a Trainer's loop until the probe ends it. The caller restores the Trainer."""
     _isolate(trainer, probe, num_updates, folder)
     trainer.accumulate_grad_batches = accumulate
-    loop = trainer.fit_loop
-    # Drop loaders that were made for another batch size.
-    loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
-    loop._data_fetcher = loop.epoch_loop.val_loop._data_fetcher = None
+    forget_loaders(trainer)
+    training, validation = loader_sources(trainer)
     if train_loaders is not None:
-        loop._data_source.instance = train_loaders
-    validation = loop.epoch_loop.val_loop._data_source
+        training.instance = train_loaders
     if not validation.is_module():
         # A copy, because the teardown below takes the worker processes from a loader that keeps
         # them.
         validation.instance = resized(validation.instance, None)
     try:
-        trainer._run_stage()
+        run_loop(trainer)
     except TrialOver:
         pass
     finally:
-        loop.teardown()  # ends the worker processes of its loaders
+        trainer.fit_loop.teardown()  # ends the worker processes of its loaders
 
 
 def _isolate(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:
@@ -299,7 +303,7 @@ def _isolate(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:
     trainer.callbacks = [probe]
     trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
     trainer.profiler = import_module(f"{lightning_of(trainer)}.profilers").PassThroughProfiler()
-    trainer._default_root_dir = folder
+    set_root_folder(trainer, folder)
     trainer.should_stop = False
     trainer.num_sanity_val_steps = (
         min(trainer.num_sanity_val_steps, num_updates) if probe.num_batches else 0
@@ -335,30 +339,27 @@ def _isolate_rank(trainer: Any) -> None:
     }
     for name, replacement in replacements.items():
         setattr(strategy, name, replacement)
-    # In Lightning 2.6 each step asks the other ranks whether they received a SIGTERM.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    ask_no_rank_for_signals(trainer)
 
 
 def given_loaders(trainer: Any) -> Any:
     """The training loaders passed to `fit`; None if a module or data module makes them."""
-    source = trainer.fit_loop._data_source
+    source = loader_sources(trainer).training
     return None if source.is_module() else source.instance
 
 
 def check_loaders(trainer: Any) -> None:
     """Make the training loaders as the loop does, and check that trials can use them."""
-    loaders = trainer.fit_loop._data_source.dataloader()
+    loaders = loader_sources(trainer).training.dataloader()
     batch_size_of(loaders)
     check_can_be_read_again(loaders)
 
 
 def loaders_in(trainer: Any) -> list[object]:
     """Every loader passed to `fit`."""
-    loop = trainer.fit_loop
-    sources = (loop._data_source, loop.epoch_loop.val_loop._data_source)
     return [
         loader
-        for source in sources
+        for source in loader_sources(trainer)
         if not source.is_module() and source.instance is not None
         for loader in leaves(source.instance)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from memcallback.core.errors import reason_of, warn_and_go_on
 from memcallback.core.torch_private import FakeTensorMode
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
+from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
 from memcallback.step.model import is_sharded
 from memcallback.step.ranks import Ranks, in_ddp, ranks_of
 from memcallback.step.training_step import TrainingStep
@@ -119,9 +119,6 @@ def _fsdp(strategy: Any) -> Callable[..., Any]:
         for name, value in strategy.kwargs.items()
         if name not in ("process_group", "device_mesh")
     }
-    helpers = import_module(
-        next(kind.__module__ for kind in type(strategy).__mro__ if kind.__name__ == "FSDPStrategy")
-    )
 
     def fsdp(model: Any, mesh: Any) -> Any:
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -134,7 +131,7 @@ def _fsdp(strategy: Any) -> Callable[..., Any]:
             device_id=torch.cuda.current_device() if mesh.device_type == "cuda" else None,
             **options,
         )
-        helpers._setup_activation_checkpointing(wrapped, strategy._activation_checkpointing_kwargs)
+        checkpoint_fsdp(strategy, wrapped)
         return wrapped
 
     return fsdp
@@ -146,7 +143,7 @@ def _model_parallel(strategy: Any) -> Callable[..., Any]:
     """
 
     def model_parallel(model: Any, mesh: Any) -> None:
-        model._device_mesh = mesh
+        set_device_mesh(model, mesh)
         model.configure_model()
         if any(parameter.is_meta for parameter in model.parameters()):
             model.to_empty(device=mesh.device_type)
