@@ -455,7 +455,8 @@ def run_events(options: argparse.Namespace) -> int:
     for config in _chosen(options.only):
         document["configs"][config.name] = in_a_process_of_its_own(partial(record_events, config))
         print(
-            f"{config.name}: {sum(len(s['events']) for s in document['configs'][config.name]['sections'])} events",
+            f"{config.name}: "
+            f"{sum(len(s['events']) for s in document['configs'][config.name]['sections'])} events",
             file=sys.stderr,
         )
     write_json(options.out, document)

@@ -23,7 +23,8 @@ WORST_ALLOCATED_SHARE = 0.01
 NOT_REPORTED = (
     "time, and the values that are computed",
     "several devices, and several processes on one",
-    "settings of the allocator other than PyTorch's own, cuDNN's benchmark mode, CUDA graphs, compiled models",
+    "settings of the allocator other than PyTorch's own, cuDNN's benchmark mode, CUDA graphs, "
+    "compiled models",
     "validation, logging and checkpoints",
 )
 
@@ -224,24 +225,29 @@ def to_markdown(
 ) -> str:
     """The page of results; `peaks` has the lines of the table of peaks."""
     lines = [
-        f"# Predicted against measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}",
+        "# Predicted against measured: "
+        f"{about['device']}{' (virtual device)' if about['is_virtual'] else ''}",
         "",
     ]
     lines += [*(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += [
-        f"Bars: in {REQUIRED_SHARE:.0%} of the configurations every phase's allocated memory (start, end, peak) within {ALLOCATED_SHARE:.1%} + 1 MiB, "
-        f"none worse than {WORST_ALLOCATED_SHARE:.0%}; in {REQUIRED_SHARE:.0%} every phase's peak of reserved memory within {RESERVED_SHARE:.0%}. "
-        f"**{'Met' if summaries[0].is_met else 'Missed'}.**",
+        f"Bars: in {REQUIRED_SHARE:.0%} of the configurations every phase's allocated memory "
+        f"(start, end, peak) within {ALLOCATED_SHARE:.1%} + 1 MiB, none worse than "
+        f"{WORST_ALLOCATED_SHARE:.0%}; in {REQUIRED_SHARE:.0%} every phase's peak of reserved "
+        f"memory within {RESERVED_SHARE:.0%}. **{'Met' if summaries[0].is_met else 'Missed'}.**",
         "",
-        "| group | configurations | not predicted | allocated within | worst allocated | median error of the peak | all peaks exact | reserved within | worst reserved |",
+        "| group | configurations | not predicted | allocated within | worst allocated | median "
+        "error of the peak | all peaks exact | reserved within | worst reserved |",
         "|:---|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(_summary_row(summary) for summary in summaries),
         "",
     ]
     lines += [
-        "The peaks of the steps and of their phases. The error is signed where a sign stands: positive where the prediction is too high. Under-estimated: "
-        "predicted lower than measured, by a byte or more. The stated bound: the upper end of the band within which a report calls a prediction right, "
-        f"{ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and {RESERVED_SHARE:.0%} for reserved.",
+        "The peaks of the steps and of their phases. The error is signed where a sign stands: "
+        "positive where the prediction is too high. Under-estimated: predicted lower than "
+        "measured, by a byte or more. The stated bound: the upper end of the band within which a "
+        f"report calls a prediction right, {ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and "
+        f"{RESERVED_SHARE:.0%} for reserved.",
         "",
         *peaks,
         "",

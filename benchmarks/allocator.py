@@ -266,12 +266,14 @@ def to_markdown(rows: Sequence[Row], verdicts: dict[str, bool], about: dict[str,
         "|:---|---:|:---|---:|---:|---:|",
     ]
     lines += [
-        f"| {row.history} | {row.num_events:,} | {row.way} | {row.events_per_second:,.0f} | {row.over_bare_loop:.1f} | {row.over_n_log_n:.2f} |"
+        f"| {row.history} | {row.num_events:,} | {row.way} | {row.events_per_second:,.0f} | "
+        f"{row.over_bare_loop:.1f} | {row.over_n_log_n:.2f} |"
         for row in rows
     ]
     lines += [
         "",
-        "Not reported: expandable segments, streams, a device that is full (each retry walks through all free blocks).",
+        "Not reported: expandable segments, streams, a device that is full (each retry walks "
+        "through all free blocks).",
         "",
     ]
     return "\n".join(lines)

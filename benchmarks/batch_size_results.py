@@ -212,30 +212,39 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "",
     ]
     lines += [
-        f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and {len({(pair.card, pair.capacity_bytes) for pair in pairs})} cards. "
-        f"Asked: training at the suggestion never runs out of memory, and it is at least {LEAST_SHARE:.0%} of what trains on a card of the "
-        f"capacity less the headroom. **{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion is {_range(shares)} of that.",
+        f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and "
+        f"{len({(pair.card, pair.capacity_bytes) for pair in pairs})} cards. Asked: training at "
+        f"the suggestion never runs out of memory, and it is at least {LEAST_SHARE:.0%} of what "
+        "trains on a card of the capacity less the headroom. "
+        f"**{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion is "
+        f"{_range(shares)} of that.",
         "",
-        f"Of what gets by there, with retries and smaller workspaces, it is {_range(at_all)}, and at least {LEAST_SHARE:.0%} in {sum(share >= LEAST_SHARE for share in at_all)} pairs. What lies between is left out on "
-        "purpose: there the allocator runs short.",
+        f"Of what gets by there, with retries and smaller workspaces, it is {_range(at_all)}, and "
+        f"at least {LEAST_SHARE:.0%} in {sum(share >= LEAST_SHARE for share in at_all)} pairs. "
+        "What lies between is left out on purpose: there the allocator runs short.",
         "",
-        f"Of the whole card, with nothing kept free: the limit without a retry is {_range(without_retry)} of what trains, the limit at all "
-        f"{_range(limits)} of what gets by; it falls behind where PyTorch takes a convolution's next algorithm because the workspace of the first cannot "
-        "be had.",
+        "Of the whole card, with nothing kept free: the limit without a retry is "
+        f"{_range(without_retry)} of what trains, the limit at all {_range(limits)} of what gets "
+        "by; it falls behind where PyTorch takes a convolution's next algorithm because the "
+        "workspace of the first cannot be had.",
         "",
-        "`benchmarks/batch_size.py` says what *trains* and *gets by* mean. Share: the suggestion in parts of what trains with the same headroom.",
+        "`benchmarks/batch_size.py` says what *trains* and *gets by* mean. Share: the suggestion "
+        "in parts of what trains with the same headroom.",
         "",
-        "| configuration | card | GiB | suggestion | trains, less headroom | share | gets by, less headroom | limit without a retry | trains | limit | gets by |",
+        "| configuration | card | GiB | suggestion | trains, less headroom | share | gets by, "
+        "less headroom | limit without a retry | trains | limit | gets by |",
         "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         *map(_pair_row, pairs),
         "",
         "## Side by side, on the whole card",
         "",
-        "Share: the size in parts of what trains on the whole card; above 1 the allocator runs short. Trials and OOMs are those of one search, in the "
-        "median. Untested: sizes given that the search never ran. Left changed: on a CPU, where values are real; of a model from outside of "
-        "Accelerate's function, when the attempt begins that fits.",
+        "Share: the size in parts of what trains on the whole card; above 1 the allocator runs "
+        "short. Trials and OOMs are those of one search, in the median. Untested: sizes given "
+        "that the search never ran. Left changed: on a CPU, where values are real; of a model "
+        "from outside of Accelerate's function, when the attempt begins that fits.",
         "",
-        "| | failed | share, median | least | largest | out of memory | short to the last | untested | trials | OOMs | left changed |",
+        "| | failed | share, median | least | largest | out of memory | short to the last | "
+        "untested | trials | OOMs | left changed |",
         "|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|",
         *map(_summary_row, summaries),
         "",
@@ -243,8 +252,8 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "|:---|---:|---:|---:|" + "---:|" * len(_tools(pairs)),
         *map(_search_row, pairs),
         "",
-        "A size is followed by how it trains: ✗ out of memory, ~ short in the last update too, ? not run by the search; then by trials and OOMs of "
-        "the search.",
+        "A size is followed by how it trains: ✗ out of memory, ~ short in the last update too, ? "
+        "not run by the search; then by trials and OOMs of the search.",
         *not_reported(NOT_REPORTED),
     ]
     return "\n".join(lines) + "\n"

@@ -47,9 +47,10 @@ CHECKS = {
     "card": "test_a_prediction_for_a_card_holds_together",
 }
 NOT_REPORTED = (
-    "How many of the programs are alike: with one seed all checks draw the same, and each seed begins with the smallest; the others are drawn from more "
-    "than 10^12.",
-    "Programs beyond those that `tests/generated.py` can say: one to six layers of a few kinds, batches of two to nine samples, no Lightning.",
+    "How many of the programs are alike: with one seed all checks draw the same, and each seed "
+    "begins with the smallest; the others are drawn from more than 10^12.",
+    "Programs beyond those that `tests/generated.py` can say: one to six layers of a few kinds, "
+    "batches of two to nine samples, no Lightning.",
     "Peaks inside a phase on a CPU; anything measured on a device.",
 )
 
@@ -165,7 +166,8 @@ def to_markdown(about: dict[str, str], runs: Sequence[Run]) -> str:
             rows = [one for one in of_check if one.num_programs == number]
             num_failed = sum(one.failure is not None for one in rows)
             lines.append(
-                f"| {check} | `{test}` | {as_ranges(one.seed for one in rows)} | {number:,} | {sum(one.num_passed for one in rows):,} | {num_failed} | "
+                f"| {check} | `{test}` | {as_ranges(one.seed for one in rows)} | {number:,} | "
+                f"{sum(one.num_passed for one in rows):,} | {num_failed} | "
                 f"{sum(one.seconds for one in rows):,.0f} |"
             )
     for one in failures:

@@ -37,7 +37,8 @@ from memcallback.prediction.textbook.predict import predict as predict_by_law
 DEVICE = "NVIDIA H200"
 NOT_REPORTED = (
     "reserved memory, of which the law says nothing",
-    "configurations that accumulate, recompute, clip, or have several losses, and those of 16-bit parameters",
+    "configurations that accumulate, recompute, clip, or have several losses, and those of 16-bit "
+    "parameters",
     "a real device: what was measured is of a virtual one",
 )
 
@@ -118,8 +119,9 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
     ):
         known = [error for error in errors if error is not None]
         lines.append(
-            f"- {label}: error from {min(known):+.1f} % to {max(known):+.1f} %, in the median {statistics.median(known):+.1f} %, its size in the "
-            f"median {statistics.median(map(abs, known)):.1f} % ({len(known)} of {len(rows)})"
+            f"- {label}: error from {min(known):+.1f} % to {max(known):+.1f} %, in the median "
+            f"{statistics.median(known):+.1f} %, its size in the median "
+            f"{statistics.median(map(abs, known)):.1f} % ({len(known)} of {len(rows)})"
         )
     cells = [
         (

@@ -54,7 +54,8 @@ INTERVALS = (1, DEFAULT_INTERVAL)
 NUM_WARM_UP_STEPS = 10
 BATCH_SIZE, NUM_FEATURES = 32, 64
 NOT_REPORTED = (
-    "What happens once a fit (prediction, first and last report with their pictures): the clock starts after it.",
+    "What happens once a fit (prediction, first and last report with their pictures): the clock "
+    "starts after it.",
     "Writing the event file out when training ends.",
     "The cost beside a step of usual length: here a step is as short as Lightning lets it be.",
 )
@@ -283,7 +284,8 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
         "",
     ]
     lines += [
-        "| log every | callback | step, µs | quartiles, µs | added to a step, µs | over DeviceStatsMonitor's | allocator reads a step | synchronisations in a fit |",
+        "| log every | callback | step, µs | quartiles, µs | added to a step, µs | over "
+        "DeviceStatsMonitor's | allocator reads a step | synchronisations in a fit |",
         "|---:|:---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -291,12 +293,14 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
         cost = "" if row.cost_us is None else f"{row.cost_us:,.0f}"
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         lines.append(
-            f"| {row.log_every_n_steps} | {row.callback} | {row.step_us:,.0f} | {first:,.0f} to {third:,.0f} | {cost} | {ratio} | "
-            f"{row.num_allocator_reads_per_step:g} | {row.num_synchronisations} |"
+            f"| {row.log_every_n_steps} | {row.callback} | {row.step_us:,.0f} | {first:,.0f} to "
+            f"{third:,.0f} | {cost} | {ratio} | {row.num_allocator_reads_per_step:g} | "
+            f"{row.num_synchronisations} |"
         )
     lines += [
         "",
-        "The quotient is the median of the rounds' quotients. Where both costs are within the quartiles, it says nothing.",
+        "The quotient is the median of the rounds' quotients. Where both costs are within the "
+        "quartiles, it says nothing.",
     ]
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"

@@ -129,11 +129,14 @@ def all_peak_errors(
 def peaks_table(rows: Iterable[PeakErrors]) -> list[str]:
     """The lines of a Markdown table."""
     return [
-        "| group | peak | compared | median error | 95th percentile | lowest | highest | under-estimated | above the stated bound |",
+        "| group | peak | compared | median error | 95th percentile | lowest | highest | "
+        "under-estimated | above the stated bound |",
         "|:---|:---|---:|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| {row.group} | {row.quantity.removeprefix('peak ')} | {row.num_peaks} | {row.median_pct:.3f} % | {row.percentile_95_pct:.3f} % | "
-            f"{row.lowest_pct:+.3f} % | {row.highest_pct:+.3f} % | {row.under_estimated_share:.1%} | {row.above_bound_share:.1%} |"
+            f"| {row.group} | {row.quantity.removeprefix('peak ')} | {row.num_peaks} | "
+            f"{row.median_pct:.3f} % | {row.percentile_95_pct:.3f} % | {row.lowest_pct:+.3f} % | "
+            f"{row.highest_pct:+.3f} % | {row.under_estimated_share:.1%} | "
+            f"{row.above_bound_share:.1%} |"
             for row in rows
         ),
     ]

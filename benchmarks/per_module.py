@@ -51,8 +51,9 @@ NOT_REPORTED = (
     "what the readings themselves take of the host's memory",
 )
 HOST_ALONE = (
-    "A step is the host's part alone here, since kernels do nothing: on a card it runs beside the kernels, and costs time only as far as it is "
-    "longer than they are. What it comes to there was not measured."
+    "A step is the host's part alone here, since kernels do nothing: on a card it runs beside the "
+    "kernels, and costs time only as far as it is longer than they are. What it comes to there was "
+    "not measured."
 )
 
 
@@ -227,14 +228,16 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
         "",
     ]
     lines += [
-        "| model | modules | step | time, ms | quartiles, ms | added, ms | times a plain step | readings |",
+        "| model | modules | step | time, ms | quartiles, ms | added, ms | times a plain step | "
+        "readings |",
         "|:---|---:|:---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         first, third = row.step_quartiles_ms
         lines.append(
-            f"| {row.model}, batch size {row.batch_size} | {row.num_modules} | {row.kind} | {row.step_ms:,.1f} | {first:,.1f} to {third:,.1f} | "
-            f"{row.added_ms:,.1f} | {row.ratio:.2f} | {row.num_readings} |"
+            f"| {row.model}, batch size {row.batch_size} | {row.num_modules} | {row.kind} | "
+            f"{row.step_ms:,.1f} | {first:,.1f} to {third:,.1f} | {row.added_ms:,.1f} | "
+            f"{row.ratio:.2f} | {row.num_readings} |"
         )
     lines += not_reported(NOT_REPORTED)
     lines += ["", HOST_ALONE] if "virtual" in about["device"] else []

@@ -58,7 +58,8 @@ def to_markdown(about: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
     ]
     exact = {figure: sum(row[figure] == 0 for row in rows) for figure in MOST_PCT}
     lines += [
-        f"{len(rows)} cases; peaks exact to the byte in every phase of every rank: allocated in {exact['allocated']}, reserved in {exact['reserved']}.",
+        f"{len(rows)} cases; peaks exact to the byte in every phase of every rank: allocated in "
+        f"{exact['allocated']}, reserved in {exact['reserved']}.",
         "",
         "| case | allocated, worst error | reserved, worst error |",
         "|:---|---:|---:|",

@@ -72,7 +72,8 @@ KEPT = {
 TORCHTITAN_2024 = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TORCHTITAN_A100 = "pytorch/torchtitan, docs/performance.md of 2024"
 NOT_REPORTED = (
-    "Tensor, pipeline and context parallel jobs, torch.compile and float8, in which most public reports of 70 and 405 billion parameters are made.",
+    "Tensor, pipeline and context parallel jobs, torch.compile and float8, in which most public "
+    "reports of 70 and 405 billion parameters are made.",
     "What NCCL takes outside the allocator; the reports' figures are the allocator's too.",
 )
 
@@ -104,7 +105,10 @@ class Job:
     @property
     def name(self) -> str:
         """All of it in words."""
-        return f"{self.size} on {self.world_size}, {self.batch_size} x {LENGTH:,}, {self.checkpointing}"
+        return (
+            f"{self.size} on {self.world_size}, {self.batch_size} x {LENGTH:,}, "
+            f"{self.checkpointing}"
+        )
 
 
 JOBS = (
@@ -346,7 +350,8 @@ def to_markdown(
     lines += [
         f"Llama 3.1, FSDP2, AdamW, sequences of {LENGTH:,}; one rank predicted.",
         "",
-        "| parameters | devices | batch | checkpointing | held | peak allocated | peak reserved | fits | reported | off | source | time, s | resident |",
+        "| parameters | devices | batch | checkpointing | held | peak allocated | peak reserved | "
+        "fits | reported | off | source | time, s | resident |",
         "|:---|---:|---:|:---|---:|---:|---:|:---|:---|---:|:---|---:|---:|",
     ]
     for job, found in rows:
@@ -357,18 +362,21 @@ def to_markdown(
         )
         sizes = (found.held_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
         lines.append(
-            f"| {job.size} | {job.world_size:,} | {job.batch_size} | {job.checkpointing} | {' | '.join(map(format_bytes, sizes))} "
-            f"| {'yes' if found.fits else 'no'}, {job.device} | {job.published} | {off} | {job.source} | {found.seconds:.0f} "
-            f"| {format_bytes(found.resident_bytes)} |"
+            f"| {job.size} | {job.world_size:,} | {job.batch_size} | {job.checkpointing} | "
+            f"{' | '.join(map(format_bytes, sizes))} | {'yes' if found.fits else 'no'}, "
+            f"{job.device} | {job.published} | {off} | {job.source} | {found.seconds:.0f} | "
+            f"{format_bytes(found.resident_bytes)} |"
         )
     alone, of_many = costs["1"], costs[str(NUM_RANKS)]
     times = of_many["seconds"] / alone["seconds"]
     is_met = times <= MOST_TIMES and of_many["resident_bytes"] <= MOST_RESIDENT_BYTES
     lines += [
         "",
-        f"7 billion parameters: predicted on one device in {alone['seconds']:.1f} s of the processor, one rank of {NUM_RANKS} under FSDP2 in "
-        f"{of_many['seconds']:.1f} s, {times:.2f} times as long, within {format_bytes(int(of_many['resident_bytes']))}. Asked: at most "
-        f"{MOST_TIMES:g} times and {format_bytes(MOST_RESIDENT_BYTES)}; {'met' if is_met else '**not met**'}.",
+        f"7 billion parameters: predicted on one device in {alone['seconds']:.1f} s of the "
+        f"processor, one rank of {NUM_RANKS} under FSDP2 in {of_many['seconds']:.1f} s, "
+        f"{times:.2f} times as long, within {format_bytes(int(of_many['resident_bytes']))}. "
+        f"Asked: at most {MOST_TIMES:g} times and {format_bytes(MOST_RESIDENT_BYTES)}; "
+        f"{'met' if is_met else '**not met**'}.",
     ]
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"

@@ -98,7 +98,8 @@ MOST_FOR_LARGE = {"7 B": (30.0, 2 << 30), "70 B": (90.0, 3 << 30)}
 MOST_OVER_N_LOG_N = 1.5
 MOST_CURVE_SECONDS = 1.0
 NOT_REPORTED = (
-    "Fake tensors of a CUDA device under MemTracker: a machine without a GPU cannot make them. It sees the steps as a CPU runs them.",
+    "Fake tensors of a CUDA device under MemTracker: a machine without a GPU cannot make them. It "
+    "sees the steps as a CPU runs them.",
     "Reserved memory and workspaces by MemTracker: it has neither.",
 )
 
@@ -525,7 +526,8 @@ def to_markdown(
     ]
     lines += ["", f"## Time of {NUM_STEPS} steps", ""]
     lines += [
-        f"Median of {num_rounds} rounds, seconds of the processor; quotients with the least and the largest of the rounds. Caches are PyTorch's own of fake operators.",
+        f"Median of {num_rounds} rounds, seconds of the processor; quotients with the least and "
+        "the largest of the rounds. Caches are PyTorch's own of fake operators.",
         "",
     ]
     lines += [
@@ -535,7 +537,8 @@ def to_markdown(
     for row in rows:
         times = " | ".join(f"{row.cpu_seconds[way].median:.2f}" for way in WAYS)
         lines.append(
-            f"| {row.case} | {row.caches} | {times} | {row.over_bare.text()} | {row.theirs_over_ours.text()} |"
+            f"| {row.case} | {row.caches} | {times} | {row.over_bare.text()} | "
+            f"{row.theirs_over_ours.text()} |"
         )
     lines += [
         "",
@@ -553,9 +556,11 @@ def to_markdown(
         lines.append(f"| {peak.case} | {truth} | {figures} |")
     lines += ["", "## Llama-like, meta device, batch 1 x 2048, bf16, AdamW", ""]
     lines += [
-        f"- {name}: {one.num_parameters:,} parameters, {one.num_events:,} events, predicted for {DEVICE}: peak allocated "
-        f"{format_bytes(one.peak_allocated_bytes)}. Importing {one.import_seconds:.1f} s, predicting {one.predict_seconds:.1f} s, the whole process "
-        f"{one.process_seconds:.1f} s on the wall and {one.cpu_seconds:.1f} s of the processor, its largest resident size {format_bytes(one.resident_bytes)}."
+        f"- {name}: {one.num_parameters:,} parameters, {one.num_events:,} events, predicted for "
+        f"{DEVICE}: peak allocated {format_bytes(one.peak_allocated_bytes)}. Importing "
+        f"{one.import_seconds:.1f} s, predicting {one.predict_seconds:.1f} s, the whole process "
+        f"{one.process_seconds:.1f} s on the wall and {one.cpu_seconds:.1f} s of the processor, "
+        f"its largest resident size {format_bytes(one.resident_bytes)}."
         for name, one in larges.items()
     ]
     lines += growth_to_markdown(points)
@@ -563,17 +568,20 @@ def to_markdown(
         "",
         "## The curve over batch sizes",
         "",
-        "| case | sizes | seconds | every size would take, s | a line between them is off by at most, % |",
+        "| case | sizes | seconds | every size would take, s | a line between them is off by at "
+        "most, % |",
         "|:---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {one.case} | {one.num_sizes} | {one.cpu_seconds:.2f} | {one.every_seconds:.0f} | {one.most_off_percent:.2f} |"
+        f"| {one.case} | {one.num_sizes} | {one.cpu_seconds:.2f} | {one.every_seconds:.0f} | "
+        f"{one.most_off_percent:.2f} |"
         for one in curves
     ]
     lines += [
         "",
-        f"Reserved peaks, each replayed to the byte. Every block and segment is rounded, so that no line goes through all of them: how far one is off was "
-        f"looked at in {NUM_TIMED} sizes, from {LARGEST // NUM_TIMED} to {LARGEST:,}.",
+        "Reserved peaks, each replayed to the byte. Every block and segment is rounded, so that "
+        f"no line goes through all of them: how far one is off was looked at in {NUM_TIMED} "
+        f"sizes, from {LARGEST // NUM_TIMED} to {LARGEST:,}.",
         "",
         "Not reported:",
         "",

@@ -246,7 +246,8 @@ def measure() -> Points:
                 before[way] = one.cpu_seconds / num_layers if one else None
             found[row][value] = points
             print(
-                f"{row}, {value}: {', '.join(f'{one.cpu_seconds:.1f} s' if one else '-' for one in points.values())}",
+                f"{row}, {value}: "
+                f"{', '.join(f'{one.cpu_seconds:.1f} s' if one else '-' for one in points.values())}",
                 file=sys.stderr,
             )
     return found
@@ -315,15 +316,17 @@ def to_markdown(points: Points) -> list[str]:
     """The rows as tables."""
     lines = ["", "## Growth", ""]
     lines += [
-        "Two updates of a Llama-like model on the meta device, once, each in a process of its own. Seconds are the processor's; memory is the "
-        f"largest resident size of the process, of which PyTorch and the model are at least {format_bytes(min(_before(points)))}. Not run (-): "
-        f"what would take more than {LONG_SECONDS} s, by the value before.",
+        "Two updates of a Llama-like model on the meta device, once, each in a process of its "
+        "own. Seconds are the processor's; memory is the largest resident size of the process, of "
+        f"which PyTorch and the model are at least {format_bytes(min(_before(points)))}. Not run "
+        f"(-): what would take more than {LONG_SECONDS} s, by the value before.",
     ]
     powers = exponents(points)
     for row, by_value in points.items():
         lines += [
             "",
-            f"| {row} | parameters | events | {BARE}, s | {OURS}, s | {THEIRS}, s | {BARE} | {OURS} | {THEIRS} |",
+            f"| {row} | parameters | events | {BARE}, s | {OURS}, s | {THEIRS}, s | {BARE} | "
+            f"{OURS} | {THEIRS} |",
         ]
         lines += ["|:---|---:|---:|---:|---:|---:|---:|---:|---:|"]
         for value, by_way in by_value.items():

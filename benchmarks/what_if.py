@@ -291,14 +291,16 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
         row.predicted_allocated_bytes == row.measured_allocated_bytes is not None for row in judged
     )
     lines = [
-        f"# What savings buy, predicted and measured: {about['device']}{' (virtual device)' if about['is_virtual'] else ''}",
+        "# What savings buy, predicted and measured: "
+        f"{about['device']}{' (virtual device)' if about['is_virtual'] else ''}",
         "",
     ]
     lines += [*(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
-        f"{len(judged)} rows of {len({row.case for row in judged})} models, each within {BAR_PCT:g} % of what was measured, allocated and "
-        f"reserved: **{'met' if not wrong else f'missed by {len(wrong)}'}**. The worst error is {max(errors, key=abs):+.3f} %; allocated "
-        f"memory is exact to the byte in {exact} rows.",
+        f"{len(judged)} rows of {len({row.case for row in judged})} models, each within "
+        f"{BAR_PCT:g} % of what was measured, allocated and reserved: "
+        f"**{'met' if not wrong else f'missed by {len(wrong)}'}**. The worst error is "
+        f"{max(errors, key=abs):+.3f} %; allocated memory is exact to the byte in {exact} rows.",
         "",
     ]
     for reason in dict.fromkeys(row.left_out for row in rows if row.left_out):
@@ -318,7 +320,10 @@ def _line(row: Row, as_it_is: Row) -> str:
         problem, error = (
             textwrap.shorten(text, 100, placeholder=" ...") for text in (row.problem, row.error)
         )
-        return f"| {name} | {row.batch_size} | not predicted: {problem or 'it was'} | | did not run: {error or 'it did'} | | | |"
+        return (
+            f"| {name} | {row.batch_size} | not predicted: {problem or 'it was'} | | did not run: "
+            f"{error or 'it did'} | | | |"
+        )
     cells = [
         name,
         str(row.batch_size),

@@ -202,7 +202,8 @@ def main() -> None:
         for tag, name in FIGURES.items():
             (IMAGES / name).write_bytes(fetch_figure(url, run, tag))
     print(
-        f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in {IMAGES.relative_to(ROOT)}"
+        f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in "
+        f"{IMAGES.relative_to(ROOT)}"
     )
 
 

@@ -98,7 +98,8 @@ def main() -> None:
         for parameter, before in zip(module.parameters(), weights, strict=True)
     )
     print(
-        f"Weights are {'as before' if is_same else 'others'}, optimizer updates made: {trainer.global_step}."
+        f"Weights are {'as before' if is_same else 'others'}, optimizer updates made: "
+        f"{trainer.global_step}."
     )
     trainer.fit(module)
     print(f"Trained {trainer.global_step} steps of {module.batch_size} images.")

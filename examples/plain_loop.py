@@ -117,7 +117,8 @@ def main() -> None:
     log = mc.MemoryLog(recorder, mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer))
     if log.prediction:
         print(
-            f"Before the first step: a peak of {mc.format_bytes(log.prediction.peak_allocated_bytes)} is predicted.\n"
+            "Before the first step: a peak of "
+            f"{mc.format_bytes(log.prediction.peak_allocated_bytes)} is predicted.\n"
         )
 
     for _ in range(options.epochs):

@@ -86,7 +86,8 @@ def main() -> None:
     step = make_step()
     num_parameters = sum(parameter.numel() for parameter in step.model.parameters())
     print(
-        f"GPT of {num_parameters / 1e6:.0f} million parameters, batch size {BATCH_SIZE}, {CONTEXT_LENGTH} tokens, {step.precision}\n"
+        f"GPT of {num_parameters / 1e6:.0f} million parameters, batch size {BATCH_SIZE}, "
+        f"{CONTEXT_LENGTH} tokens, {step.precision}\n"
     )
     print(f"{'':28}{'reserved peak':>15}{'of':>12}{'fits':>7}{'largest batch':>15}")
     for card in CARDS:
@@ -106,7 +107,8 @@ def main() -> None:
     print(f"\nOn the {prediction.device_name}, in each phase of a steady step:")
     for phase, memory in prediction.phases.items():
         print(
-            f"  {phase.label:28}{mc.format_bytes(memory.peak_allocated_bytes or 0):>13} allocated at most"
+            f"  {phase.label:28}{mc.format_bytes(memory.peak_allocated_bytes or 0):>13} allocated "
+            "at most"
         )
     print(f"Live at the peak ({prediction.peak_phase.label}):")
     for category, size in sorted(prediction.by_category.items(), key=lambda item: -item[1]):

@@ -193,12 +193,14 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         (
             "no_such_models:make",
             "1",
-            "No module named 'no_such_models', on importing 'no_such_models'. Run memcallback in the folder that has it",
+            "No module named 'no_such_models', on importing 'no_such_models'. Run memcallback in "
+            "the folder that has it",
         ),
         (
             "broken_models:make",
             "1",
-            "Importing 'broken_models' failed: ZeroDivisionError: division by zero. It must import without",
+            "Importing 'broken_models' failed: ZeroDivisionError: division by zero. It must "
+            "import without",
         ),
         (
             "some_models:make",
@@ -208,7 +210,8 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         (
             "some_models",
             "1",
-            "'some_models' names nothing to load. Write an importable module, a colon and a name in it",
+            "'some_models' names nothing to load. Write an importable module, a colon and a name "
+            "in it",
         ),
         (
             "some_models:seven",
@@ -223,7 +226,8 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         (
             "some_models:fails",
             "1",
-            "some_models:fails failed: RuntimeError: no such file at all. It is called without arguments",
+            "some_models:fails failed: RuntimeError: no such file at all. It is called without "
+            "arguments",
         ),
         (
             "some_models:make_model",
@@ -394,7 +398,8 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
         ),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "3"],
-            "--sequence-length '3' is not a length of a sequence. Write a whole number from 4 on, such as --sequence-length 32.",
+            "--sequence-length '3' is not a length of a sequence. Write a whole number from 4 on, "
+            "such as --sequence-length 32.",
         ),
         (
             ["some_steps:fails", "--device", "T4"],
@@ -442,15 +447,18 @@ def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
     [
         (
             "without_a_size",
-            "some_steps:without_a_size cannot be predicted: The batch size cannot be inferred: no tensor in the batch has",
+            "some_steps:without_a_size cannot be predicted: The batch size cannot be inferred: no "
+            "tensor in the batch has",
         ),
         (
             "no_loss",
-            "some_steps:no_loss cannot be predicted: loss returned a float; it must return the loss",
+            "some_steps:no_loss cannot be predicted: loss returned a float; it must return the "
+            "loss",
         ),
         (
             "no_optimizer",
-            "some_steps:no_optimizer failed: optimizer must be an optimizer of the model, or a function from parameters",
+            "some_steps:no_optimizer failed: optimizer must be an optimizer of the model, or a "
+            "function from parameters",
         ),
     ],
 )
@@ -476,8 +484,8 @@ def test_code_that_exits_is_an_error_like_another(command, capfd):
     more = ["--device", "T4"] if command == "predict" else ["--input", "1"]
     assert main([command, "exiting_models:make", *more]) == 2
     assert (
-        "Importing 'exiting_models' failed: SystemExit: 5. It must import without running a training."
-        in capfd.readouterr().err
+        "Importing 'exiting_models' failed: SystemExit: 5. It must import without running a "
+        "training." in capfd.readouterr().err
     )
     assert main([command, "some_models:exits", *more]) == 2
     assert (

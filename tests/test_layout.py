@@ -120,7 +120,8 @@ def violations(sources):
                 f"{imported}.".startswith(f"{shown}.") for shown in SHOWN
             ):
                 found.append(
-                    f"{name} imports {imported}, which is for {' and '.join(sorted(MAY_IMPORT_SHOWN))}"
+                    f"{name} imports {imported}, which is for "
+                    f"{' and '.join(sorted(MAY_IMPORT_SHOWN))}"
                 )
             if is_plain(name) and imported.split(".")[0] in HEAVY:
                 found.append(f"{name} imports {imported}, and works without it")
@@ -185,7 +186,8 @@ def test_the_engine_is_sealed():
         (
             "diagnose/health/watch",
             "from torch.utils.tensorboard import SummaryWriter",
-            "diagnose/health/watch imports torch.utils.tensorboard.SummaryWriter, which is for integrations and report",
+            "diagnose/health/watch imports torch.utils.tensorboard.SummaryWriter, which is for "
+            "integrations and report",
         ),
         (
             "step/ranks",

@@ -54,8 +54,8 @@ def from_json(text):
         )
     if document.get("version") != VERSION:
         raise ValueError(
-            f"the trace has version {document.get('version')!r}; this memcallback reads version {VERSION}: "
-            "use the memcallback that wrote it, or make the trace again"
+            f"the trace has version {document.get('version')!r}; this memcallback reads version "
+            f"{VERSION}: use the memcallback that wrote it, or make the trace again"
         )
     try:
         names = document["names"]
@@ -66,7 +66,8 @@ def from_json(text):
         )
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(
-            f"the trace is damaged ({error!r}); each event is a list as to_json writes it: make the trace again"
+            f"the trace is damaged ({error!r}); each event is a list as to_json writes it: make "
+            "the trace again"
         ) from error
     return AllocationTrace(events, marks)
 
@@ -121,5 +122,6 @@ def _from_row(row, names):
     if code in ("step", "step end"):
         return StepStart() if code == "step" else StepEnd()
     raise ValueError(
-        f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the trace again"
+        f"the trace has an event {code!r}; known are a, f, start, end, step and step end: make the "
+        "trace again"
     )

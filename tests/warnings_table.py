@@ -72,7 +72,8 @@ def main(accelerator):
             missing += title == "sick" and not right
             print(f"{title:8}{name:36}{' | '.join(told) or 'no warning'}", file=sys.stderr)
     print(
-        f"{len(programs.HEALTHY)} healthy, {len(programs.SICK)} sick: {wrong} wrong warnings, {missing} missing",
+        f"{len(programs.HEALTHY)} healthy, {len(programs.SICK)} sick: {wrong} wrong warnings, "
+        f"{missing} missing",
         file=sys.stderr,
     )
 

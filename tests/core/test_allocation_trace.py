@@ -97,11 +97,13 @@ def test_json_says_what_it_is():
     [
         (
             (Free(3),),
-            "event 0 frees 3, which was never allocated; a Free follows its own Alloc, once: leave this one out",
+            "event 0 frees 3, which was never allocated; a Free follows its own Alloc, once: "
+            "leave this one out",
         ),
         (
             (Alloc(3, 512), Free(3), Free(3)),
-            "event 2 frees 3, which is freed already; a Free follows its own Alloc, once: leave this one out",
+            "event 2 frees 3, which is freed already; a Free follows its own Alloc, once: leave "
+            "this one out",
         ),
         (
             (Alloc(3, 512), Alloc(3, 512)),
@@ -113,7 +115,8 @@ def test_json_says_what_it_is():
         ),
         (
             (PhaseStart(Phase.FORWARD),),
-            "phase 'forward' has a start and no end; every phase has both: append PhaseEnd(Phase.FORWARD)",
+            "phase 'forward' has a start and no end; every phase has both: append "
+            "PhaseEnd(Phase.FORWARD)",
         ),
         (
             (PhaseEnd(Phase.FORWARD),),
@@ -121,19 +124,23 @@ def test_json_says_what_it_is():
         ),
         (
             (PhaseStart(Phase.FORWARD), PhaseStart(Phase.BACKWARD)),
-            "event 1 starts phase 'backward' inside 'forward'; phases do not overlap: end the other first",
+            "event 1 starts phase 'backward' inside 'forward'; phases do not overlap: end the "
+            "other first",
         ),
         (
             (StepStart(), StepStart()),
-            "event 1 starts or ends a step inside another; steps do not overlap and hold whole phases: put the mark between phases",
+            "event 1 starts or ends a step inside another; steps do not overlap and hold whole "
+            "phases: put the mark between phases",
         ),
         (
             (StepEnd(),),
-            "event 0 starts or ends a step that has not started; steps do not overlap and hold whole phases: put the mark between phases",
+            "event 0 starts or ends a step that has not started; steps do not overlap and hold "
+            "whole phases: put the mark between phases",
         ),
         (
             (StepStart(), PhaseStart(Phase.FORWARD), StepEnd()),
-            "event 2 starts or ends a step inside phase 'forward'; steps do not overlap and hold whole phases: put the mark between phases",
+            "event 2 starts or ends a step inside phase 'forward'; steps do not overlap and hold "
+            "whole phases: put the mark between phases",
         ),
         ((StepStart(),), "a step has a start and no end; every step has both: append StepEnd()"),
     ],

@@ -115,7 +115,8 @@ def test_a_card_is_itself():
         ("nvidia", "'nvidia' is not a known card. Similar names: NVIDIA B200"),
         (
             "80",
-            "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. Give more of the name",
+            "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. "
+            "Give more of the name",
         ),
         ("", "'' is not a known card. Similar names: NVIDIA B200"),
         ("24 gigs", "'24 gigs' is not a size. Write a number and a unit of B, KB"),
@@ -124,17 +125,20 @@ def test_a_card_is_itself():
         (-1, "-1 is not a size: a size cannot be negative. Give"),
         (
             0,
-            "0 is neither a card nor its size: a number is a size in bytes, at least 1 MiB. Give the size with its unit, such as '24GiB'",
+            "0 is neither a card nor its size: a number is a size in bytes, at least 1 MiB. Give "
+            "the size with its unit, such as '24GiB'",
         ),
         (
             "0",
-            "'0' is neither a card nor its size: a number is a size in bytes, at least 1 MiB. .* 'cuda:0' to predict for a device of",
+            "'0' is neither a card nor its size: a number is a size in bytes, at least 1 MiB. .* "
+            "'cuda:0' to predict for a device of",
         ),
         ("0 GiB", "'0 GiB' is neither a card nor its size"),
         ("100 KiB", "'100 KiB' is neither a card nor its size"),
         (
             "cuda:1",
-            "'cuda:1' is a device of this machine, .* Give it to memcallback.predict; or here the name of a card",
+            "'cuda:1' is a device of this machine, .* Give it to memcallback.predict; or here the "
+            "name of a card",
         ),
     ],
 )

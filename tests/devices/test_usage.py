@@ -145,7 +145,8 @@ def test_what_the_driver_does_not_tell_is_not_made_up(driver):
 def test_a_container_that_hides_processes_is_told_of(driver):
     driver(card(processes=[]))
     assert device_states().devices[0].notes == (
-        "10.00 GiB in use, but no process listed: processes of other containers are hidden from this one.",
+        "10.00 GiB in use, but no process listed: processes of other containers are hidden from "
+        "this one.",
     )
 
 

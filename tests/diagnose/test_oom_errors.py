@@ -19,7 +19,8 @@ OUT_OF_MEMORY = [
         "CUDA out of memory. Tried to allocate 12.50 GiB (GPU 0; 10.92 GiB total capacity)"
     ),
     RuntimeError(
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some "
+        "other API call"
     ),
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError(
@@ -29,7 +30,8 @@ OUT_OF_MEMORY = [
         "XPU out of memory, please use `empty_cache` to release all unoccupied cached memory."
     ),
     RuntimeError(
-        "MPS backend out of memory (MPS allocated: 6.04 GB, other allocations: 1.04 GB, max allowed: 6.77 GB)"
+        "MPS backend out of memory (MPS allocated: 6.04 GB, other allocations: 1.04 GB, max "
+        "allowed: 6.77 GB)"
     ),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
@@ -37,10 +39,12 @@ OUT_OF_MEMORY = [
     RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 4096 bytes."
     ),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes."
+        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you "
+        "tried to allocate 4096 bytes."
     ),
     RuntimeError(
         "NCCL error: unhandled cuda error, Last error: Failed to CUDA calloc 6291456 bytes"
@@ -66,12 +70,14 @@ def test_an_allocation_that_no_machine_can_make_is_recognised():
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x64 and 32x10)"),
         RuntimeError(
-            "DataLoader worker (pid 17) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory."
+            "DataLoader worker (pid 17) is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory."
         ),
         RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError(
-            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+            "non-contiguous input."
         ),
         ValueError("out of memory"),
         OSError(errno.ENOSPC, "No space left on device"),
@@ -86,7 +92,8 @@ def test_other_errors_are_not(error):
 @pytest.mark.parametrize(
     "text",
     [
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+        "non-contiguous input.",
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
         "Unable to find a valid cuDNN algorithm to run convolution",
     ],

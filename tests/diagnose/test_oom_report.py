@@ -94,8 +94,8 @@ def test_the_text_says_where_what_was_short_and_what_stood():
 def test_what_was_predicted_is_held_against_what_there_was():
     (said,) = [line for line in REPORT.sentences() if line.startswith("Predicted")]
     assert said == (
-        "Predicted for this batch size: peak allocated 17.00 GiB, 1.47 GiB above the available 15.53 GiB; "
-        "peak reserved 20.00 GiB with unlimited memory."
+        "Predicted for this batch size: peak allocated 17.00 GiB, 1.47 GiB above the available "
+        "15.53 GiB; peak reserved 20.00 GiB with unlimited memory."
     )
 
 

@@ -207,8 +207,8 @@ def test_workspaces_are_unattributed():
     assert workspace > 1 << 20
     assert change.after.unattributed_bytes - change.before.unattributed_bytes == workspace
     assert (
-        f"Unattributed: {mc.format_bytes(change.after.unattributed_bytes)} (+{mc.format_bytes(workspace)}), from workspaces"
-        in str(change)
+        f"Unattributed: {mc.format_bytes(change.after.unattributed_bytes)} "
+        f"(+{mc.format_bytes(workspace)}), from workspaces" in str(change)
     )
     assert change.after.reserved_bytes == torch.cuda.memory_reserved()
     del product

@@ -583,7 +583,8 @@ def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert (
         printed.count(
-            "Memory of one training step (steady, batch size 8) on CPU\nmeasured by CPU allocation events"
+            "Memory of one training step (steady, batch size 8) on CPU\nmeasured by CPU allocation "
+            "events"
         )
         == 2
     )
@@ -1195,7 +1196,8 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
         ({"device": 0}, "0 is neither a card nor its size"),
         (
             {"device": "cpu"},
-            "'cpu' has no known memory size. Give a card or a size, such as '24GiB', or leave it out",
+            "'cpu' has no known memory size. Give a card or a size, such as '24GiB', or leave it "
+            "out",
         ),
     ],
 )

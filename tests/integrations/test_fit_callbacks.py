@@ -124,8 +124,8 @@ def test_callbacks_that_change_what_trains_later_are_named():
         )
         assert notes_on_callbacks(loop) == (
             f"{names} may make later steps take much more memory than the trials, which run only "
-            "the first ones. Leave a larger headroom, or search with a Trainer and a module as they "
-            "will be by then.",
+            "the first ones. Leave a larger headroom, or search with a Trainer and a module as "
+            "they will be by then.",
         )
     assert (
         notes_on_callbacks(
@@ -183,7 +183,8 @@ def test_the_words_of_the_callback_name_a_way_out_that_it_has(tmp_path, module, 
         loop.fit(module(), DataLoader(data(), 8))
     (text,) = (str(one.message) for one in caught if one.category is mc.MemoryWarning)
     assert text.endswith(
-        "memcallback.fit_batch_size(trainer, module, max_batch_size=...) before trainer.fit, without MemoryCallback(fit_batch_size=True)."
+        "memcallback.fit_batch_size(trainer, module, max_batch_size=...) before trainer.fit, "
+        "without MemoryCallback(fit_batch_size=True)."
     )
     assert loop.global_step == 3
     # As it says.

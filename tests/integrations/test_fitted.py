@@ -119,7 +119,8 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
     )
     text = found.to_text()
     assert text.startswith(
-        "Batch size 1100 (it was 32) is the largest found to fit Tesla T4: run for 3 optimizer updates and validation within"
+        "Batch size 1100 (it was 32) is the largest found to fit Tesla T4: run for 3 optimizer "
+        "updates and validation within"
     )
     assert (
         "Batch size 1234 ran out of memory, and the error was caught: 617 was tried next." in text
@@ -139,7 +140,8 @@ def test_the_data_has_every_trial():
     assert "headroom" not in found
     assert [one["fits"] for one in found["trials"]] == [False, True]
     assert found["corrections"] == [
-        "Batch size 1234 took 1010.00 MiB, more than the 1000.00 MiB that may be used: 1190 was tried next."
+        "Batch size 1234 took 1010.00 MiB, more than the 1000.00 MiB that may be used: 1190 was "
+        "tried next."
     ]
 
 

@@ -242,8 +242,8 @@ def test_a_request_too_large_is_refused_with_the_state_and_the_allocator_goes_on
     with pytest.raises(OutOfMemoryError) as caught:
         allocator.allocate(25 * MiB - 1)
     assert str(caught.value) == (
-        "Tried to allocate 26.00 MiB of a capacity of 50.00 MiB, of which 20.00 MiB is free. 30.00 MiB is allocated, and 0 bytes is reserved "
-        "but unallocated."
+        "Tried to allocate 26.00 MiB of a capacity of 50.00 MiB, of which 20.00 MiB is free. 30.00 "
+        "MiB is allocated, and 0 bytes is reserved but unallocated."
     )
     assert caught.value.requested_bytes == 25 * MiB - 1
     assert caught.value.capacity_bytes == 50 * MiB

@@ -112,7 +112,8 @@ def test_a_segment_is_made_for_a_block(block_mib, large_mib, segment_mib):
     [
         (
             "foo:1",
-            "'foo' is not a setting of the CUDA caching allocator; known are expandable_segments, large_segment_size_mb",
+            "'foo' is not a setting of the CUDA caching allocator; known are expandable_segments, "
+            "large_segment_size_mb",
         ),
         ("max_split_size_mb", "'max_split_size_mb' is not name:value"),
         (

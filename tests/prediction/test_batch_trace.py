@@ -156,15 +156,18 @@ def test_an_operator_is_asked_once_for_the_same_numbers():
     [
         (
             step(3, 100, 200, operators=["aten::mm", "aten::bmm"]),
-            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has aten::bmm in module 'net.0' (backward)",
+            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where "
+            "it has aten::bmm in module 'net.0' (backward)",
         ),
         (
             step(3, 100),
-            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where it has the freeing of aten::mm in",
+            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where "
+            "it has the freeing of aten::mm in",
         ),
         (
             tiled(3),
-            "it has aten::mm in module 'net.0' (backward) with 100 bytes at batch size 2, where it has a call of aten::sort in module",
+            "it has aten::mm in module 'net.0' (backward) with 100 bytes at batch size 2, where "
+            "it has a call of aten::sort in module",
         ),
     ],
     ids=["another operator", "an allocation less", "an operator with a rule only there"],
@@ -224,7 +227,8 @@ def test_a_size_that_shrinks_below_nothing_is_refused():
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "at batch size 5 a size of aten::mm in module 'net.0' (backward) with 100 bytes comes to -50"
+            "at batch size 5 a size of aten::mm in module 'net.0' (backward) with 100 bytes comes "
+            "to -50"
         ),
     ):
         fitted.at(5)

@@ -476,13 +476,14 @@ def test_the_table_shows_the_rows_and_the_sums():
         .to_markdown()
     )
     assert text == (
-        "**Layers (saved for backward: 128 bytes)**\n\n"
-        "| name | kind | output shape | parameters | parameter size | output size | share of outputs | MAdd | FLOPs | read | written |\n"
-        "| :--- | :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| 0 | Linear | 2x16 | 144 | 576 bytes | 128 bytes | 80.0 % | 256 | 512 | 640 bytes | 128 bytes |\n"
-        "| 1 | ReLU | 2x16 | 0 | 0 bytes | 0 bytes | 0.0 % | 0 | 0 | 128 bytes | 128 bytes |\n"
-        "| 2 | Linear | 2x4 | 68 | 272 bytes | 32 bytes | 20.0 % | 128 | 256 | 400 bytes | 32 bytes |\n"
-        "| **total** |  |  | **212** | **848 bytes** | **160 bytes** | **100.0 %** | **384** | **768** | **1.14 KiB** | **288 bytes** |"
+        "**Layers (saved for backward: 128 bytes)**\n\n| name | kind | output shape | parameters | "
+        "parameter size | output size | share of outputs | MAdd | FLOPs | read | written |\n| :--- "
+        "| :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n| 0 | Linear | "
+        "2x16 | 144 | 576 bytes | 128 bytes | 80.0 % | 256 | 512 | 640 bytes | 128 bytes |\n| 1 | "
+        "ReLU | 2x16 | 0 | 0 bytes | 0 bytes | 0.0 % | 0 | 0 | 128 bytes | 128 bytes |\n| 2 | "
+        "Linear | 2x4 | 68 | 272 bytes | 32 bytes | 20.0 % | 128 | 256 | 400 bytes | 32 bytes |\n| "
+        "**total** |  |  | **212** | **848 bytes** | **160 bytes** | **100.0 %** | **384** | "
+        "**768** | **1.14 KiB** | **288 bytes** |"
     )
 
 

@@ -145,19 +145,23 @@ def cubic(length, batch_size):
     [
         (
             longer,
-            "it has aten::mm in module 'net.0' (backward) with 100 bytes at sequence length 64, where it has the freeing of aten::mm in",
+            "it has aten::mm in module 'net.0' (backward) with 100 bytes at sequence length 64, "
+            "where it has the freeing of aten::mm in",
         ),
         (
             other_rule,
-            "it has a call of aten::sort in module 'net' at sequence length 64, where it has a call of aten::sort in module",
+            "it has a call of aten::sort in module 'net' at sequence length 64, where it has a "
+            "call of aten::sort in module",
         ),
         (
             rule_for_long_ones,
-            "it has a call of aten::sort in module 'net' at sequence length 64, where it has aten::mm in module 'net.0'",
+            "it has a call of aten::sort in module 'net' at sequence length 64, where it has "
+            "aten::mm in module 'net.0'",
         ),
         (
             cubic,
-            "with 13824 bytes (where a parabola over the sequence length gives aten::mm in module 'net.0' (backward) with 21504 bytes)",
+            "with 13824 bytes (where a parabola over the sequence length gives aten::mm in module "
+            "'net.0' (backward) with 21504 bytes)",
         ),
         (
             lambda length, batch_size: step(batch_size, length // 24),
@@ -200,7 +204,8 @@ def test_a_size_that_shrinks_below_nothing_is_refused():
     with pytest.raises(
         UnknownSequenceLength,
         match=re.escape(
-            "at sequence length 128 a size of aten::mm in module 'net.0' (backward) with 36 bytes comes to -28"
+            "at sequence length 128 a size of aten::mm in module 'net.0' (backward) with 36 bytes "
+            "comes to -28"
         ),
     ):
         fit(lambda length, batch_size: step(batch_size, 100 - length)).at(128)
@@ -239,7 +244,8 @@ def test_that_a_longer_sequence_was_not_tried_is_said():
     fitted = fit(attention)
     assert fitted.at(56).caveats == fitted.at(64).caveats == ()
     assert fitted.at(72).caveats == (
-        "No sequence longer than 64 was traced: whether the model takes one of 72, and does the same with it, was not tried.",
+        "No sequence longer than 64 was traced: whether the model takes one of 72, and does the "
+        "same with it, was not tried.",
     )
 
 

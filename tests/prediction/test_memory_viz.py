@@ -123,8 +123,8 @@ def test_memory_viz_reads_it_with_all_its_functions(file):
     assert "16.0MiB" in text
     lines = viz.memory(data, format_flamegraph=str)
     assert (
-        "stream_0;active_allocated;step:0:before the first step;module:0:net;module:0:net.linear;parameter:0:an allocation"
-        in lines
+        "stream_0;active_allocated;step:0:before the first "
+        "step;module:0:net;module:0:net.linear;parameter:0:an allocation" in lines
     )
     assert viz.segments(data, format_flamegraph=str)
     assert "Allocator State History" in viz.segment_plot(data)

@@ -159,8 +159,9 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
     other = predicted.on("T4")
     assert other.device_name == "Tesla T4"
     assert other.caveats[-2] == (
-        "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), so workspaces and kernels are those of that card. "
-        "memcallback.predict(step, device=...) traces it for Tesla T4."
+        "The step was traced for NVIDIA H100 80GB HBM3 (compute capability 9.0), so workspaces and "
+        "kernels are those of that card. memcallback.predict(step, device=...) traces it for Tesla "
+        "T4."
     )
     with pytest.raises(ValueError, match="'rtx 9090' is not a known card"):
         predicted.on("rtx 9090")
@@ -285,7 +286,8 @@ def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
 def test_the_words_about_a_cpu():
     assert host_prediction(capacity_bytes=800 * MiB).verdict() == (
         "Fits. The CPU has 800.00 MiB.",
-        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing kept free. A larger batch is assumed to need no less memory.",
+        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing "
+        "kept free. A larger batch is assumed to need no less memory.",
     )
     assert (
         host_prediction(capacity_bytes=3 * MiB)
@@ -355,5 +357,6 @@ def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
     )
     far = prediction(device="80GiB").verdict()[1]
     assert far.endswith(
-        "A larger batch is assumed to need no less memory and to run the same way: the largest traced is 7."
+        "A larger batch is assumed to need no less memory and to run the same way: the largest "
+        "traced is 7."
     )

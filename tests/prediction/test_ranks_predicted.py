@@ -413,7 +413,8 @@ def test_the_parts_of_a_dtensor_are_counted_once():
             (2, "ddp"),
             {"reshard_after_forward": True},
             TypeError,
-            "strategy 'ddp' takes no 'reshard_after_forward'. It takes batched_grad_copy|broadcast_buffers",
+            "strategy 'ddp' takes no 'reshard_after_forward'. It takes "
+            "batched_grad_copy|broadcast_buffers",
         ),
         ((2, "tensor_parallel"), {}, TypeError, "needs plan="),
         ((2.5,), {}, TypeError, "world_size"),

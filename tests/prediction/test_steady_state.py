@@ -208,8 +208,8 @@ def test_where_it_does_not_settle_the_spread_of_the_peaks_is_said():
     ]
     result = replayed(unrolled(slots, 2))
     assert result.caveats == (
-        "The allocator does not settle: in updates 3 to 6 peak allocated is 38.00 MiB to 39.00 MiB, peak reserved 50.00 MiB. "
-        "The figures shown are those of update 6.",
+        "The allocator does not settle: in updates 3 to 6 peak allocated is 38.00 MiB to 39.00 "
+        "MiB, peak reserved 50.00 MiB. The figures shown are those of update 6.",
     )
     assert result.steps[-1].windows == replayed(unrolled(slots, MAX_WINDOWS)).steps[-1].windows
     traced = BatchTrace.single(TracedStep(unrolled(slots, 2), 1))
@@ -238,7 +238,8 @@ def test_memory_can_run_out_in_a_repetition():
     slots = [(3 * MiB, 85, 92, True), (11 * MiB, 42, 56, True)]
     result = replayed(unrolled(slots, 2), 32 * MiB)
     assert result.out_of_memory.startswith(
-        "step 3, backward, operator 1 in the root module: Tried to allocate 12.00 MiB of a capacity of 32"
+        "step 3, backward, operator 1 in the root module: Tried to allocate 12.00 MiB of a "
+        "capacity of 32"
     )
     assert result.num_alloc_retries == 1
     assert result.out_of_memory == replayed(unrolled(slots, MAX_WINDOWS), 32 * MiB).out_of_memory

@@ -201,8 +201,8 @@ def test_a_difference_is_reported_beyond_the_band_alone():
     assert differences(predicted.step, within) == ()
     (difference,) = differences(predicted.step, beyond)
     assert difference.sentence() == (
-        "The prediction is off: peak allocated in backward, predicted 48.02 MiB, measured 50.02 MiB (-4.0 %); 2.00 MiB of the difference are "
-        "temporary memory and workspaces."
+        "The prediction is off: peak allocated in backward, predicted 48.02 MiB, measured 50.02 "
+        "MiB (-4.0 %); 2.00 MiB of the difference are temporary memory and workspaces."
     )
 
 
@@ -217,7 +217,8 @@ def test_a_difference_at_a_boundary_names_the_category_that_carries_it():
     made = traced_report(as_measured(predicted.step, end=more))
     (line,) = [line for line in made.lines() if "The prediction is off" in line]
     assert line.startswith(
-        "The prediction is off: allocated at the end of backward, predicted 16.02 MiB, measured 21.02 MiB"
+        "The prediction is off: allocated at the end of backward, predicted 16.02 MiB, measured "
+        "21.02 MiB"
     )
     assert line.endswith("; 5.00 MiB of the difference are gradients.")
 

@@ -138,9 +138,12 @@ def test_skipped_steps_are_counted_and_told_of_at_the_first_second_fourth():
     told = []
     list(ours("16-mixed", (1, 3, 4, 5, 7), None, say=told.append))
     assert told == [
-        "Step 2 was skipped: a gradient is inf or nan at loss scale 4096, which is lowered now. Skipped so far: 1 of 2 steps.",
-        "Step 4 was skipped: a gradient is inf or nan at loss scale 2048, which is lowered now. Skipped so far: 2 of 4 steps.",
-        "Step 6 was skipped: a gradient is inf or nan at loss scale 512, which is lowered now. Skipped so far: 4 of 6 steps.",
+        "Step 2 was skipped: a gradient is inf or nan at loss scale 4096, which is lowered now. "
+        "Skipped so far: 1 of 2 steps.",
+        "Step 4 was skipped: a gradient is inf or nan at loss scale 2048, which is lowered now. "
+        "Skipped so far: 2 of 4 steps.",
+        "Step 6 was skipped: a gradient is inf or nan at loss scale 512, which is lowered now. "
+        "Skipped so far: 4 of 6 steps.",
     ]
 
 

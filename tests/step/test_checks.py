@@ -140,7 +140,8 @@ def scaled(model, batch, scale):
         (
             {"clip_grad_norm": "a"},
             TypeError,
-            "clip_grad_norm must be a number, got 'a'. Give the largest norm, such as 1.0, or None for no",
+            "clip_grad_norm must be a number, got 'a'. Give the largest norm, such as 1.0, or "
+            "None for no",
         ),
         ({"clip_grad_norm": True}, TypeError, "clip_grad_norm must be a number, got True."),
         ({"clip_grad_norm": 0}, ValueError, "clip_grad_norm must be above 0, got 0."),
@@ -149,7 +150,8 @@ def scaled(model, batch, scale):
         (
             {"clip_grad_value": "a"},
             TypeError,
-            "clip_grad_value must be a number, got 'a'. Give the largest value, such as 0.5, or None",
+            "clip_grad_value must be a number, got 'a'. Give the largest value, such as 0.5, or "
+            "None",
         ),
         ({"clip_grad_value": 0.0}, ValueError, "clip_grad_value must be above 0, got 0.0."),
         (
@@ -235,11 +237,13 @@ def test_a_model_of_which_nothing_is_trained_is_said_so():
     [
         (
             {"los": 1},
-            "^training_step returned a dict of 'los'; it must .* Return that tensor, alone or in a dict under 'loss'",
+            "^training_step returned a dict of 'los'; it must .* Return that tensor, alone or in "
+            "a dict under 'loss'",
         ),
         (
             None,
-            "^training_step returned None; it must .* Return that tensor, alone or in a dict under 'loss'",
+            "^training_step returned None; it must .* Return that tensor, alone or in a dict "
+            "under 'loss'",
         ),
         (
             {"loss": 1.5},
@@ -261,17 +265,20 @@ def test_a_training_step_that_returns_no_loss_is_said_so(returned, message):
     [
         (
             lambda parameters: None,
-            "returned None; it must return an optimizer. Give one that does: optimizer=lambda parameters: ",
+            "returned None; it must return an optimizer. Give one that does: optimizer=lambda "
+            "parameters: ",
         ),
         (lambda parameters: SGD, "returned the class SGD; it must return an optimizer"),
         (lambda parameters: [SGD(parameters)], "returned a list; it must return an optimizer"),
         (
             lambda parameters: OTHERS,
-            "returned a SGD of 1 parameter, and none is among those that it was called with. Make it of these",
+            "returned a SGD of 1 parameter, and none is among those that it was called with. Make "
+            "it of these",
         ),
         (
             lambda parameters: 1 / 0,
-            "failed when it was called with the model's parameters: ZeroDivisionError: division by zero",
+            "failed when it was called with the model's parameters: ZeroDivisionError: division "
+            "by zero",
         ),
     ],
 )
