@@ -74,7 +74,8 @@ def in_processes_of_their_own(
                     except BaseException as error:
                         traceback.print_exc()
                         answer = {
-                            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                            "error": f"{type(error).__name__}: "
+                            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
                         }
                     path.write_text(json.dumps(answer))
                     os._exit(0)  # nothing of the parent's is to be cleaned up here

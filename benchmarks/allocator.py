@@ -241,9 +241,11 @@ def judged(rows: Sequence[Row]) -> dict[str, bool]:
         row for row in reversed(rows) if (row.history, row.way) == ("training", "replay")
     )
     return {
-        f"replay of {longest.num_events:,} events of training: at least {LEAST_EVENTS_PER_SECOND:,} a second": longest.events_per_second
+        f"replay of {longest.num_events:,} events of training: at least "
+        f"{LEAST_EVENTS_PER_SECOND:,} a second": longest.events_per_second
         >= LEAST_EVENTS_PER_SECOND,
-        f"no history takes more than {MOST_OVER_N_LOG_N} times what n log n would, from the shortest of its kind on": all(
+        f"no history takes more than {MOST_OVER_N_LOG_N} times what n log n would, from the "
+        "shortest of its kind on": all(
             row.over_n_log_n <= MOST_OVER_N_LOG_N for row in rows if row.way != "bare loop"
         ),
     }

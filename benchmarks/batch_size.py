@@ -232,12 +232,16 @@ def environment(gib_here: int | None) -> dict[str, str]:
     """What the figures hold for."""
     cards = ", ".join(f"{arch} of {gib} GiB" for gib, arch in CARDS.items()) + " (virtual)"
     if gib_here is not None:
-        cards = f"{torch.cuda.get_device_name()}{' (virtual)' if is_virtual() else ''}, {gib_here} GiB of it for each process"
+        cards = (
+            f"{torch.cuda.get_device_name()}{' (virtual)' if is_virtual() else ''}, {gib_here} GiB "
+            "of it for each process"
+        )
     return {
         "devices": cards,
         "driver": driver(),
         "processor": processor(),
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN "
+        f"{torch.backends.cudnn.version()}",
         "lightning": version("lightning"),
         **({} if gib_here else {"accelerate": version("accelerate")}),
         "python": platform.python_version(),

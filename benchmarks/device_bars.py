@@ -88,7 +88,8 @@ def _accuracy(folder: Path) -> Iterator[Bar]:
         if name not in found or any(figure.is_above_bound for figure in found[name])
     ]
     yield Bar(
-        asked=f"a peak above its stated bound, or no prediction, in at most {LARGEST_ABOVE_BOUND_SHARE:.0%} of the trainings",
+        asked="a peak above its stated bound, or no prediction, in at most "
+        f"{LARGEST_ABOVE_BOUND_SHARE:.0%} of the trainings",
         found=f"in {len(bad)} of {len(ran)}",
         is_met=len(ran) > 0 and len(bad) <= LARGEST_ABOVE_BOUND_SHARE * len(ran),
     )

@@ -162,7 +162,8 @@ def main() -> None:
             print(config.name, file=sys.stderr, flush=True)
             rows.append(row(config, document["configs"][config.name]))
     about = {
-        "measured": f"{DEVICE}, virtual, PyTorch {document['environment']['torch']}, {document['environment']['date']}",
+        "measured": f"{DEVICE}, virtual, PyTorch {document['environment']['torch']}, "
+        f"{document['environment']['date']}",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "memcallback": __version__,

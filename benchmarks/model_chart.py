@@ -245,7 +245,8 @@ def environment() -> dict[str, Any]:
 
     card, version = find_device(DEVICE), cudnn_version()
     return {
-        "device": f"{card.name}, {format_bytes(card.capacity_bytes or 0)} (predicted for; not there)",
+        "device": f"{card.name}, {format_bytes(card.capacity_bytes or 0)} (predicted for; not "
+        "there)",
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "convolution_workspaces": "estimated: no cuDNN was installed"
@@ -312,7 +313,8 @@ def _cells(one: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     """Predict, write, draw."""
     parser = argparse.ArgumentParser(
-        description="Training memory per image of torchvision's models, and their largest batch on a card."
+        description="Training memory per image of torchvision's models, and their largest batch on "
+        "a card."
     )
     parser.add_argument(
         "--only",

@@ -394,7 +394,8 @@ def main() -> None:
     parser.add_argument(
         "--cost",
         type=int,
-        help="predict 7 billion parameters on so many ranks in this process and print the cost as JSON",
+        help="predict 7 billion parameters on so many ranks in this process and print the cost as "
+        "JSON",
     )
     parser.add_argument("--out", type=Path, help="the folder for scale.json and scale.md")
     options = parser.parse_args()

@@ -442,8 +442,10 @@ def judged(
     slowest_curve = max(curves, key=lambda one: one.cpu_seconds)
     return [
         Criterion(
-            asked=f"GPT-2 small, 8 x 512, AdamW: at least {LEAST_BELOW_THEIRS:g} times as fast as MemTracker",
-            found=f"{gpt2.theirs_over_ours.text()} times; of all cases the least is {slowest.theirs_over_ours.text()}, {slowest.case}",
+            asked=f"GPT-2 small, 8 x 512, AdamW: at least {LEAST_BELOW_THEIRS:g} times as fast as "
+            "MemTracker",
+            found=f"{gpt2.theirs_over_ours.text()} times; of all cases the least is "
+            f"{slowest.theirs_over_ours.text()}, {slowest.case}",
             is_met=gpt2.theirs_over_ours.median >= LEAST_BELOW_THEIRS,
         ),
         Criterion(
@@ -458,13 +460,16 @@ def judged(
         ),
         *(criterion for name, one in larges.items() for criterion in _judged_large(name, one)),
         Criterion(
-            asked=f"no trace takes more than {MOST_OVER_N_LOG_N:g} times what n log n would, n its events, from the smallest of its row on",
+            asked=f"no trace takes more than {MOST_OVER_N_LOG_N:g} times what n log n would, n its "
+            "events, from the smallest of its row on",
             found=f"at most {over:.2f} times",
             is_met=over <= MOST_OVER_N_LOG_N,
         ),
         Criterion(
-            asked=f"the curve over batch sizes, each power of two up to {LARGEST:,}: under {MOST_CURVE_SECONDS:g} s",
-            found=f"at most {slowest_curve.cpu_seconds:.2f} s for {slowest_curve.num_sizes} sizes, {slowest_curve.case}",
+            asked=f"the curve over batch sizes, each power of two up to {LARGEST:,}: under "
+            f"{MOST_CURVE_SECONDS:g} s",
+            found=f"at most {slowest_curve.cpu_seconds:.2f} s for {slowest_curve.num_sizes} sizes, "
+            f"{slowest_curve.case}",
             is_met=slowest_curve.cpu_seconds < MOST_CURVE_SECONDS,
         ),
         Criterion(
@@ -479,7 +484,8 @@ def _judged_large(name: str, one: Large) -> list[Criterion]:
     most_seconds, most_bytes = MOST_FOR_LARGE[name]
     return [
         Criterion(
-            asked=f"{name} parameters: under {most_seconds:g} s of the processor, PyTorch's import included",
+            asked=f"{name} parameters: under {most_seconds:g} s of the processor, PyTorch's import "
+            "included",
             found=f"{one.cpu_seconds:.1f} s; on the wall {one.process_seconds:.1f} s",
             is_met=one.cpu_seconds < most_seconds,
         ),

@@ -305,7 +305,10 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     ]
     for reason in dict.fromkeys(row.left_out for row in rows if row.left_out):
         lines += [f"Not judged, marked with a star: {reason}.", ""]
-    head = "| saving | batch | allocated, measured | error, % | reserved, measured | error, % | saved, predicted | saved, measured |"
+    head = (
+        "| saving | batch | allocated, measured | error, % | reserved, measured | error, % | "
+        "saved, predicted | saved, measured |"
+    )
     for case in dict.fromkeys(row.case for row in rows):
         of_case = [row for row in rows if row.case == case]
         lines += [f"## {case}", "", head, "|:---|---:|---:|---:|---:|---:|---:|---:|"]

@@ -73,7 +73,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Train a small sharded transformer on several devices and record the memory of each."
+        description="Train a small sharded transformer on several devices and record the memory of "
+        "each."
     )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=8, help="samples of a rank")

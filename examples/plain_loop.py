@@ -94,7 +94,8 @@ def accuracy(model: nn.Module, images: Tensor, digits: Tensor) -> float:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Train a small network on handwritten digits in a plain loop and record its memory."
+        description="Train a small network on handwritten digits in a plain loop and record its "
+        "memory."
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)

@@ -83,7 +83,8 @@ def train(
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Train a small network on handwritten digits in less memory, and see how much less."
+        description="Train a small network on handwritten digits in less memory, and see how much "
+        "less."
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=512, help="images for each update")

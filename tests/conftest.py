@@ -61,5 +61,6 @@ def pytest_addoption(parser):
         "--num-programs",
         type=int,
         default=0,
-        help="how many programs test_generated_programs.py draws anew; else few, and always the same",
+        help="how many programs test_generated_programs.py draws anew; else few, and always the "
+        "same",
     )

@@ -1266,7 +1266,11 @@ def copies():
 
 
 def pointwise():
-    unary = "abs neg exp log sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu mish softplus hardswish hardsigmoid erf sign floor isnan isinf isfinite logical_not log1p expm1 log_sigmoid_forward leaky_relu elu hardtanh round trunc"
+    unary = (
+        "abs neg exp log sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu mish softplus "
+        "hardswish hardsigmoid erf sign floor isnan isinf isfinite logical_not log1p expm1 "
+        "log_sigmoid_forward leaky_relu elu hardtanh round trunc"
+    )
     for d in HALVES:
         for x in (
             T((8, 512, 768), d),

@@ -22,7 +22,10 @@ RNN_IS_A_GUESS = (
 BATCH_NORM_IS_A_GUESS = (
     "cuDNN's reserve for channels_last batch norm is a guess on a virtual device"
 )
-SPARSE_READS_VALUES = "how large a sparse gradient becomes depends on how many of its rows are equal, which a virtual device does not know"
+SPARSE_READS_VALUES = (
+    "how large a sparse gradient becomes depends on how many of its rows are equal, which a "
+    "virtual device does not know"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,10 @@ def test_a_part_that_is_missing_can_be_imported_and_says_what_it_is_when_it_is_u
     monkeypatch.delitem(vars(torch_private), "FakeTensor")
     assert not isinstance(torch.ones(1), missing)
     assert issubclass(type("Own", (missing,), {}), missing)
-    message = rf"PyTorch {torch.__version__} has no torch\._subclasses\.fake_tensor\.FakeTensor \(needed for predictions\)"
+    message = (
+        rf"PyTorch {torch.__version__} has no torch\._subclasses\.fake_tensor\.FakeTensor \(needed "
+        r"for predictions\)"
+    )
     with pytest.raises(mc.PredictionError, match=message.replace("+", r"\+")):
         missing()
     with pytest.raises(mc.PredictionError, match=message.replace("+", r"\+")):

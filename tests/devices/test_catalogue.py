@@ -151,7 +151,8 @@ def test_what_is_neither_a_card_nor_a_size_is_refused_with_the_nearest_names(tex
 def test_what_is_of_another_kind_is_refused(given):
     with pytest.raises(
         TypeError,
-        match=r"device must be the name of a card, a size of memory or 'cpu', got .* Give one such as 'NVIDIA A100",
+        match=r"device must be the name of a card, a size of memory or 'cpu', got .* Give one such "
+        r"as 'NVIDIA A100",
     ):
         find_device(given)
 

@@ -177,7 +177,10 @@ def test_without_nvml_pytorch_tells_of_the_devices_that_it_sees(driver, monkeypa
     states = device_states()
     (device,) = states.devices
     assert (device.name, device.used_bytes, device.processes) == ("NVIDIA L4", 2 * GiB, None)
-    text = "NVML is not available: NVMLError: Driver Not Loaded. Devices as PyTorch reports them, without processes."
+    text = (
+        "NVML is not available: NVMLError: Driver Not Loaded. Devices as PyTorch reports them, "
+        "without processes."
+    )
     assert states.unavailable == text
     assert text in " ".join(states.to_text().split())
 
@@ -186,7 +189,10 @@ def test_on_a_machine_without_devices_that_is_said(driver, monkeypatch, capsys):
     driver(init_error=NVMLError("Driver Not Loaded"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["devices"]) == 0
-    text = "No device found. NVML is not available: NVMLError: Driver Not Loaded. PyTorch finds no CUDA device.\n"
+    text = (
+        "No device found. NVML is not available: NVMLError: Driver Not Loaded. PyTorch finds no "
+        "CUDA device.\n"
+    )
     assert capsys.readouterr().out == text
     assert main(["devices", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"] == []

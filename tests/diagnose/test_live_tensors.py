@@ -235,7 +235,10 @@ def test_an_attribute_of_a_module_has_its_name():
 def test_the_gradient_of_a_variable_has_its_name():
     weight = torch.ones(1234, requires_grad=True)
     weight.square().sum().backward()
-    owner = "gradient of local variable 'weight' in test_the_gradient_of_a_variable_has_its_name() of test_live_tensors.py"
+    owner = (
+        "gradient of local variable 'weight' in test_the_gradient_of_a_variable_has_its_name() of "
+        "test_live_tensors.py"
+    )
     assert live(frames=[sys._getframe()])[owner].category is Category.GRADIENT
 
 

@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$"
-    r"|(?:^<!-- (?P<mark>program(?:: cuda)?) -->\n)?^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
+    r"|(?:^<!-- (?P<mark>program(?:: cuda)?) "
+    r"-->\n)?^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
 #: Of the pages' figures; with others they are not the same to the byte.

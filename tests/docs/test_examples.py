@@ -109,7 +109,8 @@ def test_tensors_between_two_lines_are_told(tmp_path):
     forward, backward, step, leak = re.split(r"^(?=From )", output, flags=re.MULTILINE)[1:]
     # A convolution's input of 8 x 64 x 32 x 32 float32.
     assert re.search(
-        r"\+ +1 x +\(8, 64, 32, 32\) +float32 +2\.00 MiB +activations +saved for ConvolutionBackward0 of 2",
+        r"\+ +1 x +\(8, 64, 32, 32\) +float32 +2\.00 MiB +activations +saved for "
+        r"ConvolutionBackward0 of 2",
         forward,
     )
     assert re.search(r"\+ +1 x .* gradients +gradient of 5\.weight", backward)
@@ -118,7 +119,8 @@ def test_tensors_between_two_lines_are_told(tmp_path):
         r"\+ +2 x .* optimizer state +exp_avg of 5\.weight, exp_avg_sq of 5\.weight", step
     )
     assert re.search(
-        r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .*tensor_diff\.py:\d+ in \w+$",
+        r"\+ +3 x +\(8, 64, 32, 32\) +float32 +6\.00 MiB +activations .*tensor_diff\.py:\d+ in "
+        r"\w+$",
         leak,
         flags=re.MULTILINE,
     )

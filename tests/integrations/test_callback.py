@@ -563,7 +563,10 @@ class CallsNumPy(training.Automatic):
 
 
 def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
-    pattern = r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, which is used instead. Falling back to a rough formula"
+    pattern = (
+        r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, "
+        r"which is used instead. Falling back to a rough formula"
+    )
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, CallsNumPy())
     assert max(len(str(one.message)) for one in warned) < 400
@@ -1036,7 +1039,8 @@ def test_a_batch_whose_size_cannot_be_inferred_is_recorded_without_prediction(tm
     data = DataLoader([{"scale": torch.tensor(1.0)}] * 3, batch_size=None)
     with pytest.warns(
         MemoryWarning,
-        match=r"batch of type dict: no tensor in it has a first dimension.*MemoryCallback\(batch_size=32\)",
+        match=r"batch of type dict: no tensor in it has a first "
+        r"dimension.*MemoryCallback\(batch_size=32\)",
     ):
         callback = fit(tmp_path, NoBatch(), data=data)
     assert callback.prediction is None
@@ -1138,7 +1142,8 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
         ),
         pytest.warns(
             MemoryWarning,
-            match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. Falling back to a rough formula",
+            match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. Falling back to "
+            r"a rough formula",
         ),
     ):
         training.trainer(tmp_path, [Elsewhere(), callback]).fit(
@@ -1154,7 +1159,10 @@ def test_a_module_that_cannot_be_followed_on_fakes_is_recorded_all_the_same(tmp_
         def forward(self, batch):
             raise NotImplementedError
 
-    pattern = r"is recorded but not predicted. The step could not be traced, in the forward, .*MemoryCallback\(predict=False\) turns"
+    pattern = (
+        r"is recorded but not predicted. The step could not be traced, in the forward, "
+        r".*MemoryCallback\(predict=False\) turns"
+    )
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, HasNoForward())
     assert max(len(str(one.message)) for one in warned) < 400
@@ -1180,7 +1188,8 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     monkeypatch.setattr("memcallback.record.monitor.scalars", broken)
     with pytest.warns(
         MemoryWarning,
-        match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. Training goes on",
+        match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. "
+        r"Training goes on",
     ):
         callback = fit(tmp_path)
     assert len(callback.recorder.steps) == 1

@@ -364,8 +364,10 @@ def test_another_error_of_the_step_is_raised_and_everything_is_as_before(tmp_pat
 def test_where_not_one_sample_fits_it_is_said_what_would_help(tmp_path):
     with pytest.raises(
         RuntimeError,
-        match=r"No batch size fits CPU: 1 is the smallest that was tried\. It takes 4\d\d\.\d\d KiB, and 195\.00 KiB may be used of 200\.00 KiB\. "
-        r"Parameters, gradients and optimizer state are .* a smaller model, an optimizer with less state",
+        match=r"No batch size fits CPU: 1 is the smallest that was tried\. It takes 4\d\d\.\d\d "
+        r"KiB, and 195\.00 KiB may be used of 200\.00 KiB\. "
+        r"Parameters, gradients and optimizer state are .* a smaller model, an optimizer with less "
+        r"state",
     ):
         fit(tmp_path, capacity="200KiB")
     with pytest.raises(RuntimeError, match=r"It ran out of memory, with 3\.90 MiB to use"):
@@ -647,7 +649,8 @@ def test_a_schedule_is_made_for_the_number_of_steps_that_there_will_be(tmp_path)
         (
             RunsOut(batch_size=4),
             None,
-            r"ValueError: The module trains on a CPU.*Say how much may be used, such as capacity='8GiB'",
+            r"ValueError: The module trains on a CPU.*Say how much may be used, such as "
+            r"capacity='8GiB'",
         ),
         (training.Automatic(), "4MiB", r"ValueError: The training DataLoader has batch_size=None"),
         (
@@ -687,7 +690,8 @@ def test_the_callback_leaves_the_search_to_the_function(tmp_path):
 def test_a_batch_size_and_a_search_for_one_contradict_each_other():
     with pytest.raises(
         ValueError,
-        match="batch_size=8 says how many samples a batch has, and fit_batch_size=True is to find that out",
+        match="batch_size=8 says how many samples a batch has, and fit_batch_size=True is to find "
+        "that out",
     ):
         mc.MemoryCallback(batch_size=8, fit_batch_size=True)
 
@@ -851,11 +855,13 @@ def given(**options):
     [
         (
             {"module": HardCoded()},
-            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+: it does not use it",
+            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+: "
+            r"it does not use it",
         ),
         (
             {"module": training.Automatic()},
-            r"Neither the module nor its data module has the attribute or hyperparameter batch_size",
+            r"Neither the module nor its data module has the attribute or hyperparameter "
+            r"batch_size",
         ),
         (
             {"capacity": None},
@@ -880,7 +886,8 @@ def given(**options):
         ),
         (
             given(dataset=Samples(), batch_sampler=Wholesale(range(100), 8, False)),
-            r"training loader's batch size is \d+, but its first batch has 8 samples. Let its batch sampler use its batch_size",
+            r"training loader's batch size is \d+, but its first batch has 8 samples. Let its "
+            r"batch sampler use its batch_size",
         ),
         (
             {"trainer_options": {"fast_dev_run": True}},
@@ -936,7 +943,8 @@ def test_memory_that_does_not_grow_with_the_batch_is_no_limit(tmp_path):
     assert found.notes[0] == "The memory of a step does not grow with the batch size."
     with pytest.raises(
         ValueError,
-        match=r"does not grow with the batch size, so every size is predicted to fit.*max_batch_size=\.\.\.",
+        match=r"does not grow with the batch size, so every size is predicted to "
+        r"fit.*max_batch_size=\.\.\.",
     ):
         fit(tmp_path, Constant(), train_dataloaders=DataLoader(Endless(1), 4), **without)
 
@@ -949,7 +957,8 @@ def test_a_trainer_of_another_kind_is_refused():
 def test_a_loader_in_the_place_of_a_data_module_is_refused(tmp_path):
     with pytest.raises(
         TypeError,
-        match=r"datamodule must be a LightningDataModule, got DataLoader. Give loaders as train_dataloaders=...",
+        match=r"datamodule must be a LightningDataModule, got DataLoader. Give loaders as "
+        r"train_dataloaders=...",
     ):
         fit(tmp_path, data=DataLoader(Samples(), 8))
 

@@ -203,7 +203,8 @@ def test_where_the_loss_is_not_known_the_law_stands_in_and_the_way_out_is_named(
     callback = mc.MemoryTrainerCallback()
     with pytest.warns(
         MemoryWarning,
-        match=r"MemoryTrainerCallback\(loss=lambda model, inputs: .*Falling back to a rough formula",
+        match=r"MemoryTrainerCallback\(loss=lambda model, inputs: .*Falling back to a rough "
+        r"formula",
     ):
         train(tmp_path, callback, kind=OwnLoss)
     assert isinstance(callback.prediction, mc.TextbookPrediction)

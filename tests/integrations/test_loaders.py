@@ -141,11 +141,13 @@ def test_a_stream_that_begins_anew_can_be_tried():
     [
         (
             Once(),
-            r"The dataset Once keeps a running iterator in its attribute 'stream', so training would miss the samples that a trial reads",
+            r"The dataset Once keeps a running iterator in its attribute 'stream', so training "
+            r"would miss the samples that a trial reads",
         ),
         (
             Itself(),
-            r"The dataset Itself is its own iterator.*Create the iterator in its __iter__, or use worker processes \(num_workers=1\)",
+            r"The dataset Itself is its own iterator.*Create the iterator in its __iter__, or use "
+            r"worker processes \(num_workers=1\)",
         ),
     ],
 )
@@ -165,11 +167,13 @@ class NoSize:
     [
         (
             DataLoader(DATA, batch_size=None),
-            r"has batch_size=None: its dataset returns whole batches.*make batches of them \(batch_size=32\)",
+            r"has batch_size=None: its dataset returns whole batches.*make batches of them "
+            r"\(batch_size=32\)",
         ),
         (
             DataLoader(DATA, batch_sampler=NoSize()),
-            r"a batch sampler of class NoSize without a number as its batch_size. Give it the attribute",
+            r"a batch sampler of class NoSize without a number as its batch_size. Give it the "
+            r"attribute",
         ),
         (
             [DataLoader(DATA, 8), DataLoader(DATA, 9)],
@@ -177,7 +181,8 @@ class NoSize:
         ),
         (
             [torch.ones(3)],
-            r"A training loader is a Tensor, so its batch size cannot be set. Give a torch.utils.data.DataLoader",
+            r"A training loader is a Tensor, so its batch size cannot be set. Give a "
+            r"torch.utils.data.DataLoader",
         ),
         ([], r"There is no training loader"),
     ],

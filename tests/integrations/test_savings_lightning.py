@@ -299,7 +299,8 @@ def test_a_saving_that_is_none_is_refused_at_once(savings, text):
             {"accumulate": 2},
             training.ManualRaw,
             {},
-            r"accumulate=2 is for automatic optimization, and ManualRaw steps its optimizers itself",
+            r"accumulate=2 is for automatic optimization, and ManualRaw steps its optimizers "
+            r"itself",
         ),
         (
             {"amp": "16-mixed"},

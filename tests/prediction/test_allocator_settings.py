@@ -13,7 +13,10 @@ def test_nothing_set_means_the_defaults():
 
 
 def test_all_settings_that_are_simulated_are_read():
-    text = "expandable_segments:True, large_segment_size_mb:40, max_split_size_mb:64, max_non_split_rounding_mb:48,roundup_power2_divisions:8"
+    text = (
+        "expandable_segments:True, large_segment_size_mb:40, max_split_size_mb:64, "
+        "max_non_split_rounding_mb:48,roundup_power2_divisions:8"
+    )
     assert AllocatorSettings.parse(text) == AllocatorSettings(
         expandable_segments=True,
         large_segment_bytes=40 * MiB,

@@ -193,7 +193,8 @@ def test_a_size_that_is_no_line_through_whole_bytes_is_refused():
 def test_a_third_trace_must_come_out_to_the_byte():
     with pytest.raises(
         BatchDependentPath,
-        match=r"with 401 bytes at batch size 4, where a straight line through two other batch sizes gives .* with 400 bytes",
+        match=r"with 401 bytes at batch size 4, where a straight line through two other batch "
+        r"sizes gives .* with 400 bytes",
     ):
         BatchTrace.fit(step(2, 200), step(3, 300), step(4, 401))
 
@@ -209,7 +210,8 @@ def test_a_single_trace_knows_only_its_own_batch_size():
     assert not single.is_any_batch_size_known
     with pytest.raises(
         UnknownBatchSize,
-        match="traced at batch size 2 alone, which says nothing of batch size 3: trace the step at that",
+        match="traced at batch size 2 alone, which says nothing of batch size 3: trace the step at "
+        "that",
     ):
         single.at(3)
 

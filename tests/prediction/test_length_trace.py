@@ -189,7 +189,8 @@ def test_where_the_program_takes_another_path_the_first_event_is_named(traced, m
 def test_a_length_between_the_known_ones_is_refused_with_those_that_are_known():
     with pytest.raises(
         UnknownSequenceLength,
-        match="length 97 is not known: known are 64 and lengths that differ from it by a multiple of 8, ",
+        match="length 97 is not known: known are 64 and lengths that differ from it by a multiple "
+        "of 8, ",
     ):
         fit(attention).at(97)
 
@@ -219,7 +220,8 @@ def test_a_size_that_is_not_whole_is_refused():
     assert fitted.step == 16
     with pytest.raises(
         UnknownSequenceLength,
-        match=r"at sequence length 80 a size of aten::mm in module 'net\.0' .* would be no whole number",
+        match=r"at sequence length 80 a size of aten::mm in module 'net\.0' .* would be no whole "
+        r"number",
     ):
         SequenceLengthTrace.fit(
             {

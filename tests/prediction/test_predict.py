@@ -90,7 +90,8 @@ def test_without_a_device_here_one_has_to_be_named():
 def test_a_cuda_device_that_is_not_here_is_said_so(given):
     with pytest.raises(
         ValueError,
-        match=r"^'cuda(:1)?' is a CUDA device of this machine, which has none. Name a card, .*'24GiB'",
+        match=r"^'cuda(:1)?' is a CUDA device of this machine, which has none. Name a card, "
+        r".*'24GiB'",
     ):
         mc.predict(make_step(), device=given)
 
@@ -178,7 +179,8 @@ class Branches(nn.Module):
 def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_said():
     with pytest.raises(
         PredictionError,
-        match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one needs .*\.$",
+        match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one "
+        r"needs .*\.$",
     ):
         mc.suggest_batch_size(make_step(Branches()), device="1GiB")
 
@@ -186,7 +188,8 @@ def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_sai
 def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_said():
     with pytest.raises(
         PredictionError,
-        match=r"^No batch size can be suggested: the CPU's capacity is unknown. Give it: device=memc",
+        match=r"^No batch size can be suggested: the CPU's capacity is unknown. Give it: "
+        r"device=memc",
     ):
         mc.suggest_batch_size(make_step(), device="cpu")
     advice = mc.suggest_batch_size(

@@ -170,7 +170,8 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
 def test_what_was_traced_for_a_card_is_not_put_on_a_cpu():
     with pytest.raises(
         ValueError,
-        match=r"traced for NVIDIA .* cannot be put on CPU: operators allocate differently there. .*predict",
+        match=r"traced for NVIDIA .* cannot be put on CPU: operators allocate differently there. "
+        r".*predict",
     ):
         prediction(device="H100").on("cpu")
 

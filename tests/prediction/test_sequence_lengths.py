@@ -172,21 +172,24 @@ def test_a_prediction_says_how_long_its_sequences_are():
 def test_a_length_that_cannot_be_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"sequence_length 63 must be the size of a dimension after the first .* these have sizes 64\.",
+        match=r"sequence_length 63 must be the size of a dimension after the first .* these have "
+        r"sizes 64\.",
     ):
         make_step(64, sequence_length=63)
     with pytest.raises(ValueError, match=r"and there are none\."):
         TrainingStep(nn.Linear(2, 2), torch.ones(2), sequence_length=8)
     with pytest.raises(
         ValueError,
-        match=r"sequence_length must be at least 4, got 3. Shorter ones are traced to predict others. Give",
+        match=r"sequence_length must be at least 4, got 3. Shorter ones are traced to predict "
+        r"others. Give",
     ):
         make_step(3, sequence_length=3)
     with pytest.raises(ValueError, match="sequence_length must be at least 4, got 2"):
         predict(make_step(64, sequence_length=64), device=CARD, sequence_length=2)
     with pytest.raises(
         ValueError,
-        match="sequence_length 96 was asked for, and the step does not say how long its sequences are",
+        match="sequence_length 96 was asked for, and the step does not say how long its sequences "
+        "are",
     ):
         predict(make_step(64), device=CARD, sequence_length=96)
 
@@ -256,7 +259,8 @@ def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
         (
             None,
             [make_step(32).batch],
-            r"sequence_lengths has batches \(.*\), and the step does not say .* Give TrainingStep\(..., sequence_length",
+            r"sequence_lengths has batches \(.*\), and the step does not say .* Give "
+            r"TrainingStep\(..., sequence_length",
         ),
         (
             64,
@@ -276,6 +280,7 @@ def test_lengths_that_cannot_be_read_are_told_of(lengths, batches, text):
 def test_one_number_is_no_list_of_lengths():
     with pytest.raises(
         TypeError,
-        match=r"sequence_lengths must be lengths or a data loader, got .*5.*\. Give one length as \[512\]\.",
+        match=r"sequence_lengths must be lengths or a data loader, got .*5.*\. Give one length as "
+        r"\[512\]\.",
     ):
         suggest_batch_size(make_step(64, sequence_length=64), device="1GiB", sequence_lengths=5)

@@ -132,7 +132,8 @@ def test_what_cannot_be_predicted_is_recorded_and_told(tmp_path, parts):
     )
     with pytest.warns(
         MemoryWarning,
-        match=r"recorded but not predicted. The batch size cannot be inferred.*MemoryLog\(recorder\)",
+        match=r"recorded but not predicted. The batch size cannot be "
+        r"inferred.*MemoryLog\(recorder\)",
     ):
         log = mc.MemoryLog(recorder, step, log_dir=tmp_path)
     assert log.prediction is None

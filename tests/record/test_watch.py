@@ -576,7 +576,8 @@ def test_an_error_of_ours_ends_the_watch_and_not_the_training(parts, monkeypatch
     monkeypatch.setattr(recorder, "open_phase", fails)
     with pytest.warns(
         MemoryWarning,
-        match=r"Watch has stopped recording: ZeroDivisionError in _forward_begins: of ours\. Training goes on",
+        match=r"Watch has stopped recording: ZeroDivisionError in _forward_begins: of ours\. "
+        r"Training goes on",
     ):
         train_step(model, optimizer)
     train_step(model, optimizer)

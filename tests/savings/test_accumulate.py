@@ -258,7 +258,8 @@ def test_a_loader_with_a_length_is_not_asked_ahead():
 def test_a_number_of_batches_that_is_none_is_refused(num_batches):
     with pytest.raises(
         ValueError,
-        match=rf"accumulate must be a whole number of at least 1, got {num_batches!r}\. It is the number",
+        match=rf"accumulate must be a whole number of at least 1, got {num_batches!r}\. It is the "
+        r"number",
     ):
         mc.accumulate(num_batches, network(), [])
 
@@ -276,7 +277,8 @@ def test_a_forgotten_step_is_an_error():
     loader = DataLoader(TensorDataset(*samples(8)), 2)
     with pytest.raises(
         RuntimeError,
-        match=r"After batch 1 an update was due and step\(\) was not called\. Call it for each batch",
+        match=r"After batch 1 an update was due and step\(\) was not called\. Call it for each "
+        r"batch",
     ):
         train(loader, calls_step=False)
 

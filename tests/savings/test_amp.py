@@ -252,7 +252,8 @@ def test_bf16_has_no_scaler_to_set():
     assert mc.amp("bf16-mixed", device="cpu").scaler is None
     with pytest.raises(
         ValueError,
-        match=r"bf16-mixed has no GradScaler, so init_scale cannot be set\. Leave it out, or use 16-mixed",
+        match=r"bf16-mixed has no GradScaler, so init_scale cannot be set\. Leave it out, or use "
+        r"16-mixed",
     ):
         mc.amp("bf16-mixed", init_scale=2.0)
 
@@ -261,7 +262,8 @@ def test_the_state_of_the_other_precision_is_refused():
     half, brain = mc.amp("16-mixed", device="cpu"), mc.amp("bf16-mixed", device="cpu")
     with pytest.raises(
         ValueError,
-        match=r"the state is a GradScaler's, and the precision is bf16-mixed\. Use the precision with which it was",
+        match=r"the state is a GradScaler's, and the precision is bf16-mixed\. Use the precision "
+        r"with which it was",
     ):
         brain.load_state_dict(half.state_dict())
     with pytest.raises(

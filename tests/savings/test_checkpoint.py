@@ -390,12 +390,14 @@ def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
         ),
         (
             {"name": "layer2", "segments": 5},
-            r"segments=5 for 'layer2', whose number of layers is 4: .* at least 1 and at most as many\. Leave it out",
+            r"segments=5 for 'layer2', whose number of layers is 4: .* at least 1 and at most as "
+            r"many\. Leave it out",
         ),
         ({"name": "layer2", "segments": 0}, "segments=0 for 'layer2'"),
         (
             {"segments": 2},
-            r"segments=2 is for one nn\.Sequential, and there are 2 modules: 'layer1', 'layer2'\. Leave it out, or give a mapping",
+            r"segments=2 is for one nn\.Sequential, and there are 2 modules: 'layer1', 'layer2'\. "
+            r"Leave it out, or give a mapping",
         ),
         (
             {"name": "head", "segments": 2},
@@ -430,7 +432,8 @@ def test_the_model_itself_needs_two_segments():
 def test_a_list_of_blocks_has_no_segments():
     with pytest.raises(
         ValueError,
-        match=r"segments=2 is for an nn\.Sequential, and 'blocks' is a ModuleList, which has blocks",
+        match=r"segments=2 is for an nn\.Sequential, and 'blocks' is a ModuleList, which has "
+        r"blocks",
     ):
         mc.checkpoint(Blocks(), "blocks", segments=2)
 
@@ -473,7 +476,8 @@ def test_a_block_that_changes_its_input_in_place_is_refused_when_it_runs():
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(
         TypeError,
-        match=r"name must be the name of a module, a list of several, or numbers of segments by name, got .*Leave it",
+        match=r"name must be the name of a module, a list of several, or numbers of segments by "
+        r"name, got .*Leave it",
     ):
         mc.checkpoint(convolutions(), name)
 
@@ -482,7 +486,8 @@ def test_what_is_no_name_is_refused(name):
 def test_no_name_at_all_is_refused(name):
     with pytest.raises(
         ValueError,
-        match=r"name must have at least one name of a module, got .*Leave it out to find modules auto",
+        match=r"name must have at least one name of a module, got .*Leave it out to find modules "
+        r"auto",
     ):
         mc.checkpoint(convolutions(), name)
 

@@ -51,7 +51,8 @@ def scaled(model, batch, scale):
         (
             {"loss": "mse"},
             TypeError,
-            r"loss must be a function of the model and the batch.* got 'mse'. Give loss=lambda model, batch: ",
+            r"loss must be a function of the model and the batch.* got 'mse'. Give loss=lambda "
+            r"model, batch: ",
         ),
         (
             {"loss": ["mse"]},
@@ -62,17 +63,20 @@ def scaled(model, batch, scale):
         (
             {"loss": nn.MSELoss()},
             TypeError,
-            r"loss is MSELoss, which compares .* loss=lambda model, batch: MSELoss\(\)\(model\(batch\[0\]\),",
+            r"loss is MSELoss, which compares .* loss=lambda model, batch: "
+            r"MSELoss\(\)\(model\(batch\[0\]\),",
         ),
         (
             {"loss": nn.MSELoss},
             TypeError,
-            r"loss is MSELoss, which compares .* loss=lambda model, batch: MSELoss\(\)\(model\(batch\[0\]\),",
+            r"loss is MSELoss, which compares .* loss=lambda model, batch: "
+            r"MSELoss\(\)\(model\(batch\[0\]\),",
         ),
         (
             {"loss": nn.functional.mse_loss},
             TypeError,
-            r"loss is mse_loss, which compares .* batch: mse_loss\(model\(batch\[0\]\), batch\[1\]\)",
+            r"loss is mse_loss, which compares .* batch: mse_loss\(model\(batch\[0\]\), "
+            r"batch\[1\]\)",
         ),
         (
             {"loss": lambda model: model.weight.sum()},
@@ -82,12 +86,14 @@ def scaled(model, batch, scale):
         (
             {"optimizer": "adam"},
             TypeError,
-            r"optimizer must be an optimizer .* got 'adam'. Give torch.optim.Adam\(model.parameters\(\)\)",
+            r"optimizer must be an optimizer .* got 'adam'. Give "
+            r"torch.optim.Adam\(model.parameters\(\)\)",
         ),
         (
             {"optimizer": "mine"},
             TypeError,
-            r"got 'mine'. Give torch.optim.AdamW\(model.parameters\(\)\), or torch.optim.AdamW alone",
+            r"got 'mine'. Give torch.optim.AdamW\(model.parameters\(\)\), or torch.optim.AdamW "
+            r"alone",
         ),
         ({"optimizer": 3}, TypeError, "optimizer must be an optimizer .* got 3"),
         (
@@ -197,15 +203,23 @@ MUST = "it must return the loss of the batch, a scalar tensor that requires grad
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda model, batch: {"loss": model(batch).sum(), "size": 4}, f"loss returned a dict of 'loss', 'size'; {MUST}. Return the tensor in it"),
+        (lambda model, batch: {"loss": model(batch).sum(), "size": 4}, "loss returned a dict of "
+                                                                       f"'loss', 'size'; {MUST}. "
+                                                                       "Return the tensor in it"),
         (lambda model, batch: {}, f"loss returned an empty dict; {MUST}. Return that tensor"),
-        (lambda model, batch: (model(batch).sum(), 4), f"loss returned a tuple of 2; {MUST}. Return the tensor in it"),
+        (lambda model, batch: (model(batch).sum(), 4), f"loss returned a tuple of 2; {MUST}. "
+                                                       "Return the tensor in it"),
         (lambda model, batch: [], f"loss returned an empty list; {MUST}."),
-        (lambda model, batch: model(batch).sum().item(), f"loss returned a float; {MUST}. Return the tensor itself, without .item"),
+        (lambda model, batch: model(batch).sum().item(), f"loss returned a float; {MUST}. Return "
+                                                         "the tensor itself, without .item"),
         (lambda model, batch: None, f"loss returned None; {MUST}. Return that tensor"),
-        (lambda model, batch: model(batch), rf"loss returned a tensor of shape \(4, 4\); {MUST}. Reduce it, such as with .mean\(\)"),
-        (lambda model, batch: model(batch).sum().detach(), f"loss returned a tensor that does not require grad; {MUST}. Leave out .detach"),
-        (lambda model, batch: model(batch).sum().long(), f"loss returned a tensor of torch.int64; {MUST}. Return a floating-point one"),
+        (lambda model, batch: model(batch), rf"loss returned a tensor of shape \(4, 4\); {MUST}. "
+                                            r"Reduce it, such as with .mean\(\)"),
+        (lambda model, batch: model(batch).sum().detach(), "loss returned a tensor that does not "
+                                                           f"require grad; {MUST}. Leave out "
+                                                           ".detach"),
+        (lambda model, batch: model(batch).sum().long(), "loss returned a tensor of torch.int64; "
+                                                         f"{MUST}. Return a floating-point one"),
     ],
 )  # fmt: skip
 def test_a_loss_function_that_returns_no_loss_is_said_so(loss, message):
@@ -227,7 +241,8 @@ def test_of_several_losses_the_one_without_a_loss_is_named():
 def test_a_model_of_which_nothing_is_trained_is_said_so():
     with pytest.raises(
         PredictionError,
-        match=r"does not require grad; .* None of the model's 2 parameters requires grad: set requires_grad",
+        match=r"does not require grad; .* None of the model's 2 parameters requires grad: set "
+        r"requires_grad",
     ):
         mc.predict(make_step(nn.Linear(8, 4).requires_grad_(False)), device="24GiB")
 
@@ -299,7 +314,8 @@ def test_an_optimizer_that_a_list_holds_is_what_lightning_gives():
 def test_a_module_without_training_step_is_no_lightning_module():
     with pytest.raises(
         TypeError,
-        match=r"module must be a LightningModule, got a Linear, .* TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)",
+        match=r"module must be a LightningModule, got a Linear, .* TrainingStep\(model, batch, "
+        r"loss=\.\.\., optimizer=\.\.\.\)",
     ):
         TrainingStep.from_lightning(nn.Linear(8, 4), torch.ones(4, 8))
 
@@ -308,7 +324,8 @@ def test_a_module_without_training_step_is_no_lightning_module():
 def test_what_is_no_step_is_refused(ask):
     with pytest.raises(
         TypeError,
-        match=r"step must be a TrainingStep, got a Linear. Give TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\)",
+        match=r"step must be a TrainingStep, got a Linear. Give TrainingStep\(model, batch, "
+        r"loss=\.\.\., optimizer=\.\.\.\)",
     ):
         ask(nn.Linear(8, 4), device="24GiB")
 

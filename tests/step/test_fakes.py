@@ -298,7 +298,10 @@ def test_every_device_that_a_module_remembers_becomes_the_cpu(mode):
 
 
 def test_lightning_is_not_imported():
-    code = "import sys, memcallback.step.copies.fakes; sys.exit(any(name.split('.')[0] in ('lightning', 'pytorch_lightning') for name in sys.modules))"
+    code = (
+        "import sys, memcallback.step.copies.fakes; sys.exit(any(name.split('.')[0] in "
+        "('lightning', 'pytorch_lightning') for name in sys.modules))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(memcallback.__file__).parents[1])}
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
@@ -428,7 +431,8 @@ def test_a_sparse_batch_has_as_many_elements_for_each_further_sample(mode):
 def test_tensors_that_no_fake_can_stand_for_are_named_with_the_way_out(mode):
     with pytest.raises(
         ValueError,
-        match=r"shape \(3, 3\) and layout torch.sparse_csr cannot be made fake: .* Convert it first",
+        match=r"shape \(3, 3\) and layout torch.sparse_csr cannot be made fake: .* Convert it "
+        r"first",
     ):
         fake_copy({"adjacency": torch.eye(3).to_sparse_csr()}, mode)
     with pytest.raises(

@@ -57,7 +57,8 @@ def test_lightnings_optimizers_are_found_in_whatever_configure_optimizers_return
 def test_a_trainer_clips_in_one_way():
     with pytest.raises(
         ValueError,
-        match=r"clip_grad_norm is 1\.0 and clip_grad_value is 0\.5; a Trainer clips in one of these ways: give one",
+        match=r"clip_grad_norm is 1\.0 and clip_grad_value is 0\.5; a Trainer clips in one of "
+        r"these ways: give one",
     ):
         TrainingStep.from_lightning(
             training.Automatic(), torch.ones(2, 3), clip_grad_norm=1.0, clip_grad_value=0.5

@@ -402,7 +402,8 @@ class CallsAnotherLibrary(nn.Module):
 def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
     with pytest.raises(
         PredictionError,
-        match=r"in the forward, in module 'inner'.*operator aten::.*memcallback.TrainingStep\(model, batch, loss=",
+        match=r"in the forward, in module 'inner'.*operator "
+        r"aten::.*memcallback.TrainingStep\(model, batch, loss=",
     ) as caught:
         on_card(CallsAnotherLibrary(), vectors())
     assert str(caught.value).count("\n") == 0
@@ -423,7 +424,8 @@ class FailsLater(nn.Linear):
 def test_an_operator_of_another_phase_is_not_what_failed():
     with pytest.raises(
         PredictionError,
-        match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. Give",
+        match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. "
+        r"Give",
     ):
         on_card(nn.Sequential(FailsLater(32, 10)), vectors())
 
@@ -438,7 +440,8 @@ def test_what_ran_before_the_step_is_not_what_failed():
 
     with pytest.raises(
         PredictionError,
-        match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division by zero\.",
+        match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division "
+        r"by zero\.",
     ):
         trace(TraceRequest(TrainingStep.from_lightning(Module(), vectors()), CARD))
 

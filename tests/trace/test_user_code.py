@@ -26,9 +26,11 @@ NOT_ON_A_CPU = {
     "packed_sequences": "those of one length are run by oneDNN's layer",
     "bfloat16_autocast": "layer norm keeps its statistics in single precision there",
     "a_jvp": "operators that have no derivative forward for fakes are decomposed",
-    "a_sparse_embedding_with_accumulation": "where sparse gradients are summed, equal elements next to each other become one there",
+    "a_sparse_embedding_with_accumulation": "where sparse gradients are summed, equal elements "
+    "next to each other become one there",
     "lbfgs": "its history is taken to be full",
-    "lbfgs_with_line_search": "its history is taken to be full, and how far it searches depends on values",
+    "lbfgs_with_line_search": "its history is taken to be full, and how far it searches depends on "
+    "values",
     "lbfgs_in_lightning": "its history is taken to be full",
 }
 #: What has no recording to be compared with, and why.
