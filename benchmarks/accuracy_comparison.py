@@ -270,8 +270,10 @@ def _summary_row(summary: Summary) -> str:
         "" if summary.median_allocated_bytes is None else f"{summary.median_allocated_bytes:,.0f} B"
     )
     cells = [
-        summary.group, summary.num_configs, summary.num_not_predicted, f"{summary.allocated_share:.1%}", _percent(summary.worst_allocated_pct),
-        middle, f"{summary.exact_share:.1%}", f"{summary.reserved_share:.1%}", _percent(summary.worst_reserved_pct),
+        summary.group, summary.num_configs, summary.num_not_predicted,
+        f"{summary.allocated_share:.1%}", _percent(summary.worst_allocated_pct), middle,
+        f"{summary.exact_share:.1%}", f"{summary.reserved_share:.1%}",
+        _percent(summary.worst_reserved_pct),
     ]  # fmt: skip
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 

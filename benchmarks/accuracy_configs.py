@@ -179,7 +179,7 @@ def _to_channels_last(value: Any) -> Any:
 
 
 class _WithoutInitialisation(TorchDispatchMode):
-    """Random values are not drawn: the parameters stay as the operating system gives their memory."""
+    """Draw no random values: parameters keep what the operating system left in their memory."""
 
     _DRAWN = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
 

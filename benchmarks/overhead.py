@@ -219,7 +219,7 @@ def count(callback: str, interval: int, device: str, num_steps: int) -> tuple[fl
 
 
 def measure(interval: int, device: str, num_steps: int, num_rounds: int) -> list[Row]:
-    """All callbacks at one interval, a round at a time, each round beginning with another callback."""
+    """All callbacks at one interval, round by round; each round begins with another callback."""
     times: dict[str, list[float]] = {name: [] for name in CALLBACKS}
     names = list(CALLBACKS)
     for number in range(-1, num_rounds):

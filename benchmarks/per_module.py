@@ -164,7 +164,7 @@ class Loop:
 
 
 def measure(name: str, device: str, num_steps: int, num_rounds: int) -> list[Row]:
-    """All kinds of steps of one model, a round at a time, each round beginning with another kind."""
+    """All kinds of steps of one model, round by round; each round begins with another kind."""
     batch_size = MODELS[name][device == "cpu"]
     loop = Loop(WORKLOADS[name], device, batch_size)
     names = list(KINDS)

@@ -75,8 +75,9 @@ class Shape:
         """The model on the meta device, its batch, loss and optimizer."""
         with torch.device("meta"):
             model = Llama(
-                width=self.width, depth=self.depth, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, hidden=self.hidden,
-                vocabulary=VOCABULARY, length=self.length,
+                width=self.width, depth=self.depth, num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads, hidden=self.hidden, vocabulary=VOCABULARY,
+                length=self.length,
             ).to(torch.bfloat16)  # fmt: skip
             batch = {"tokens": torch.empty((1, self.length + 1), dtype=torch.int64)}
         return Parts(
@@ -245,11 +246,8 @@ def measure() -> Points:
                 points[way] = one = None if is_long else _in_a_process_of_its_own(row, value, way)
                 before[way] = one.cpu_seconds / num_layers if one else None
             found[row][value] = points
-            print(
-                f"{row}, {value}: "
-                f"{', '.join(f'{one.cpu_seconds:.1f} s' if one else '-' for one in points.values())}",
-                file=sys.stderr,
-            )
+            times = (f"{one.cpu_seconds:.1f} s" if one else "-" for one in points.values())
+            print(f"{row}, {value}: {', '.join(times)}", file=sys.stderr)
     return found
 
 

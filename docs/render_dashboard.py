@@ -42,7 +42,8 @@ FIGURES = {
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_OPTIONS = (
     "--headless",
-    "--no-sandbox",  # Chromium refuses its sandbox to root, as in a container; it only sees our own pages
+    # Chromium refuses its sandbox to root, as in a container; it only sees our own pages.
+    "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
     "--disable-sync",

@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def data() -> tuple[Batch, Batch]:
-    """Images of shape (number, 1, 8, 8), 0 to 1, and their digits: for training and for validation."""
+    """Images of shape (number, 1, 8, 8), 0 to 1, and their digits: to train and to validate."""
     bundled = load_digits()
     order = torch.randperm(len(bundled.target))
     images = (torch.tensor(bundled.images, dtype=torch.float32).unsqueeze(1) / 16)[order]

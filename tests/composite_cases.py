@@ -166,7 +166,7 @@ def held(case, maker, corrected):
     )
 
 
-# --- attention -------------------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 def attention(
@@ -283,13 +283,16 @@ ATTENTION = {
 }
 
 
-# --- everything else -------------------------------------------------------------------------------------------------------
+# --- everything else ------------------------------------------------------------------------------
 
 
 def of_module(module_class, *args, shape=(4, 8), dtypes=(FLOAT,), **kwargs):
     """One case per dtype: a module on an input of one shape."""
+    arguments = "".join("-" + str(a).replace(" ", "") for a in args)
+    keywords = "".join("-" + k + str(v) for k, v in kwargs.items())
+    size = "x".join(map(str, shape))
     return {
-        f"{module_class.__name__}{''.join('-' + str(a).replace(' ', '') for a in args)}-{'x'.join(map(str, shape))}-{str(dtype)[6:]}{''.join('-' + k + str(v) for k, v in kwargs.items())}": (
+        f"{module_class.__name__}{arguments}-{size}-{str(dtype)[6:]}{keywords}": (
             lambda make, dtype=dtype: make.module(module_class, *args, dtype=dtype, **kwargs)(
                 make(*shape, dtype=dtype)
             )

@@ -85,7 +85,8 @@ class Case:
     mask: tuple = ()
 
     def __str__(self):
-        return f"{self.name}-{self.dtype}-{'.'.join(self.layouts)}-{self.shape[0]}-{''.join(str(int(one)) for one in self.mask)}"
+        mask = "".join(str(int(one)) for one in self.mask)
+        return f"{self.name}-{self.dtype}-{'.'.join(self.layouts)}-{self.shape[0]}-{mask}"
 
     def geometry(self):
         dims = len(self.shape) - 2
@@ -403,7 +404,7 @@ def recorded():
 
 
 def questions(record):
-    """The questions to cuDNN of a record: convolution, shape of its input, answer in bytes or None."""
+    """A record's questions to cuDNN: convolution, shape of its input, answer in bytes or None."""
     return [(*question(text), answer) for text, answer in record["workspaces"].items()]
 
 

@@ -1,4 +1,4 @@
-"""Traces made by hand: a linear model with Adam, as an allocator sees it, small enough to add up."""
+"""Traces made by hand: a linear model with Adam, seen by an allocator, small enough to add up."""
 
 from memcallback.core.allocation_trace import (
     Alloc,

@@ -66,8 +66,9 @@ def run(rank, world_size, folder, name, port):
     callback = mc.MemoryCallback()
     warnings.simplefilter("error", mc.MemoryWarning)
     trainer = Trainer(
-        strategy=strategy, devices=world_size, accelerator="gpu", max_steps=NUM_STEPS, callbacks=[callback, Waits()], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        strategy=strategy, devices=world_size, accelerator="gpu", max_steps=NUM_STEPS,
+        callbacks=[callback, Waits()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(Module())
     found = {

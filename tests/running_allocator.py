@@ -1,5 +1,6 @@
-"""The simulated allocator with what only recorded histories need: segments of a running program, and
-frees that wait for another stream.
+"""The simulated allocator with what only recorded histories need.
+
+Segments of a running program, and frees that wait for another stream.
 """
 
 from memcallback.prediction.allocator.blocks import Block
@@ -71,7 +72,7 @@ class RunningAllocator(CachingAllocator):
 
 
 def tile(address, size_bytes, blocks):
-    """The allocated blocks of a segment, with the gaps between them as blocks of 0 requested bytes."""
+    """The allocated blocks of a segment; the gaps between them are blocks of 0 requested bytes."""
     tiles, end = [], address
     for block_address, requested_bytes, block_bytes in blocks:
         if block_address < end or not 1 <= requested_bytes <= block_bytes:

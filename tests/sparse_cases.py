@@ -209,8 +209,9 @@ CASES = {
     "sparse.t()": lambda: product(lambda sparse, other: sparse.t()),
     "sparse.mm and its sum": matrix_gradient,
     **{
-        f"{name} attention {dtype} {size} "
-        f"{dropout}": lambda arguments=(name, dtype, 4, size, dropout): attention(*arguments)
+        f"{name} attention {dtype} {size} {dropout}": (
+            lambda arguments=(name, dtype, 4, size, dropout): attention(*arguments)
+        )
         for name, dtype in (
             ("flash", torch.float16),
             ("flash", torch.bfloat16),

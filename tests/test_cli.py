@@ -61,7 +61,8 @@ def make_step():
     return TrainingStep(nn.Linear(3, 4), torch.ones(5, 3))
 
 def make_sequences():
-    model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 100))
+    layers = nn.Embedding(100, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 100)
+    model = nn.Sequential(*layers)
     return TrainingStep(model, torch.zeros(4, 64, dtype=torch.int64), sequence_length=64)
 
 def fails():

@@ -215,7 +215,8 @@ assert memcallback.format_bytes(123 * 2**20) == "123.00 MiB"
 assert memcallback.Phase.FORWARD.label == "forward"
 import {plain}
 import memcallback.cli
-print("ok", len([name for name in sys.modules if name.startswith(tuple(f"{{m}}." for m in {heavy!r}))]))
+folders = tuple(f"{{m}}." for m in {heavy!r})
+print("ok", len([name for name in sys.modules if name.startswith(folders)]))
 """
 
 

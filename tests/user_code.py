@@ -101,7 +101,7 @@ class Net(nn.Module):
         return self.head(self.run(self, self.body(x)))
 
 
-# --- devices -----------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 class HasDevice(nn.Module):
@@ -270,7 +270,7 @@ def a_module_moved_to_its_own_device_in_forward():
     return plain(Net(run, extra=nn.Linear(32, 32)))
 
 
-# --- values ------------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def reads_values(model, batch):
@@ -300,7 +300,7 @@ def a_metric_in_numpy():
     return plain(mlp(), loss=loss)
 
 
-# --- modules -----------------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
 class Buffers(nn.Module):
@@ -519,7 +519,7 @@ def a_model_in_evaluation_mode():
     )
 
 
-# --- autograd ----------------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 @case
@@ -769,7 +769,7 @@ def saved_tensors_on_the_host():
     return plain(Net(run, extra=nn.Linear(32, 32)))
 
 
-# --- hooks -------------------------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 class Hooked(nn.Module):
@@ -852,7 +852,7 @@ def hooks_on_weights():
     return plain(Net(run, extra=nn.Linear(32, 32), is_hooked=False))
 
 
-# --- sparse, complex -----------------------------------------------------------------------------------------------------------
+# --- sparse, complex ------------------------------------------------------------------------------
 
 
 class SparseEmbedding(nn.Module):
@@ -1058,7 +1058,7 @@ def einsum_and_linear_algebra():
     return plain(Net(run))
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -1267,7 +1267,7 @@ def a_split_batch():
     return plain(mlp(), loss=loss)
 
 
-# --- optimizers --------------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "adadelta": lambda p: torch.optim.Adadelta(p),
@@ -1415,7 +1415,7 @@ def bfloat16_autocast():
     )
 
 
-# --- Lightning ---------------------------------------------------------------------------------------------------------------
+# --- Lightning ------------------------------------------------------------------------------------
 
 
 class Metric(nn.Module):
@@ -1562,7 +1562,7 @@ def raw_manual_optimization():
     return lightning(RawManual())
 
 
-# --- the real run ------------------------------------------------------------------------------------------------------------
+# --- the real run ---------------------------------------------------------------------------------
 
 _BOUNDARY = "user_code::boundary"
 
@@ -1695,7 +1695,7 @@ def run_on_cpu(names):
 
 
 class _CurvatureIsPositive(TorchFunctionMode):
-    """LBFGS keeps a direction if `ys > 1e-10`, which a device that computes nothing would not say."""
+    """LBFGS keeps a direction if `ys > 1e-10`, which is false on a device that computes nothing."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

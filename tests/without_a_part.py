@@ -86,8 +86,9 @@ def loop(folder):
 
 
 def hide(part):
-    """Take a dotted name of PyTorch away from memcallback; whether PyTorch's own code still finds it:
-    that of a module does, that of a class is gone for all.
+    """Take a dotted name of PyTorch away from memcallback; say whether PyTorch still finds it.
+
+    A name of a module is still there for PyTorch's own code, one of a class is gone for all.
     """
     owner, _, name = part.rpartition(".")
     holder = torch

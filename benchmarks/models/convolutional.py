@@ -165,8 +165,8 @@ class SqueezeExcite(nn.Module):
     def __init__(self, num_channels: int) -> None:
         super().__init__()
         self.scale = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(num_channels, num_channels // 4, 1), nn.SiLU(inplace=True),
-            nn.Conv2d(num_channels // 4, num_channels, 1), nn.Sigmoid(),
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(num_channels, num_channels // 4, 1),
+            nn.SiLU(inplace=True), nn.Conv2d(num_channels // 4, num_channels, 1), nn.Sigmoid(),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +193,8 @@ def mobilenet(*, squeeze_excite: bool = False, num_classes: int = 1000) -> nn.Se
     blocks: list[nn.Module] = []
     num_in = 32
     for expansion, num_out, depth, stride in (
-        (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)
+        (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2),
+        (6, 320, 1, 1)
     ):  # fmt: skip
         for number in range(depth):
             blocks.append(block(num_in, num_out, stride if number == 0 else 1, expansion))
@@ -220,8 +221,9 @@ class DenseLayer(nn.Module):
     def __init__(self, num_in: int, growth: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.BatchNorm2d(num_in), nn.ReLU(inplace=True), nn.Conv2d(num_in, 4 * growth, 1, bias=False),
-            nn.BatchNorm2d(4 * growth), nn.ReLU(inplace=True), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+            nn.BatchNorm2d(num_in), nn.ReLU(inplace=True),
+            nn.Conv2d(num_in, 4 * growth, 1, bias=False), nn.BatchNorm2d(4 * growth),
+            nn.ReLU(inplace=True), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,7 +296,8 @@ class UNet(nn.Module):
 
 def _double_convolution(num_in: int, num_out: int) -> nn.Module:
     return nn.Sequential(
-        *_conv_norm(num_in, num_out, 3), nn.ReLU(inplace=True), *_conv_norm(num_out, num_out, 3), nn.ReLU(inplace=True)
+        *_conv_norm(num_in, num_out, 3), nn.ReLU(inplace=True), *_conv_norm(num_out, num_out, 3),
+        nn.ReLU(inplace=True)
     )  # fmt: skip
 
 
@@ -337,7 +340,8 @@ def convnext(
             num_channels *= 2
         layers.append(Stack(ConvNeXtBlock(num_channels) for _ in range(depth)))
     return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(num_channels), nn.Linear(num_channels, num_classes)
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(num_channels),
+        nn.Linear(num_channels, num_classes)
     )  # fmt: skip
 
 

@@ -303,8 +303,8 @@ class Llama(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, *, width: int = 1024, depth: int = 8, num_heads: int = 16, num_kv_heads: int = 4, hidden: int = 2816,
-        vocabulary: int = 32000, length: int = 1024,
+        self, *, width: int = 1024, depth: int = 8, num_heads: int = 16, num_kv_heads: int = 4,
+        hidden: int = 2816, vocabulary: int = 32000, length: int = 1024,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -516,8 +516,8 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self, *, width: int = 384, depth: int = 12, num_heads: int = 6, image_size: int = 224, patch_size: int = 16,
-        dropout: float = 0.0, num_classes: int = 1000,
+        self, *, width: int = 384, depth: int = 12, num_heads: int = 6, image_size: int = 224,
+        patch_size: int = 16, dropout: float = 0.0, num_classes: int = 1000,
     ) -> None:  # fmt: skip
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch_size, patch_size)
@@ -742,7 +742,8 @@ class SpeechEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv1d(num_bands, width, 3, padding=1), nn.GELU(), nn.Conv1d(width, width, 3, stride=2, padding=1), nn.GELU()
+            nn.Conv1d(num_bands, width, 3, padding=1), nn.GELU(),
+            nn.Conv1d(width, width, 3, stride=2, padding=1), nn.GELU()
         )  # fmt: skip
         self.blocks = Stack(PreNormBlock(width, num_heads, dropout=0.1) for _ in range(depth))
         self.norm = nn.LayerNorm(width)

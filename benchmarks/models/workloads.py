@@ -300,98 +300,150 @@ def _resnet(
 _DEEP = (3, 4, 6, 3)
 
 _ALL = (
-    Workload(family="cnn", architecture="vgg16", model=convolutional.vgg, batch=images(16), losses=(classify,)),
     Workload(
-        family="cnn-bn", architecture="resnet18", model=_resnet((2, 2, 2, 2), is_bottleneck=False), batch=images(32), losses=(classify,),
-        has_batch_norm=True,
-    ),
-    Workload(
-        family="cnn-bn", architecture="resnet50", model=_resnet(_DEEP, is_bottleneck=True), batch=images(32), losses=(classify,),
-        has_batch_norm=True,
-    ),
-    Workload(
-        family="cnn", architecture="resnet50-gn", model=_resnet(_DEEP, is_bottleneck=True, norm=convolutional.group_norm), batch=images(16),
+        family="cnn", architecture="vgg16", model=convolutional.vgg, batch=images(16),
         losses=(classify,),
     ),
     Workload(
-        family="cnn-bn", architecture="mobilenet-v2", model=convolutional.mobilenet, batch=images(32), losses=(classify,), has_batch_norm=True
+        family="cnn-bn", architecture="resnet18", model=_resnet((2, 2, 2, 2), is_bottleneck=False),
+        batch=images(32), losses=(classify,), has_batch_norm=True,
     ),
     Workload(
-        family="cnn-bn", architecture="efficientnet", model=lambda: convolutional.mobilenet(squeeze_excite=True), batch=images(32),
+        family="cnn-bn", architecture="resnet50", model=_resnet(_DEEP, is_bottleneck=True),
+        batch=images(32), losses=(classify,), has_batch_norm=True,
+    ),
+    Workload(
+        family="cnn", architecture="resnet50-gn",
+        model=_resnet(_DEEP, is_bottleneck=True, norm=convolutional.group_norm), batch=images(16),
+        losses=(classify,),
+    ),
+    Workload(
+        family="cnn-bn", architecture="mobilenet-v2", model=convolutional.mobilenet,
+        batch=images(32), losses=(classify,), has_batch_norm=True
+    ),
+    Workload(
+        family="cnn-bn", architecture="efficientnet",
+        model=lambda: convolutional.mobilenet(squeeze_excite=True), batch=images(32),
         losses=(classify_smoothed,), has_batch_norm=True,
     ),
     Workload(
-        family="cnn-bn", architecture="densenet121", model=convolutional.densenet, batch=images(16), losses=(classify,), has_batch_norm=True
+        family="cnn-bn", architecture="densenet121", model=convolutional.densenet, batch=images(16),
+        losses=(classify,), has_batch_norm=True
     ),
     Workload(
-        family="unet", architecture="unet", model=lambda: convolutional.UNet(num_channels=32), batch=segmented_images(4, 256),
-        losses=(classify,), has_batch_norm=True,
-    ),
-    Workload(family="cnn", architecture="convnext", model=convolutional.convnext, batch=images(16), losses=(classify,)),
-    Workload(
-        family="cnn", architecture="autoencoder", model=convolutional.autoencoder, batch=images(32, 128), losses=(reconstruct,)
+        family="unet", architecture="unet", model=lambda: convolutional.UNet(num_channels=32),
+        batch=segmented_images(4, 256), losses=(classify,), has_batch_norm=True,
     ),
     Workload(
-        family="cnn-bn", architecture="video3d", model=convolutional.video_network, batch=videos(4, 16, 112), losses=(classify,),
-        has_batch_norm=True,
-    ),
-    Workload(family="vision-transformer", architecture="vit-s16", model=transformers.ViT, batch=images(32), losses=(classify,)),
-    Workload(family="vision-transformer", architecture="swin", model=transformers.Swin, batch=images(16), losses=(classify,)),
-    Workload(family="mixer", architecture="mlp-mixer", model=transformers.Mixer, batch=images(32), losses=(classify,)),
-    Workload(
-        family="language-model", architecture="gpt2", model=transformers.Gpt, batch=token_sequences(4, 512, vocabulary=50257),
-        losses=(next_token,),
+        family="cnn", architecture="convnext", model=convolutional.convnext, batch=images(16),
+        losses=(classify,),
     ),
     Workload(
-        family="language-model", architecture="gpt2-dropout", model=lambda: transformers.Gpt(dropout=0.1),
+        family="cnn", architecture="autoencoder", model=convolutional.autoencoder,
+        batch=images(32, 128), losses=(reconstruct,)
+    ),
+    Workload(
+        family="cnn-bn", architecture="video3d", model=convolutional.video_network,
+        batch=videos(4, 16, 112), losses=(classify,), has_batch_norm=True,
+    ),
+    Workload(
+        family="vision-transformer", architecture="vit-s16", model=transformers.ViT,
+        batch=images(32), losses=(classify,),
+    ),
+    Workload(
+        family="vision-transformer", architecture="swin", model=transformers.Swin, batch=images(16),
+        losses=(classify,),
+    ),
+    Workload(
+        family="mixer", architecture="mlp-mixer", model=transformers.Mixer, batch=images(32),
+        losses=(classify,),
+    ),
+    Workload(
+        family="language-model", architecture="gpt2", model=transformers.Gpt,
         batch=token_sequences(4, 512, vocabulary=50257), losses=(next_token,),
     ),
     Workload(
-        family="language-model", architecture="bert", model=transformers.Bert, batch=texts(16, 128, vocabulary=30522), losses=(masked_words,)
+        family="language-model", architecture="gpt2-dropout",
+        model=lambda: transformers.Gpt(dropout=0.1),
+        batch=token_sequences(4, 512, vocabulary=50257), losses=(next_token,),
+    ),
+    Workload(
+        family="language-model", architecture="bert", model=transformers.Bert,
+        batch=texts(16, 128, vocabulary=30522), losses=(masked_words,)
     ),
     Workload(
         family="language-model", architecture="torch-encoder", model=transformers.EncoderClassifier,
         batch=texts(32, 128, vocabulary=30000, num_classes=20), losses=(classify_text,),
     ),
     Workload(
-        family="language-model", architecture="llama", model=transformers.Llama, batch=token_sequences(2, 1024, vocabulary=32000),
-        losses=(next_token,),
-    ),
-    Workload(family="language-model", architecture="t5", model=transformers.T5, batch=translations(16, 128), losses=(translate,)),
-    Workload(
-        family="lora", architecture="gpt2-lora", model=_lora_gpt, batch=token_sequences(4, 512, vocabulary=50257), losses=(next_token,)
+        family="language-model", architecture="llama", model=transformers.Llama,
+        batch=token_sequences(2, 1024, vocabulary=32000), losses=(next_token,),
     ),
     Workload(
-        family="recurrent", architecture="lstm", model=lambda: others.RecurrentTagger(nn.LSTM), batch=tagged_words(64, 128), losses=(tag,),
-        left_out=RNN_IS_A_GUESS,
+        family="language-model", architecture="t5", model=transformers.T5,
+        batch=translations(16, 128), losses=(translate,),
     ),
     Workload(
-        family="recurrent", architecture="gru", model=lambda: others.RecurrentTagger(nn.GRU), batch=tagged_words(64, 128), losses=(tag,),
-        left_out=RNN_IS_A_GUESS,
+        family="lora", architecture="gpt2-lora", model=_lora_gpt,
+        batch=token_sequences(4, 512, vocabulary=50257), losses=(next_token,)
     ),
     Workload(
-        family="recurrent", architecture="lstm-cell", model=lambda: others.CellTagger(nn.LSTMCell), batch=tagged_words(128, 64), losses=(tag,)
+        family="recurrent", architecture="lstm", model=lambda: others.RecurrentTagger(nn.LSTM),
+        batch=tagged_words(64, 128), losses=(tag,), left_out=RNN_IS_A_GUESS,
     ),
     Workload(
-        family="recurrent", architecture="gru-cell", model=lambda: others.CellTagger(nn.GRUCell), batch=tagged_words(128, 64), losses=(tag,)
-    ),
-    Workload(family="recommender", architecture="dlrm", model=others.Dlrm, batch=clicks(8192), losses=(click,)),
-    Workload(
-        family="recommender", architecture="dlrm-sparse", model=lambda: others.Dlrm(is_sparse=True), batch=clicks(8192), losses=(click,),
-        left_out=SPARSE_READS_VALUES,
+        family="recurrent", architecture="gru", model=lambda: others.RecurrentTagger(nn.GRU),
+        batch=tagged_words(64, 128), losses=(tag,), left_out=RNN_IS_A_GUESS,
     ),
     Workload(
-        family="gan", architecture="dcgan", model=others.Gan, batch=noise_and_images(128), losses=(discriminate, generate),
-        parameters=(lambda model: model.discriminator.parameters(), lambda model: model.generator.parameters()), has_batch_norm=True,
+        family="recurrent", architecture="lstm-cell", model=lambda: others.CellTagger(nn.LSTMCell),
+        batch=tagged_words(128, 64), losses=(tag,)
     ),
-    Workload(family="vae", architecture="vae", model=others.Vae, batch=images(128, 64), losses=(reconstruct_variational,)),
-    Workload(family="mlp", architecture="mlp", model=others.mlp, batch=features(2048, 1024), losses=(classify,)),
-    Workload(family="graph", architecture="graph-network", model=others.GraphNetwork, batch=graph(50000, 400000), losses=(classify_nodes,)),
     Workload(
-        family="speech", architecture="speech-ctc", model=transformers.SpeechEncoder, batch=recordings(16, 1000), losses=(transcribe,)
+        family="recurrent", architecture="gru-cell", model=lambda: others.CellTagger(nn.GRUCell),
+        batch=tagged_words(128, 64), losses=(tag,)
     ),
-    Workload(family="speech", architecture="wavenet", model=others.WaveNet, batch=samples(4, 16000), losses=(next_sample,)),
-    Workload(family="two-towers", architecture="clip", model=_two_towers, batch=captioned_images(32), losses=(match,)),
+    Workload(
+        family="recommender", architecture="dlrm", model=others.Dlrm, batch=clicks(8192),
+        losses=(click,),
+    ),
+    Workload(
+        family="recommender", architecture="dlrm-sparse", model=lambda: others.Dlrm(is_sparse=True),
+        batch=clicks(8192), losses=(click,), left_out=SPARSE_READS_VALUES,
+    ),
+    Workload(
+        family="gan", architecture="dcgan", model=others.Gan, batch=noise_and_images(128),
+        losses=(discriminate, generate),
+        parameters=(
+            lambda model: model.discriminator.parameters(),
+            lambda model: model.generator.parameters(),
+        ),
+        has_batch_norm=True,
+    ),
+    Workload(
+        family="vae", architecture="vae", model=others.Vae, batch=images(128, 64),
+        losses=(reconstruct_variational,),
+    ),
+    Workload(
+        family="mlp", architecture="mlp", model=others.mlp, batch=features(2048, 1024),
+        losses=(classify,),
+    ),
+    Workload(
+        family="graph", architecture="graph-network", model=others.GraphNetwork,
+        batch=graph(50000, 400000), losses=(classify_nodes,),
+    ),
+    Workload(
+        family="speech", architecture="speech-ctc", model=transformers.SpeechEncoder,
+        batch=recordings(16, 1000), losses=(transcribe,)
+    ),
+    Workload(
+        family="speech", architecture="wavenet", model=others.WaveNet, batch=samples(4, 16000),
+        losses=(next_sample,),
+    ),
+    Workload(
+        family="two-towers", architecture="clip", model=_two_towers, batch=captioned_images(32),
+        losses=(match,),
+    ),
 )  # fmt: skip
 
 WORKLOADS = {workload.architecture: workload for workload in _ALL}

@@ -1,4 +1,4 @@
-"""One batch size for all ranks of a job: ranks with unlike devices, and the stages of a pipeline."""
+"""One batch size for all ranks of a job: ranks on different devices, and pipeline stages."""
 
 import pytest
 import torch

@@ -37,7 +37,7 @@ def layouts(op, args, card):
 
 
 def ours(case, card):
-    """What is predicted: the steps, and the strides of each output that say where its elements lie."""
+    """The predicted steps, and the strides of each output that say where its elements lie."""
     op, args = case.call("meta")
     outputs = layouts(op, args, card)
     steps = once(predicted(kernel(op, args, {}, card), outputs))

@@ -30,21 +30,22 @@ DEPENDS_ON_VALUES = (
 )
 #: What is not said exactly, and why it is not.
 NOT_SAID = {
-    "scratch of CUB and "
-    "thrust": "_unique2 bincount masked_select multinomial nonzero randperm repeat_interleave "
-    "unique_dim "
-    "unique_consecutive",
+    "scratch of CUB and thrust": (
+        "_unique2 bincount masked_select multinomial nonzero randperm repeat_interleave unique_dim "
+        "unique_consecutive"
+    ),
     "masks are counted first, which fakes cannot do": "index",
     "no fake kernel": "_ctc_loss multi_margin_loss_backward multilabel_margin_loss_backward",
     "a value is read": "equal",
-    "compositions that a training step seldom "
-    "has": "_ctc_loss_backward _pdist_backward affine_grid_generator "
-    "count_nonzero isin logsumexp soft_margin_loss_backward normal unfold_backward _foreach_max "
-    "im2col col2im multi_margin_loss multilabel_margin_loss_forward",
-    "cuFFT, "
-    "cuSOLVER": "_fft_c2c _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex "
-    "linalg_inv_ex "
-    "linalg_solve_triangular triangular_solve",
+    "compositions that a training step seldom has": (
+        "_ctc_loss_backward _pdist_backward affine_grid_generator count_nonzero isin logsumexp "
+        "soft_margin_loss_backward normal unfold_backward _foreach_max im2col col2im "
+        "multi_margin_loss multilabel_margin_loss_forward"
+    ),
+    "cuFFT, cuSOLVER": (
+        "_fft_c2c _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex "
+        "linalg_inv_ex linalg_solve_triangular triangular_solve"
+    ),
     "channels last": "_upsample_bilinear2d_aa adaptive_max_pool2d adaptive_max_pool2d_backward "
     "upsample_bilinear2d_backward upsample_nearest2d "
     "upsample_nearest2d_backward",

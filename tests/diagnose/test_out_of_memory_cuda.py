@@ -1,4 +1,4 @@
-"""On a CUDA device, real or virtual: memory really runs out, and the report says where and of what."""
+"""On a CUDA device, real or virtual: memory really runs out; the report says where and why."""
 
 import gc
 import json

@@ -721,13 +721,15 @@ class OneRunsOut(RunsOut):
 if __name__ == "__main__":
     torch.manual_seed(1)
     callback = mc.MemoryCallback(fit_batch_size={in_callback}, device="4MiB")
-    loop = training.trainer(sys.argv[1], [callback], strategy="ddp", devices=2, max_steps=3, **SHORT)
+    ddp = dict(strategy="ddp", devices=2)
+    loop = training.trainer(sys.argv[1], [callback], max_steps=3, **ddp, **SHORT)
     module = OneRunsOut() if {runs_out} else training.Automatic()
     loaders = [] if {runs_out} else [DataLoader(Samples(), 8)]
     weights = {{name: value.clone() for name, value in module.state_dict().items()}}
     found = None
     if not {in_callback}:
-        found = mc.fit_batch_size(loop, module, capacity="4MiB", train_dataloaders=loaders[0] if loaders else None)
+        loader = loaders[0] if loaders else None
+        found = mc.fit_batch_size(loop, module, capacity="4MiB", train_dataloaders=loader)
         assert differences(module.state_dict(), weights) == []
         loaders = [found.train_dataloaders] if loaders else []
     loop.fit(module, *loaders)
@@ -793,8 +795,9 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters())
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(10_000, 64), batch_size=self.batch_size)
-trainer = pl.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, default_root_dir=sys.argv[1], callbacks=[mc.MemoryCallback(predict=False)])
+trainer = pl.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1],
+    callbacks=[mc.MemoryCallback(predict=False)])
 module = Module()
 found = mc.fit_batch_size(trainer, module, capacity="1MiB")
 assert "lightning" not in sys.modules or "lightning.pytorch" not in sys.modules

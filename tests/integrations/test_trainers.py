@@ -26,8 +26,9 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 callback = MemoryCallback()
 assert isinstance(callback, pl.Callback)
-trainer = pl.Trainer(callbacks=callback, max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+trainer = pl.Trainer(callbacks=callback, max_epochs=1, accelerator="cpu", logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir=sys.argv[1])
 trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(12, 8), batch_size=4))
 assert len(callback.recorder.steps) == 3, callback.recorder.steps
 assert callback.prediction is not None
@@ -64,7 +65,8 @@ from lightning.pytorch import seed_everything
 from memcallback import MemoryCallback
 def weights(*callbacks):
     seed_everything(7, verbose=False)
-    loop, module = training.trainer(sys.argv[1], callbacks, strategy="ddp", devices=2), training.Automatic()
+    loop = training.trainer(sys.argv[1], callbacks, strategy="ddp", devices=2)
+    module = training.Automatic()
     loop.fit(module, training.loader(8))
     return loop.global_rank, [*module.parameters(), torch.get_rng_state()]
 if __name__ == "__main__":

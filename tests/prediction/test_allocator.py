@@ -1,4 +1,4 @@
-"""The simulated allocator: what always holds, an obviously correct one beside it, and its errors."""
+"""The simulated allocator: its invariants, an obviously correct one beside it, its errors."""
 
 from contextlib import suppress
 from itertools import pairwise

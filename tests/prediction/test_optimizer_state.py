@@ -1,4 +1,4 @@
-"""Predicted optimizer state against measured state: every optimizer of torch.optim is stepped here."""
+"""Predicted optimizer state against measured state: every optimizer of torch.optim is stepped."""
 
 from __future__ import annotations
 

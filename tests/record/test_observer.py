@@ -53,22 +53,29 @@ import numpy, torch
 import memcallback as mc
 
 def states():
-    return [random.getstate(), [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()], torch.get_rng_state().tolist()]
+    of_numpy = [
+        part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()
+    ]
+    return [random.getstate(), of_numpy, torch.get_rng_state().tolist()]
 
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 batch = torch.ones(8, 4)
 before = states()
-step = mc.TrainingStep(model, batch, loss=lambda model, batch: model(batch).sum(), optimizer=optimizer)
+loss = lambda model, batch: model(batch).sum()
+step = mc.TrainingStep(model, batch, loss=loss, optimizer=optimizer)
 diff = mc.TensorDiff(model, optimizer, ledger=True)
 recorder = mc.MemoryRecorder(model, optimizer, per_module=True)
-with mc.MemoryLog(recorder, step, log_dir=tempfile.mkdtemp(), log_every_n_steps=1, device="NVIDIA H200"), recorder.watch(), diff:
+folder = tempfile.mkdtemp()
+log = mc.MemoryLog(recorder, step, log_dir=folder, log_every_n_steps=1, device="NVIDIA H200")
+with log, recorder.watch(), diff:
     for _ in range(3):
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         diff.mark("step")
-said = [str(diff), str(recorder.report()), str(mc.predict(step, device="NVIDIA H200")), str(mc.what_if(step, device="NVIDIA H200"))]
+results = [diff, recorder.report(), *(f(step, device="NVIDIA H200") for f in (mc.predict, mc.what_if))]
+said = [str(result) for result in results]
 assert len(recorder.steps) == 3 and all(said), said
 assert states() == before
 assert "rich" not in sys.modules, "its import draws from Python's generator, once in a process"

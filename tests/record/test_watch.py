@@ -1,4 +1,4 @@
-"""`MemoryRecorder.watch`: loops that say nothing, on a CPU and on a CUDA device, real or virtual."""
+"""`MemoryRecorder.watch`: unmarked loops, on a CPU and on a CUDA device, real or virtual."""
 
 import copy
 import gc

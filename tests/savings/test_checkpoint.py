@@ -207,7 +207,7 @@ def test_the_same_layer_may_stand_in_several_places():
 
 
 def saved_bytes_after_forward(model, batch):
-    """Bytes of the distinct storages that autograd keeps for the backward pass, parameters aside."""
+    """Bytes of the distinct storages that autograd keeps for the backward pass, no parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 

@@ -203,25 +203,35 @@ MUST = "it must return the loss of the batch, a scalar tensor that requires grad
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda model, batch: {"loss": model(batch).sum(), "size": 4}, "loss returned a dict of "
-                                                                       f"'loss', 'size'; {MUST}. "
-                                                                       "Return the tensor in it"),
+        (
+            lambda model, batch: {"loss": model(batch).sum(), "size": 4},
+            f"loss returned a dict of 'loss', 'size'; {MUST}. Return the tensor in it",
+        ),
         (lambda model, batch: {}, f"loss returned an empty dict; {MUST}. Return that tensor"),
-        (lambda model, batch: (model(batch).sum(), 4), f"loss returned a tuple of 2; {MUST}. "
-                                                       "Return the tensor in it"),
+        (
+            lambda model, batch: (model(batch).sum(), 4),
+            f"loss returned a tuple of 2; {MUST}. Return the tensor in it",
+        ),
         (lambda model, batch: [], f"loss returned an empty list; {MUST}."),
-        (lambda model, batch: model(batch).sum().item(), f"loss returned a float; {MUST}. Return "
-                                                         "the tensor itself, without .item"),
+        (
+            lambda model, batch: model(batch).sum().item(),
+            f"loss returned a float; {MUST}. Return the tensor itself, without .item",
+        ),
         (lambda model, batch: None, f"loss returned None; {MUST}. Return that tensor"),
-        (lambda model, batch: model(batch), rf"loss returned a tensor of shape \(4, 4\); {MUST}. "
-                                            r"Reduce it, such as with .mean\(\)"),
-        (lambda model, batch: model(batch).sum().detach(), "loss returned a tensor that does not "
-                                                           f"require grad; {MUST}. Leave out "
-                                                           ".detach"),
-        (lambda model, batch: model(batch).sum().long(), "loss returned a tensor of torch.int64; "
-                                                         f"{MUST}. Return a floating-point one"),
+        (
+            lambda model, batch: model(batch),
+            rf"loss returned a tensor of shape \(4, 4\); {MUST}. Reduce it, such as with .mean\(\)",
+        ),
+        (
+            lambda model, batch: model(batch).sum().detach(),
+            f"loss returned a tensor that does not require grad; {MUST}. Leave out .detach",
+        ),
+        (
+            lambda model, batch: model(batch).sum().long(),
+            f"loss returned a tensor of torch.int64; {MUST}. Return a floating-point one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_loss_function_that_returns_no_loss_is_said_so(loss, message):
     with pytest.raises(PredictionError, match=f"^{message}"):
         mc.predict(make_step(loss=loss, optimizer=SGD), device="24GiB")

@@ -191,7 +191,7 @@ def test_on_cuda_dropout_keeps_a_mask_of_one_byte_for_each_value():
     assert [mask.category for mask in masks] == [Category.ACTIVATION] * 2
 
 
-def test_on_cuda_the_first_matrix_products_of_forward_and_backward_pass_take_a_workspace_that_stays():
+def test_on_cuda_the_first_matrix_products_of_forward_and_backward_take_a_workspace_that_stays():
     traced = on_card(mlp(), vectors())
     workspaces = [
         event.id for event in allocations(traced) if event.size_bytes == CARD.cublas_workspace_bytes
@@ -201,7 +201,7 @@ def test_on_cuda_the_first_matrix_products_of_forward_and_backward_pass_take_a_w
     assert not freed & set(workspaces)
 
 
-def test_autocast_runs_layer_norm_in_single_precision_and_keeps_half_copies_of_weights_until_it_ends():
+def test_autocast_runs_layer_norm_in_float32_and_keeps_half_copies_of_weights_until_it_ends():
     traced = on_card(mlp(), vectors(), precision="bf16-mixed")
     copies = [
         event
@@ -363,7 +363,7 @@ def test_memory_that_is_held_back_for_another_stream_than_its_own_is_listed(
     assert is_held_back is (stream_of_tensor != stream_of_use)
 
 
-def test_the_backward_pass_runs_in_the_streams_of_the_forward_pass_and_each_has_workspaces_of_its_own():
+def test_the_backward_pass_runs_in_the_streams_of_the_forward_and_each_has_its_own_workspaces():
     def loss(model, batch):
         with torch.cuda.stream(torch.cuda.Stream()):
             hidden = model[0](batch[0])
@@ -527,7 +527,7 @@ def test_tensors_from_elsewhere_are_not_written_to():
     assert torch.equal(elsewhere, torch.zeros(64))
 
 
-def test_under_lightning_a_weight_that_is_used_twice_has_as_many_copies_as_lightnings_autocast_makes():
+def test_under_lightning_a_weight_used_twice_has_as_many_copies_as_lightnings_autocast_makes():
     class Twice(LightningModule):
         def __init__(self):
             super().__init__()
@@ -566,7 +566,7 @@ def test_under_lightning_a_weight_that_is_used_twice_has_as_many_copies_as_light
     assert num_copies(plain) == 1
 
 
-def test_an_operator_on_tensors_of_other_tensors_that_could_not_be_called_leaves_the_next_as_it_is():
+def test_an_operator_on_tensors_of_other_tensors_that_failed_leaves_the_next_as_it_is():
     mode, add = TraceMode(Ledger(), None), torch.ops.aten.add.Tensor
     with mode:
         pair = TwoTensor(torch.zeros(2), torch.zeros(2))
