@@ -1,10 +1,9 @@
 """The accuracy proof: what training takes on a device, measured and predicted, side by side.
 
-    python benchmarks/accuracy.py all                                         on a machine with a
-    device, real or virtual: both of python benchmarks/accuracy.py measure --out accuracy.json.gz
-    there python benchmarks/accuracy.py compare --measured accuracy.json.gz          anywhere python
-    benchmarks/accuracy.py events --only NAME --out events.json        where the allocations come
-    from
+    python benchmarks/accuracy.py all                                     # on a device, real or virtual
+    python benchmarks/accuracy.py measure --out accuracy.json.gz          # its first half
+    python benchmarks/accuracy.py compare --measured accuracy.json.gz     # the second, anywhere
+    python benchmarks/accuracy.py events --only NAME --out events.json    # origins of memory
 
 `all` leaves accuracy.json.gz (measured), predicted.json.gz and accuracy.md (both side by side) in
 `benchmarks/results/<device>-<date>/`. Every configuration of `accuracy_configs.py` trains in a
@@ -55,8 +54,7 @@ Answer = dict[str, Any]
 def in_processes_of_their_own(
     works: Mapping[str, Callable[[], Any]], *, num_jobs: int = 1
 ) -> Iterator[tuple[str, Answer]]:
-    """Fork for each piece of work, and give its name and `{"result": ...}` or `{"error": ...}` as
-    it ends.
+    """Fork for each piece of work; yield its name and `{"result": ...}` or `{"error": ...}`.
 
     The parent has imported everything but has not touched CUDA, nor run a backward pass. Results
     must go into JSON.
@@ -416,8 +414,7 @@ _NATIVE = re.compile(r"at::(?:native|cuda)::(?:blas::|\(anonymous namespace\)::)
 
 
 def origin(frames: Iterable[dict[str, Any]]) -> tuple[str, str]:
-    """What asked for an allocation: operators and functions of C++, innermost first, and the lines
-    of Python, likewise.
+    """The C++ and Python frames that asked for an allocation, innermost first.
 
     Functions of the standard library of the C++ side that only make tensors are left out, as are
     Python's own frames.

@@ -1,6 +1,4 @@
-"""Measured and predicted steps side by side: every figure's error, and whether the bars of the
-proof are met.
-"""
+"""Measured and predicted steps side by side: each figure's error, and whether the bars are met."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ class Figure:
 
     @property
     def is_above_bound(self) -> bool:
-        """Whether what was measured is above the bound that is stated for a prediction: the upper
-        end of the band around it.
-        """
+        """Whether the measured figure is above the band around the predicted one."""
         return self.error_bytes < 0 and not self.is_within
 
     @property
@@ -88,8 +84,9 @@ Step = Sequence[dict[str, Any]]
 
 
 def figures(config: str, measured: Sequence[Step], predicted: Sequence[Step]) -> list[Figure]:
-    """Every figure of the micro-batches of a window; where fewer are predicted than measured, the
-    last ones are compared.
+    """Every figure of the micro-batches of a window.
+
+    Where fewer micro-batches are predicted than measured, the last ones are compared.
 
     Windows that are not the same in both (LBFGS, whose phases nothing marks) are compared as one.
     """

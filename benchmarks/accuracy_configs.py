@@ -1,5 +1,6 @@
-"""The configurations of the accuracy proof: architectures x optimizers x precisions x ways to save
-memory, in a fixed order.
+"""The configurations of the accuracy proof, in a fixed order.
+
+They are architectures x optimizers x precisions x ways to save memory.
 
 A configuration makes everything on the CPU, so that the same objects can be measured on a device
 and predicted without one. `training_loop.py` says in which order a step runs, `models/workloads.py`

@@ -5,15 +5,16 @@
 Needs no GPU and no PyTorch. Two kinds of histories, each with 10,000, 100,000 and 1,000,000 events:
 
 - *training*: a trace of three training steps of a model that is the deeper the longer the history
-  is, so that more stands at once:
-  activations of a few sizes taken in the forward pass and given back in the backward pass,
-  temporaries in between, gradients, Adam.
+  is, so that more stands at once: activations of a few sizes taken in the forward pass and given
+  back in the backward pass, temporaries in between, gradients, Adam.
 - *random*: sizes from 1 byte to 64 MiB, each as likely on a logarithmic scale, freed in any order;
-  of the events a twentieth stands at once.
-  Free blocks of all sizes are many: the worst that a pool can be asked.
+  of the events a twentieth stands at once. Free blocks of all sizes are many: the worst that a pool
+  can be asked.
 
-*Replay* is what a prediction does: `memcallback.prediction.replay.replay`, with the figures of every phase. *Allocator* is `CachingAllocator` alone. Both
-stand beside a bare loop that keeps a dict of what is alive and adds up sizes, in the same round. Times are of the processor, medians over the rounds.
+*Replay* is what a prediction does: `memcallback.prediction.replay.replay`, with the figures of
+every phase. *Allocator* is `CachingAllocator` alone. Both stand beside a bare loop that keeps a
+dict of what is alive and adds up sizes, in the same round. Times are of the processor, medians over
+the rounds.
 
 The result goes to `benchmarks/results/cpu-<date>/`, or the folder that is named, as
 `allocator.json` and `allocator.md`; the exit code is 1 if what is asked of the figures (`judged`)
@@ -170,8 +171,9 @@ class Counting(CachingAllocator):
 
 
 def num_put(events: Sequence[Event]) -> int:
-    """How many events a replay puts to the allocator: the last update comes again until it has
-    settled.
+    """How many events a replay puts to the allocator.
+
+    The last update comes again until the allocator has settled.
     """
     allocator = Counting()
     replay(events, allocator)

@@ -1,35 +1,35 @@
-"""The largest batch size: what is suggested, what truly trains, and what searches by trying come
-to, side by side.
+"""The largest batch size: suggested, truly trainable, and as found by other searches.
 
-    python benchmarks/batch_size.py                            on virtual devices python
-    benchmarks/batch_size.py --here 16 --jobs 4 --out FOLDER      on the device that is here, of
-    which each process may have 16 GiB
+    python benchmarks/batch_size.py                                     # on virtual devices
+    python benchmarks/batch_size.py --here 16 --jobs 4 --out FOLDER     # on this device
 
 Virtual devices (environment variable VGPU=1) are of several cards and capacities (VGPU_ARCH,
 VGPU_TOTAL_BYTES); memory is that of the card, and kernels do nothing. A Lightning Trainer trains,
-each trial in a process of its own, the warm-up and five more updates. With `--here` fewer
-configurations train, the allocator is bounded, and nobody searches.
+each trial in a process of its own, the warm-up and five more updates. With `--here 16` each process
+may have 16 GiB of this machine's device, fewer configurations train, and nobody searches.
 
-*Suggestion*: `memcallback.suggest_batch_size(step, device="cuda", multiple_of=1)` with its default headroom of 5 %.
+*Suggestion*: `memcallback.suggest_batch_size(step, device="cuda", multiple_of=1)` with its default
+headroom of 5 %.
 
-*Truth*: found by trials alone, by bisection from the suggestion, with two more sizes beyond what is found, since memory need not grow with
-every sample. It is said of a card, and there are two:
+*Truth*: found by trials alone, by bisection from the suggestion, with two more sizes beyond what is
+found, since memory need not grow with every sample. It is said of a card, and there are two:
 
 - *trains*: the largest size at which PyTorch's allocator never runs short: it never has to give
-  back its cache and try again (a
-  retry, which waits for the device) and raises no OutOfMemoryError. That is what a suggestion means
-  by fitting.
+  back its cache and try again (a retry, which waits for the device) and raises no OutOfMemoryError.
+  That is what a suggestion means by fitting.
 - *gets by*: the largest at which training goes on at all: by retries, in every update if need be,
-  and with other algorithms where a workspace
-  of cuDNN cannot be had (PyTorch catches that OutOfMemoryError).
+  and with other algorithms where a workspace of cuDNN cannot be had (PyTorch catches that
+  OutOfMemoryError).
 
 To compare like with like, the suggestion is set beside the truth of a card of the capacity less the
 headroom; and the limits that come with it, which have no headroom, beside that of the whole card.
 
-*Searches*, on the whole card: Lightning's `Tuner.scale_batch_size` (`BatchSizeFinder`) in both modes, Accelerate's
-`find_executable_batch_size` from its default of 128 and from Lightning's maximum, 8192, and `memcallback.fit_batch_size`, all else by their
-defaults. Of these the last keeps 5 % of the memory free and Lightning's mode `binsearch` takes off 5 % of the samples. What each gives is trained
-like the suggestion. What a search leaves behind is looked at on a CPU, where values are real (`batch_size_state.py`).
+*Searches*, on the whole card: Lightning's `Tuner.scale_batch_size` (`BatchSizeFinder`) in both
+modes, Accelerate's `find_executable_batch_size` from its default of 128 and from Lightning's
+maximum, 8192, and `memcallback.fit_batch_size`, all else by their defaults. Of these the last keeps
+5 % of the memory free and Lightning's mode `binsearch` takes off 5 % of the samples. What each
+gives is trained like the suggestion. What a search leaves behind is looked at on a CPU, where
+values are real (`batch_size_state.py`).
 
 The result goes to `benchmarks/results/virtual-cards-<date>/`, with `--here` to that device's
 folder, as batch_size.json and batch_size.md; with `--only` the other pairs there stay.
@@ -128,9 +128,7 @@ _ENDLESS = 1 << 24
 
 
 def on_card(capacity_bytes: int, arch: str, work: Callable[[], Any]) -> Any:
-    """Do work in a process of its own that sees a virtual device; or with arch `HERE`, that may
-    have so much of the one that is here.
-    """
+    """Do work in a process that sees a virtual device; or with arch `HERE`, a share of this one."""
 
     def there() -> Any:
         if arch == HERE:
@@ -252,9 +250,7 @@ def environment(gib_here: int | None) -> dict[str, str]:
 
 
 def num_places(gib: int) -> int:
-    """How many processes with so much for tensors, and a context each, the device has room for; at
-    least one.
-    """
+    """How many processes fit the device, each with `gib` and a context; at least one."""
     return max(1, torch.cuda.get_device_properties(0).total_memory // ((gib + 1) * GiB))
 
 

@@ -1,5 +1,4 @@
-"""What runs on the device for `batch_size.py`: a Trainer's first updates at a batch size, and what
-finds the largest.
+"""What `batch_size.py` runs on the device: a Trainer's first updates, and searches.
 
 Each function is for a process of its own, in which nothing has touched the device, and gives what
 goes into JSON.
@@ -34,8 +33,7 @@ NUM_SAMPLES = 10**7
 
 
 class Workload(LightningModule):
-    """A configuration of the accuracy proof whose batch size can be set, and which remembers at
-    which it ran.
+    """A configuration of the accuracy proof with a batch size that can be set and is recorded.
 
     Args:
         config: The configuration, of one loss.
@@ -230,9 +228,7 @@ def _left(loop: Trainer, root: str) -> list[str]:
 
 
 def by_lightning(config: Config, mode: str) -> dict[str, Any]:
-    """Lightning's `Tuner.scale_batch_size`, which runs its `BatchSizeFinder`, with its own
-    defaults.
-    """
+    """Lightning's `Tuner.scale_batch_size` (its `BatchSizeFinder`) with its own defaults."""
     module = Workload(config)
     with tempfile.TemporaryDirectory() as root:
         loop = trainer(config, 100, root)
@@ -255,8 +251,9 @@ def by_fit(config: Config) -> dict[str, Any]:
 
 
 def by_accelerate(config: Config, starting_batch_size: int) -> dict[str, Any]:
-    """Accelerate's `find_executable_batch_size` around a plain loop; model and optimizer are made
-    inside, as its documentation has it.
+    """Accelerate's `find_executable_batch_size` around a plain loop.
+
+    Model and optimizer are made inside, as Accelerate's documentation shows it.
     """
     from accelerate.utils import find_executable_batch_size  # not on every machine with a device
 

@@ -1,5 +1,6 @@
-"""What a search for a batch size leaves behind in a training, on a CPU, where values are real;
-memory ends by an error of our own.
+"""What a search for a batch size leaves changed in a training.
+
+On a CPU, where values are real; the out-of-memory error is one of ours.
 """
 
 from __future__ import annotations
@@ -121,9 +122,7 @@ def _by_trainer(search: Callable[[Trainer, Network], object]) -> list[str]:
 
 
 def by_accelerate() -> list[str]:
-    """What is otherwise when the attempt begins that fits, for a model from outside of the
-    function.
-    """
+    """What has changed when the attempt that fits begins, for a model made outside the function."""
     from accelerate.utils import find_executable_batch_size  # not on every machine with a device
 
     module = Network()

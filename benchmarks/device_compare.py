@@ -1,5 +1,4 @@
-"""Two folders that `device_run.sh` made, of a real device and of the virtual one of the same card:
-what separates them, figure by figure.
+"""Compare two folders of `device_run.sh`, of a real and a virtual device, figure by figure.
 
     python benchmarks/device_compare.py REAL VIRTUAL [--out FOLDER]
 
@@ -57,9 +56,7 @@ class Row:
 
     @property
     def difference_pct(self) -> float | None:
-        """By how much the virtual device's is larger, in percent of the real one's; None where they
-        are not two numbers.
-        """
+        """By how many percent the virtual device's figure is larger; None for non-numbers."""
         are_numbers = all(
             isinstance(one, (int, float)) and not isinstance(one, bool)
             for one in (self.real, self.virtual)

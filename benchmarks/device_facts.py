@@ -1,5 +1,6 @@
-"""What a CUDA device takes besides tensors: its context, the workspaces of cuBLAS and cuBLASLt, the
-segments of the first allocations.
+"""What a CUDA device takes besides tensors: context, workspaces, segments.
+
+The workspaces are those of cuBLAS and cuBLASLt, the segments those of the first allocations.
 
     python benchmarks/device_facts.py --out FILE
 
@@ -68,9 +69,7 @@ def _free_by_driver() -> int:
 
 
 def workspaces() -> dict[str, int]:
-    """Bytes that stay allocated after the first matrix product of each kind, in the order in which
-    they are made.
-    """
+    """Bytes that stay allocated after the first matrix product of each kind, in their order."""
     found = {}
     left, right = torch.ones(512, 512, device="cuda"), torch.ones(512, 512, device="cuda")
     bias = torch.ones(512, device="cuda")

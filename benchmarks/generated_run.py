@@ -1,8 +1,10 @@
-"""A long run of programs drawn at random: each check of
-`tests/prediction/test_generated_programs.py` with many seeds, a process for each.
+"""A long run of random programs: each check of the tests with many seeds.
 
-    python benchmarks/generated_run.py --seeds 1-10 --programs 500 [--checks boundaries observer
-    card] [--out FOLDER]
+The checks are those of `tests/prediction/test_generated_programs.py`; each seed runs in its own
+process.
+
+    python benchmarks/generated_run.py --seeds 1-10 --programs 500
+        [--checks boundaries observer card] [--out FOLDER]
 
 Checks:
 

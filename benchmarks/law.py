@@ -1,5 +1,6 @@
-"""How far the textbook law is off: memory = model memory + batch size * memory per sample, beside
-the traced step and what was measured.
+"""How far the textbook law is off, beside the traced step and the measurement.
+
+The law is: memory = model memory + batch size * memory per sample.
 
     python benchmarks/law.py [--only NAME ...] [--out FOLDER]
 
@@ -9,8 +10,9 @@ nor recompute nor clip, with one loss, are predicted by the law
 (`memcallback.prediction.textbook.predict`: an upper and a lower edge) and by a trace
 (`memcallback.predict`), and the largest allocated figure of a steady step is compared.
 
-*Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts what autograd saves, once. The
-result goes to `benchmarks/results/cpu-<date>/` as law.json and law.md.
+*Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts
+what autograd saves, once. The result goes to `benchmarks/results/cpu-<date>/` as law.json and
+law.md.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def not_reported(texts: Iterable[str]) -> list[str]:
 
 
 def kind(device: str) -> str:
-    """A device's name as a folder has it: `cpu`, `nvidia-h200`; `nvidia-h200-virtual` where CUDA
-    devices are virtual.
+    """The name of a device in folder names: `cpu`, `nvidia-h200`, `nvidia-h200-virtual`.
 
     Args:
         device: PyTorch's name of a CUDA device, or `CPU`.

@@ -1,10 +1,10 @@
-"""The chart of models of 2016 (arXiv 1605.07678), redone for memory: what training each takes per
-image, and the largest batch on a card.
+"""The chart of models of 2016 (arXiv 1605.07678), redone for memory.
 
-    python benchmarks/model_chart.py [--only resnet50 vit_b_16] [--out FOLDER] python
-    benchmarks/model_chart.py --resume                     go on with a run that was broken off
-    python benchmarks/model_chart.py --draw                       only the table and the pictures,
-    from the data that is there
+For each model: what training takes per image, and the largest batch on a card.
+
+    python benchmarks/model_chart.py [--only resnet50 vit_b_16] [--out FOLDER]
+    python benchmarks/model_chart.py --resume     # go on with an interrupted run
+    python benchmarks/model_chart.py --draw       # only the table and the pictures
 
 Needs torchvision; no GPU, no network, no weights. Every model lies on the meta device and one
 training step of it is traced: images of the size at which its accuracy was measured, cross entropy
@@ -12,9 +12,10 @@ training step of it is traced: images of the size at which its accuracy was meas
 momentum, in fp32 and in bf16-mixed. Accuracy, parameters and operations are torchvision's own
 metadata, of the newest weights that were trained on ImageNet-1K alone.
 
-*Memory per image* is the slope of the predicted peak of allocated memory between half the suggested batch and the suggested batch.
-*Suggested* is `memcallback.suggest_batch_size` with its headroom of 5 % and any batch size: the largest with which the allocator never
-runs short. *Limit* keeps nothing free and lets the allocator give back its cache and try again.
+*Memory per image* is the slope of the predicted peak of allocated memory between half the suggested
+batch and the suggested batch. *Suggested* is `memcallback.suggest_batch_size` with its headroom of
+5 % and any batch size: the largest with which the allocator never runs short. *Limit* keeps nothing
+free and lets the allocator give back its cache and try again.
 
 Data and table go to `benchmarks/results/cpu-<date>/`, the pictures to `docs/images/`.
 """

@@ -122,8 +122,9 @@ def _chart(models: list[dict[str, Any]], families: dict[str, str], to: Path) -> 
 def _label(
     figure: Figure, axes: Any, models: list[dict[str, Any]], places: list[tuple[float, float]]
 ) -> None:
-    """A name beside each point, where it covers the least: tried in rings around it, crowded points
-    first.
+    """Put a name beside each point, where it covers the least.
+
+    Places are tried in rings around the point, crowded points first.
     """
     points = [tuple(axes.transData.transform(place)) for place in places]
     scale = figure.dpi / 72

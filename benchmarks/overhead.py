@@ -1,5 +1,6 @@
-"""What one recorded step costs: no callback, MemoryCallback and Lightning's DeviceStatsMonitor,
-side by side in one run.
+"""What one recorded step costs, beside no callback and DeviceStatsMonitor.
+
+No callback, MemoryCallback and Lightning's DeviceStatsMonitor take turns in one run.
 
     python benchmarks/overhead.py [--device cuda]
 
@@ -118,8 +119,9 @@ class SameBatch:
 
 
 class Clock(Callback):
-    """From the end of the last warm-up step to the end of the last step: whatever lies between is
-    in the time.
+    """Time from the end of the last warm-up step to the end of the last step.
+
+    Whatever lies between is in the time.
     """
 
     def __init__(self, num_steps: int, counts: Counter[str]) -> None:
@@ -181,8 +183,9 @@ COUNTED = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count reads of the allocator and synchronisations; PyTorch's own watch counts the implicit
-    ones, such as `.item()`.
+    """Count reads of the allocator and synchronisations.
+
+    PyTorch's own watch counts the implicit ones, such as `.item()`.
     """
     counts: Counter[str] = Counter()
 

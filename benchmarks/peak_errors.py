@@ -1,5 +1,6 @@
-"""How far predicted peaks are off over many trainings: median, 95th percentile, signed extremes,
-under-estimates.
+"""How far predicted peaks are off over many trainings.
+
+Median, 95th percentile, signed extremes, under-estimates.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ PEAK_ALLOCATED, PEAK_RESERVED = "peak allocated", "peak reserved"
 
 @dataclass(frozen=True, kw_only=True)
 class PeakErrors:
-    """The errors of one kind of peak in a group of trainings, in percent of what was measured;
-    positive where the prediction is too high.
+    """The errors of one kind of peak in a group of trainings, in percent of the measured peak.
+
+    Positive where the prediction is too high.
 
     Attributes:
         group: Which.
@@ -70,8 +72,9 @@ def peak_errors(group: str, quantity: str, found: Sequence[Figure]) -> PeakError
 
 
 def step_peaks(found: Iterable[Figure]) -> list[Figure]:
-    """The peaks of whole steps: of all phases and micro-batches the largest measured and the
-    largest predicted figure.
+    """The peaks of whole steps: the largest figure over all phases and micro-batches.
+
+    Measured and predicted ones each have their own.
     """
     by_step: dict[tuple[str, str], list[Figure]] = {}
     for figure in found:
@@ -90,8 +93,9 @@ def step_peaks(found: Iterable[Figure]) -> list[Figure]:
 
 
 def by_phase(found: Iterable[Figure]) -> dict[str, list[Figure]]:
-    """The same figures by their phase: the window's name without the number of the micro-batch, or
-    of the optimizer.
+    """The same figures by phase.
+
+    A phase is the window's name without the number of the micro-batch or of the optimizer.
     """
     phases: dict[str, list[Figure]] = {}
     for figure in found:
@@ -102,8 +106,9 @@ def by_phase(found: Iterable[Figure]) -> dict[str, list[Figure]]:
 def all_peak_errors(
     found: Mapping[str, Sequence[Figure]], groups: Mapping[str, Sequence[str]]
 ) -> list[PeakErrors]:
-    """Of whole steps, of each phase, and of the steps of each group of configurations; allocated,
-    then reserved.
+    """Errors of whole steps, of each phase, and of the steps of each group of configurations.
+
+    Allocated first, then reserved.
 
     Args:
         found: Configuration -> its figures, none where it was not predicted.

@@ -1,5 +1,6 @@
-"""What recording by module costs: a plain step, a sampled one with and without modules, and a step
-that is not sampled, side by side.
+"""What recording by module costs.
+
+A plain step, a sampled one with and without modules, and a step that is not sampled, side by side.
 
     python benchmarks/per_module.py [--device cuda]
 

@@ -1,5 +1,6 @@
-"""What each rank of a job was predicted to hold, beside what it measured: many ways to spread four
-models over CUDA devices.
+"""What each rank of a job was predicted to hold, beside its measurement.
+
+Many ways to spread models over CUDA devices.
 
     python benchmarks/ranks.py [--ranks 2] [--out FOLDER]
 

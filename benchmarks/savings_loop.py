@@ -1,5 +1,6 @@
-"""Training with savings of memory, had as the rows of `memcallback.what_if` say to have them: in a
-plain loop, or by a Lightning Trainer.
+"""Training with savings, each turned on as its row of `memcallback.what_if` says.
+
+In a plain loop, or by a Lightning Trainer.
 
 The line of a row is run as it stands wherever it is Python about the model, the optimizer,
 `memcallback` or a Trainer; what is to be written elsewhere (`fused=True`, a smaller input) is done
@@ -178,8 +179,9 @@ def _saving(name: str) -> Apply:
 
 
 def _run(training: Training, line: str, **names: Any) -> dict[str, Any]:
-    """Run a line and give the names that there are then; what it gives to a Trainer or a callback
-    is kept for it.
+    """Run a line and return the names it defines.
+
+    What it passes to a Trainer or a callback is kept for it.
     """
     known: dict[str, Any] = {
         "torch": torch,

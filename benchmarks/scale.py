@@ -1,5 +1,4 @@
-"""Large models on many devices, on paper: what one rank of a job is predicted to hold, beside what
-public training reports say.
+"""Large models on many devices, on paper: one predicted rank beside public reports.
 
     python benchmarks/scale.py [--only TEXT] [--out FOLDER]
 
@@ -212,8 +211,9 @@ def _policy() -> Any:
 
 
 def spread(model: Any, mesh: DeviceMesh) -> None:
-    """FSDP2 as torchtitan applies it: each block, then the rest; the last block stays gathered
-    after its forward pass.
+    """FSDP2 as torchtitan applies it: each block, then the rest.
+
+    The last block stays gathered after its forward pass.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -281,8 +281,9 @@ def in_a_process(job: Job) -> Found:
 
 
 def predict_seven_billion(num_ranks: int) -> dict[str, float]:
-    """What it costs to predict a model of 7 billion parameters, in this process: the processor's
-    time of `predict`, the largest resident size.
+    """What it costs to predict 7 billion parameters in this process.
+
+    The processor's time of `predict`, and the largest resident size.
     """
     warnings.simplefilter("ignore")
     with torch.device("meta"):

@@ -1,5 +1,6 @@
-"""What a trace costs and how near it comes: ours, a bare fake run and torch's MemTracker on the
-same steps, side by side.
+"""What a trace costs and how accurate it is.
+
+Ours, a bare fake run and torch's MemTracker on the same steps, side by side.
 
     python benchmarks/tracing.py [--rounds 3] [--out FOLDER]
 
@@ -7,26 +8,24 @@ Needs no GPU; takes about 20 minutes. It does five things, one after the other, 
 how far it is:
 
 1. Times. Five cases (GPT-2 small in two precisions and two batch sizes, ResNet-50, a small Llama)
-   are each run in three
-   ways: `trace` as `predict` calls it, for an H200; the same steps on fake tensors with nothing
-       that looks on; and those under MemTracker. In each round every way takes two training steps
-       (forward, backward, foreach optimizer) in a process of its own,
-   twice: the first time fills PyTorch's caches of fake operators, the second finds them full. Each
-       makes its own copies of the model on fake tensors, which is in its time. Quotients are of the
-       processor's times in one round, and given with the least and the largest: one thread works at
-       a time, so this is how long it takes where nothing else runs. Times on the wall are in the
-       JSON.
+   are each run in three ways: `trace` as `predict` calls it, for an H200; the same steps on fake
+   tensors with nothing that looks on; and those under MemTracker. In each round every way takes two
+   training steps (forward, backward, foreach optimizer) in a process of its own, twice: the first
+   time fills PyTorch's caches of fake operators, the second finds them full. Each makes its own
+   copies of the model on fake tensors, which is in its time. Quotients are of the processor's times
+   in one round, and given with the least and the largest: one thread works at a time, so this is
+   how long it takes where nothing else runs. Times on the wall are in the JSON.
 2. Peaks. The largest allocated figure by `predict` and by MemTracker, which is told of the model,
-   the optimizer and the batch before
-   the first step, against the one that the accuracy proof measured on a virtual H200.
+   the optimizer and the batch before the first step, against the one that the accuracy proof
+   measured on a virtual H200.
 3. Large models. Llama-like models of 7 and 70 billion parameters, made on the meta device, are
-   predicted each in a process of its own, which
-   begins with importing PyTorch and is measured as a whole: `--only-large "70 B"` is that process.
+   predicted each in a process of its own, which begins with importing PyTorch and is measured as a
+   whole: `--only-large "70 B"` is that process.
 4. Growth with layers, parameters and events: `tracing_growth.py`.
 5. The curve over batch sizes, of GPT-2 small and ResNet-50, from a prediction that is there: the
-   reserved peaks at each power of two up to
-   4,096, as `BatchSizeAdvice.curve` has them, each a replay to the byte. And by 64 other sizes what
-   every one up to there would take, and how far a line between the powers is off.
+   reserved peaks at each power of two up to 4,096, as `BatchSizeAdvice.curve` has them, each a
+   replay to the byte. And by 64 other sizes what every one up to there would take, and how far a
+   line between the powers is off.
 
 What is asked of the figures (`judged`) is set against them; the exit code is 1 if something is not
 met. The result goes to `benchmarks/results/cpu-<date>/`, or the folder that is named, as
@@ -292,8 +291,9 @@ WAYS: dict[str, Callable[[Config, Parts], object]] = {
 
 
 def seconds(config: Config, way: str) -> list[tuple[float, float]]:
-    """The time of a way in this process, on the wall and of the processor: with empty caches, and
-    with full ones.
+    """A way's time in this process, by the clock and of the processor.
+
+    With empty caches, and with full ones.
     """
     warnings.simplefilter("ignore")
     parts = config.make(initialise=False)
@@ -431,8 +431,9 @@ def judged(
     points: Points,
     curves: Sequence[Curve],
 ) -> list[Criterion]:
-    """What is asked of the figures, against them. Medians are judged, with full caches unless it
-    says otherwise.
+    """What is asked of the figures, against them.
+
+    Medians are judged, with full caches unless it says otherwise.
     """
     full = [row for row in rows if row.caches == "full"]
     gpt2 = next(row for row in full if row.case == GPT2_8)

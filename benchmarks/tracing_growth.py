@@ -1,5 +1,6 @@
-"""How the cost of a trace grows with a model's layers, its parameters and the events of its step,
-beside a bare fake run and MemTracker.
+"""How the cost of a trace grows with layers, parameters and events.
+
+Beside a bare fake run and MemTracker.
 
 Models are Llama-like and lie on the meta device. Each figure comes from a process of its own, which
 makes the model and takes two updates:
@@ -259,9 +260,7 @@ def _in_a_process_of_its_own(row: str, value: str, way: str) -> Point:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """The power with which a figure grows: the slope of the straight line through the logarithms,
-    by least squares.
-    """
+    """The power with which a figure grows: the slope of its logarithms, by least squares."""
     xs, ys = zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)
     return statistics.linear_regression(xs, ys).slope
 
@@ -279,8 +278,9 @@ def size(row: str, value: str, points: Points) -> float:
 
 
 def exponents(points: Points) -> dict[str, dict[str, dict[str, float]]]:
-    """By what grows, by way: the powers with which time and memory grow; of ways that have three
-    values.
+    """By what grows, by way: the powers with which time and memory grow.
+
+    Only ways that have three values.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row, by_value in points.items():
@@ -295,9 +295,7 @@ def exponents(points: Points) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def most_over_n_log_n(points: Points) -> float:
-    """The most that a trace takes over what n log n would, n its events, from the shortest of its
-    row on.
-    """
+    """The most that a trace takes over n log n, n its events, from the shortest of its row on."""
     worst = 0.0
     for by_value in points.values():
         ours = [one[OURS] for one in by_value.values()]

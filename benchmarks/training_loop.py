@@ -1,5 +1,6 @@
-"""The reference loop of the accuracy proof: a plain training loop in a fixed order, which a
-prediction follows exactly.
+"""The reference loop of the accuracy proof: plain training in a fixed order.
+
+A prediction follows it exactly.
 
 Before the first step: the model goes to the device as `nn.Module.to` moves it, then the optimizers
 are made, then the GradScaler (16-mixed only; with so small a scale that no update is skipped). One
@@ -8,13 +9,11 @@ step is one micro-batch:
 1. every tensor of the batch goes to the device;
 2. on the first micro-batch of a window `zero_grad(set_to_none=True)`;
 3. FORWARD: `loss = loss_function(model, batch)`, under autocast if the precision is a mixed one;
-   when autocast has ended,
-   `loss = loss / accumulate` if several micro-batches make an update;
+   when autocast has ended, `loss = loss / accumulate` if several micro-batches make an update;
 4. BACKWARD: `loss.backward()`, with a GradScaler `scaler.scale(loss).backward()`;
 5. OPTIMIZER_STEP, on the last micro-batch of a window: with clipping `scaler.unscale_(optimizer)`
-   and `clip_grad_norm_` of the
-   optimizer's parameters, then `optimizer.step()`, or `scaler.step(optimizer)` and
-   `scaler.update()`;
+   and `clip_grad_norm_` of the optimizer's parameters, then `optimizer.step()`, or
+   `scaler.step(optimizer)` and `scaler.update()`;
 6. the loss goes, then the batch.
 
 Steps 1, 2 and 6 are outside of all phases. With several optimizers 2 to 5 are done for each of them
@@ -131,8 +130,9 @@ class _Loop:
 
 
 class _CurvatureIsPositive(TorchFunctionMode):
-    """LBFGS keeps a direction if `ys > 1e-10`, which holds in practice; a virtual device reads
-    every value as 0, where it does not.
+    """Let LBFGS keep its direction: it asks whether `ys > 1e-10`, which holds in practice.
+
+    A virtual device reads every value as 0, where it does not hold.
     """
 
     def __torch_function__(

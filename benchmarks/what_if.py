@@ -1,5 +1,4 @@
-"""What savings buy: every row of `memcallback.what_if`, and the same saving in a training on the
-device, side by side.
+"""What savings buy: each row of `memcallback.what_if` beside the same saving in a training.
 
     python benchmarks/what_if.py
 
@@ -132,8 +131,9 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a plan beside what was measured. Sizes in bytes; None where it could not be
-    predicted, or did not run.
+    """A row of a plan beside its measurement.
+
+    Sizes in bytes; None where it could not be predicted, or did not run.
 
     Attributes:
         case: What was trained.
@@ -161,9 +161,7 @@ class Row:
 
     @property
     def allocated_error_pct(self) -> float | None:
-        """How far the allocated figure is off, in percent of what was measured; positive where the
-        row has too much.
-        """
+        """Error of the allocated figure, in percent of the measured one; positive if too high."""
         return _error_pct(self.predicted_allocated_bytes, self.measured_allocated_bytes)
 
     @property
@@ -212,8 +210,9 @@ Jobs = list[tuple[str, dict[str, str]]]
 
 
 def all_trained(jobs: Jobs) -> list[Answer]:
-    """The figures of several trainings, each the name of a case and its savings; those that need it
-    in a new environment.
+    """The figures of several trainings, each the name of a case and its savings.
+
+    Those that need it run in a new environment.
     """
     is_elsewhere = [EXPANDABLE in lines and SETTINGS not in os.environ for _, lines in jobs]
     elsewhere = [job for job, there in zip(jobs, is_elsewhere, strict=True) if there]

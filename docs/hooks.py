@@ -1,6 +1,4 @@
-"""What mkdocs does while it builds the site: the help of each command is put where the page asks
-for it.
-"""
+"""Hooks of mkdocs: put the help of each command where the page asks for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Make the README's pictures from what a person sees: the example trained, its logs in the real
-TensorBoard.
+"""Make the README's pictures from a trained example in the real TensorBoard.
 
     python docs/render_dashboard.py
 

@@ -1,5 +1,4 @@
-"""The digits of `examples/plain_loop.py` in a loop of Hugging Face accelerate, with gradient
-accumulation.
+"""The digits of `examples/plain_loop.py` with Hugging Face accelerate and accumulation.
 
     python examples/accelerate_loop.py
 

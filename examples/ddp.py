@@ -1,8 +1,9 @@
-"""The digits of `examples/plain_loop.py` on several devices, with DistributedDataParallel: each
-rank records its own memory.
+"""The digits of `examples/plain_loop.py` on several devices, with DistributedDataParallel.
 
-    python examples/ddp.py                         # starts a process for each GPU; without one two
-    processes on the CPU torchrun --nproc-per-node 2 examples/ddp.py
+Each rank records its own memory.
+
+    python examples/ddp.py     # a process for each GPU, or two on the CPU
+    torchrun --nproc-per-node 2 examples/ddp.py
 
 Rank zero prints for all: its own report, then the range over the ranks and the rank that is nearest
 to its capacity. Nobody waits for that: a rank that fails is missing there, and what it has to say
@@ -66,8 +67,9 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def launch(run: Run, options: argparse.Namespace) -> None:
-    """Run a function on every rank: be one rank of torchrun's, or start a process for each GPU, two
-    where there is none.
+    """Run a function on every rank.
+
+    Be one rank of torchrun's, or start a process for each GPU, two where there is none.
 
     Args:
         run: What every rank does.

@@ -1,5 +1,6 @@
-"""A convolutional network on 1,797 real handwritten digits, with MemoryCallback: the one line that
-shows the memory.
+"""A convolutional network on 1,797 handwritten digits, with MemoryCallback.
+
+One line shows the memory.
 
     python examples/digits.py
 
@@ -31,8 +32,9 @@ NUM_VALIDATION_IMAGES = 360
 
 
 class DigitsNet(LightningModule):
-    """Three convolutions, at 16 x 16 and 8 x 8, and two linear layers, which have most of the
-    parameters.
+    """Three convolutions, and two linear layers, which have most of the parameters.
+
+    The convolutions work at 16 x 16 and 8 x 8.
     """
 
     def __init__(self) -> None:
@@ -78,8 +80,9 @@ def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
 
 
 def loaders(batch_size: int) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """Batches for training and for validation: images of shape (batch_size, 1, 8, 8), 0 to 1, and
-    their digits.
+    """Batches for training and for validation.
+
+    Images of shape (batch_size, 1, 8, 8), 0 to 1, and their digits.
     """
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -1,5 +1,6 @@
-"""The largest batch that fits, found before training: predicted, run, and everything but the batch
-size left as it was.
+"""The largest batch that fits, found before training.
+
+It is predicted and run; everything but the batch size is left as it was.
 
     python examples/fit_batch_size.py
 

@@ -1,8 +1,9 @@
-"""A small transformer whose parameters, gradients and optimizer state are sharded over several
-devices by `fully_shard` (FSDP2).
+"""A small transformer sharded over several devices by `fully_shard` (FSDP2).
 
-    python examples/fsdp2.py                       # starts a process for each GPU; without one two
-    processes on the CPU torchrun --nproc-per-node 2 examples/fsdp2.py
+Parameters, gradients and optimizer state are sharded.
+
+    python examples/fsdp2.py     # a process for each GPU, or two on the CPU
+    torchrun --nproc-per-node 2 examples/fsdp2.py
 
 Each rank holds its part; the layers come together one at a time while they run. The rows of
 parameters, gradients and optimizer state in the report are those of one rank: divided by the number

@@ -1,5 +1,6 @@
-"""A small language model in a Hugging Face Trainer, with MemoryTrainerCallback; nothing is
-downloaded.
+"""A small language model in a Hugging Face Trainer, with MemoryTrainerCallback.
+
+Nothing is downloaded.
 
     python examples/huggingface_trainer.py
 

@@ -1,5 +1,6 @@
-"""The network and the data of `examples/digits.py` in a plain PyTorch loop: MemoryRecorder and
-MemoryLog in place of MemoryCallback.
+"""The network and data of `examples/digits.py` in a plain PyTorch loop.
+
+MemoryRecorder and MemoryLog take the place of MemoryCallback.
 
     python examples/plain_loop.py
 
@@ -26,8 +27,9 @@ NUM_VALIDATION_IMAGES = 360
 
 
 def network() -> nn.Sequential:
-    """Three convolutions, at 16 x 16 and 8 x 8, and two linear layers, which have most of the
-    parameters.
+    """Three convolutions, and two linear layers, which have most of the parameters.
+
+    The convolutions work at 16 x 16 and 8 x 8.
     """
     return nn.Sequential(
         nn.Upsample(scale_factor=2, mode="bilinear"),

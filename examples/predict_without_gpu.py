@@ -1,5 +1,6 @@
-"""The memory of training a small GPT on two cards that need not be there: which one fits, and how
-large the batch may be.
+"""The memory of training a small GPT on two cards that need not be there.
+
+Which one fits, and how large the batch may be.
 
     python examples/predict_without_gpu.py
 

@@ -1,5 +1,6 @@
-"""Three ways to train in less memory, in a plain PyTorch loop: gradient accumulation, mixed
-precision, checkpointing.
+"""Three ways to train in less memory, in a plain PyTorch loop.
+
+Gradient accumulation, mixed precision, checkpointing.
 
     python examples/savings.py
 

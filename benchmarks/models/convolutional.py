@@ -175,8 +175,9 @@ class SqueezeExcite(nn.Module):
 
 
 def mobilenet(*, squeeze_excite: bool = False, num_classes: int = 1000) -> nn.Sequential:
-    """MobileNetV2 (arXiv 1801.04381): inverted residuals with depthwise convolutions; with
-    squeeze-excite and SiLU like EfficientNet.
+    """MobileNetV2 (arXiv 1801.04381): inverted residuals with depthwise convolutions.
+
+    With squeeze-excite and SiLU like EfficientNet.
     """
 
     def activation() -> nn.Module:
@@ -256,8 +257,7 @@ def densenet(
 
 
 class UNet(nn.Module):
-    """U-Net (arXiv 1505.04597): down, up again by transposed convolutions, with a concatenation at
-    each level.
+    """U-Net (arXiv 1505.04597): down, and up again by transposed convolutions and concatenation.
 
     Args:
         num_channels: At the first level; doubled at each further one.

@@ -95,8 +95,7 @@ class CellTagger(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """A recommender (arXiv 1906.00091): bags of embeddings, their products with each other, linear
-    layers.
+    """A recommender (arXiv 1906.00091): bags of embeddings, their products, linear layers.
 
     Args:
         num_rows: Rows in each table.
@@ -268,8 +267,7 @@ class GraphNetwork(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Images and texts in one space, each told from all others of the batch (CLIP, arXiv
-    2103.00020).
+    """Images and texts in one space, each told from the rest of the batch (arXiv 2103.00020, CLIP).
 
     Args:
         image_tower: Images to features.

@@ -185,8 +185,7 @@ class Bert(nn.Module):
 
 
 class EncoderClassifier(nn.Module):
-    """`nn.TransformerEncoder` as PyTorch has it, with a padding mask; the mean of the words is
-    classified.
+    """`nn.TransformerEncoder` with a padding mask; the mean of the words is classified.
 
     Args:
         width: Features.
@@ -472,8 +471,7 @@ class T5(nn.Module):
 
 
 class Lora(nn.Module):
-    """A frozen linear layer, and beside it a product of two thin ones that is trained (arXiv
-    2106.09685).
+    """A frozen linear layer plus a trained product of two thin ones (arXiv 2106.09685).
 
     Args:
         base: The layer.

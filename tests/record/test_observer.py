@@ -74,8 +74,8 @@ with log, recorder.watch(), diff:
         optimizer.step()
         optimizer.zero_grad()
         diff.mark("step")
-results = [diff, recorder.report(), *(f(step, device="NVIDIA H200") for f in (mc.predict, mc.what_if))]
-said = [str(result) for result in results]
+prediction, plan = mc.predict(step, device="NVIDIA H200"), mc.what_if(step, device="NVIDIA H200")
+said = [str(diff), str(recorder.report()), str(prediction), str(plan)]
 assert len(recorder.steps) == 3 and all(said), said
 assert states() == before
 assert "rich" not in sys.modules, "its import draws from Python's generator, once in a process"

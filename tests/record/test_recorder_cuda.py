@@ -353,7 +353,7 @@ def test_the_suggestion_comes_from_the_largest_step_even_if_its_holdings_were_no
 
 def test_a_suggested_batch_size_runs_within_its_budget_even_where_gradients_hide_the_activations():
     class Wide(nn.Module):
-        """256 MiB of parameters with tiny outputs, then layers with outputs that grow with the batch."""
+        """256 MiB of parameters with tiny outputs, then layers whose outputs grow with batches."""
 
         def __init__(self):
             super().__init__()
