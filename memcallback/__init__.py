@@ -1,5 +1,4 @@
-"""See where device memory goes while a PyTorch model trains, know it before the first step, and
-find the largest batch.
+"""Shows where device memory goes in training, predicts it, and finds the largest batch size.
 
     from memcallback import MemoryCallback
     trainer = Trainer(callbacks=[MemoryCallback()])

@@ -1,5 +1,6 @@
-"""The largest batch size that fits: estimated from a prediction or a measured step, and verified by
-a trace.
+"""The largest batch size that fits: estimated, then verified by a trace.
+
+The estimate comes from a prediction or a measured step.
 
 May import `core`, `devices`, `step` and `prediction`.
 Start with `suggest`.

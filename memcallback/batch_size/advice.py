@@ -59,14 +59,14 @@ class BatchSizeBounds:
 
     @property
     def most(self) -> int | None:
-        """The smaller of `max_batch_size` and a rank's share of the dataset; None without either."""
+        """The smaller of `max_batch_size` and a rank's share of the dataset; None if neither."""
         of_rank = None if self.dataset_size is None else self.dataset_size // self.num_batches
         return min(
             (bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None
         )
 
     def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-        """The largest batch size of at most `num_samples` that keeps the bounds and fits; 0 if none."""
+        """The largest batch size up to `num_samples` that keeps the bounds and fits; 0 if none."""
         most = num_samples if self.most is None else min(num_samples, self.most)
         sizes = chain(
             range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1)
@@ -169,8 +169,9 @@ class BatchSizeAdvice(Printable):
         object.__setattr__(self, "_fits_at", fits_at)
 
     def fits(self, batch_size: int) -> bool:
-        """Whether the peak of a batch size plus the headroom stays within the device: of a traced
-        step a replay.
+        """Whether the peak of a batch size plus the headroom stays within the device.
+
+        A traced step is replayed for it.
 
         Args:
             batch_size: Samples in the batch, at least 1.
@@ -190,7 +191,7 @@ class BatchSizeAdvice(Printable):
 
     @property
     def budget_bytes(self) -> int:
-        """What the process's allocator may take: capacity less headroom less what is used outside."""
+        """The process's share of the device: capacity minus headroom minus outside memory."""
         return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
 
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:

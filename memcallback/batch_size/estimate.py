@@ -151,7 +151,7 @@ class Estimate:
         by_sequence_length: Mapping[int, int] | None = None,
         by_rank: tuple[RankBatchSize, ...] = (),
     ) -> BatchSizeAdvice:
-        """The estimate in numbers: with both limits and the curve, which take replays of a trace."""
+        """The estimate in numbers, with both limits and the curve (replays of a trace)."""
         batch_size, current = self.best_batch_size(), self.peaks.batch_size
         free_bytes = self.capacity_bytes - (self.outside_bytes or 0)
         end = 2 * max(batch_size, current)
@@ -232,11 +232,11 @@ def estimate(
     Without a trace, a measured steady step bounds the peak from above. At each moment of a step,
     memory is a straight line over the batch size, so the peak is convex:
 
-    - For larger batches, all of the peak grows but what is persistent throughout the step (gradients
-      are not, where they are cleared before the activations come).
+    - For larger batches, all of the peak grows, except memory that is persistent
+      throughout the step (gradients are not, where they are cleared before the activations come).
     - For smaller batches, (peak - peak of an empty batch) shrinks in proportion. The empty-batch
-      peak is at least the optimizer step's and, if predicted, all memory that does not depend on the
-      batch (autocast's copies of the weights). No more is saved than autograd keeps of each sample.
+      peak is at least the optimizer step's and, if predicted, all memory independent of the batch
+      (autocast's copies of the weights). No more is saved than autograd keeps of each sample.
       Without a prediction this is uncertain, and `leaves_out` says so.
 
     On a device without a caching allocator the allocated peak counts. Without a measured step, or

@@ -100,9 +100,7 @@ class LikelyPeak:
         return replace(self, extra_bytes=extra_bytes, batch_size=trial.batch_size)
 
     def largest_within(self, budget_bytes: int) -> int | None:
-        """The largest batch size whose peak stays within a budget, without a retry; None if there
-        is no end.
-        """
+        """The largest batch size whose peak, without a retry, fits a budget; None if unlimited."""
         replays = self.line.replays
         return replays.largest(
             lambda batch_size: (
@@ -200,7 +198,8 @@ class FittedBatchSize(Printable):
 
     def sentence(self) -> str:
         """The result in one sentence."""
-        ran = f"{self.num_updates} optimizer updates{' and validation' if self.has_validation else ''}"
+        validation = " and validation" if self.has_validation else ""
+        ran = f"{self.num_updates} optimizer updates{validation}"
         return (
             f"Batch size {self.batch_size} (it was {self.previous_batch_size}) is the largest "
             f"found to fit {self.device_name}: run for {ran} within "
@@ -228,9 +227,7 @@ class FittedBatchSize(Printable):
         return Document(table, *self.corrections, *self.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As data that json writes; every size is named `_bytes`, every number of samples
-        `batch_size`.
-        """
+        """The result as data for json; sizes end in `_bytes`, sample counts in `batch_size`."""
         return {
             "batch_size": self.batch_size,
             "previous_batch_size": self.previous_batch_size,
@@ -267,8 +264,10 @@ def nothing_fits(
     needs = f"It ran out of memory, with {budget} to use"
     if not trial.is_out_of_memory and trial.peak_bytes is not None:
         needs = f"It takes {format_bytes(trial.peak_bytes)}, and {budget} may be used"
-    text = f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. {needs} of {format_bytes(capacity_bytes)}."
-    return f"{text} {_way_out(prediction)}"
+    return (
+        f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. "
+        f"{needs} of {format_bytes(capacity_bytes)}. {_way_out(prediction)}"
+    )
 
 
 def _way_out(prediction: StepPrediction | None) -> str:

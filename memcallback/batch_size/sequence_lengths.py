@@ -85,9 +85,7 @@ def _length_of(batch: object, step: TrainingStep) -> int:
 
 
 def buckets(lengths: Iterable[int], step: int) -> tuple[int, ...]:
-    """The upper ends of at most eight buckets of lengths, none of them empty, the longest length
-    last.
-    """
+    """The upper ends of at most eight buckets, none of them empty; the longest length is last."""
     lengths = sorted(lengths)
     longest = lengths[-1]
     width = -(-longest // _NUM_BUCKETS // step) * step

@@ -297,7 +297,7 @@ def _verified(
     prediction: Prediction,
     estimate_of: Callable[[Prediction], Estimate | None],
 ) -> Estimate:
-    """The estimate after a trace at its batch size; a new one if the step does something else there."""
+    """The estimate, verified by a trace at its batch size; a new one if the step differs there."""
     why = ""
     for _ in range(_MAX_ESTIMATES):
         size, spec = estimate.best_batch_size(), prediction.device
@@ -309,7 +309,8 @@ def _verified(
             )
             return estimate
         except PredictionError:
-            why = f", which cannot be traced (the largest traced is {prediction.trace.largest_traced})"
+            largest = prediction.trace.largest_traced
+            why = f", which cannot be traced (the largest traced is {largest})"
             break
         except BatchDependentPath:
             why = ", as it does not at others"

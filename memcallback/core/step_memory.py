@@ -58,8 +58,9 @@ class MemoryStats:
 
     @property
     def rest_bytes(self) -> int | None:
-        """Allocated but not held by model, optimizer or batch: activations, temporaries,
-        workspaces, rounding; at least 0.
+        """Allocated memory that belongs to no category, at least 0.
+
+        Activations, temporaries, workspaces and rounding: not held by model, optimizer or batch.
         """
         if self.allocated_bytes is None or self.by_category is None:
             return None
@@ -199,16 +200,15 @@ class StepMemory(Printable):
 
     @cached_property
     def held_bytes(self) -> int | None:
-        """Parameters, buffers, gradients and optimizer state together, at the boundary where they
-        are largest; None if not counted.
+        """The most held by parameters, buffers, gradients and optimizer state; None if not counted.
+
+        It is their sum at the boundary where it is largest.
         """
         return max(self._held_at_boundaries, default=None)
 
     @cached_property
     def always_held_bytes(self) -> int | None:
-        """The same at the boundary where they are smallest: live throughout the step, which
-        gradients seldom are.
-        """
+        """The same where it is smallest: live throughout the step, which gradients seldom are."""
         return min(self._held_at_boundaries, default=None)
 
     @cached_property
@@ -255,8 +255,9 @@ class DeviceMemory:
 
     @property
     def non_pytorch_bytes(self) -> int | None:
-        """Used, but not reserved by this process's allocator: contexts, other allocators, other
-        processes; at least 0.
+        """Used, but not reserved by this process's allocator; at least 0.
+
+        Contexts, other allocators and other processes.
         """
         if self.used_bytes is None or self.reserved_bytes is None:
             return None

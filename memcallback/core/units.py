@@ -26,8 +26,7 @@ _SIZE = re.compile(r"\s*(-?)\s*(\d+(?:[_,]\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes as PyTorch's out-of-memory message does, so that the two can be
-    compared by eye.
+    """Write a number of bytes as PyTorch's out-of-memory message does, to compare the two by eye.
 
     The steps between units are those of `format_size` in PyTorch's
     c10/cuda/CUDACachingAllocator.cpp: a unit is used above, not at, its first multiple, so 2**30

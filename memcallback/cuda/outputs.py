@@ -35,8 +35,9 @@ def _layer_norm(call: OpCall) -> Any:
 
 
 def _batch_norm(call: OpCall) -> Any:
-    """Saved statistics in the accumulation type, in evaluation too (`batch_norm_cuda`,
-    Normalization.cu).
+    """Saved statistics in the accumulation type, in evaluation too.
+
+    `batch_norm_cuda` (Normalization.cu).
     """
     y, mean, invstd, *rest = call.result
     channels = y.shape[1]
@@ -58,8 +59,9 @@ def _cudnn_batch_norm(call: OpCall) -> Any:
 
 
 def _batch_norm_backward(call: OpCall) -> Any:
-    """Only gradients that the mask asks for; the input's is contiguous in evaluation
-    (`batch_norm_backward_cuda`, Normalization.cu).
+    """Only gradients that the mask asks for; the input's is contiguous in evaluation.
+
+    `batch_norm_backward_cuda` (Normalization.cu).
     """
     is_training, mask = call.arguments[7], call.arguments[9]
     first, *rest = (g if wanted else None for g, wanted in zip(call.result, mask, strict=True))
@@ -69,8 +71,9 @@ def _batch_norm_backward(call: OpCall) -> Any:
 
 
 def _embedding_bag(call: OpCall) -> Any:
-    """Bag sizes as long as the offsets, and no largest indices but for the mode max
-    (`_embedding_bag_cuda`, EmbeddingBag.cu).
+    """Bag sizes as long as the offsets, and largest indices for the mode max only.
+
+    `_embedding_bag_cuda` (EmbeddingBag.cu).
     """
     _, indices, offsets, _, mode = call.arguments[:5]
     output, offset2bag, bag_size, largest = call.result
@@ -85,8 +88,10 @@ def _embedding_bag(call: OpCall) -> Any:
 
 
 def _efficient_attention(call: OpCall) -> Any:
-    """Seed and offset of the generator are on the host unless a CUDA graph is captured
-    (`_efficient_attention_forward`, attention.cu): empty here, since each fake is a CUDA tensor.
+    """Seed and offset of the generator are on the host unless a CUDA graph is captured.
+
+    `_efficient_attention_forward` (attention.cu). They are empty here, since each fake is a CUDA
+    tensor.
     """
     output, logsumexp, seed, offset, *rest = call.result
     return (output, logsumexp, seed.new_empty(0), offset.new_empty(0), *rest)
@@ -100,8 +105,9 @@ def _cudnn_attention(call: OpCall) -> Any:
 
 
 def _scaled_efficient_attention_backward(call: OpCall) -> Any:
-    """The bias's gradient is cut from rows of a multiple of 16 (attention_backward.cu), which the
-    cache of a fake mode forgets.
+    """The bias's gradient is cut from rows of a multiple of 16 (attention_backward.cu).
+
+    The cache of a fake mode forgets that.
     """
     *gradients, bias = call.result
     if bias is None or bias.shape[-1] % 16 == 0:
@@ -216,8 +222,9 @@ def _histc(call: OpCall) -> torch.Tensor | None:
 
 
 def _grouped_mm(call: OpCall) -> torch.Tensor:
-    """`create_grouped_gemm_output_tensor` (GroupedMMUtils.h): any dtype, where the fake kernel
-    takes bfloat16 alone; padded rows.
+    """`create_grouped_gemm_output_tensor` (GroupedMMUtils.h): any dtype, padded rows.
+
+    The fake kernel takes bfloat16 alone.
     """
     mat_a, mat_b, offsets, _, out_dtype = call.arguments
     shape = [mat_a.shape[-2], mat_b.shape[-1]]

@@ -51,8 +51,9 @@ _PADDING = (
 
 
 class MemoryTrainerCallback(TrainerCallback):
-    """Records device memory in each phase of each training step of a Hugging Face Trainer, beside a
-    prediction, and suggests the largest batch.
+    """Records device memory in each phase of a Hugging Face Trainer's steps, beside a prediction.
+
+    It also suggests the largest batch size.
 
     The training itself does not change. A Trainer's callbacks learn where steps end; hooks on its
     model and optimizer mark the phases (see `MemoryRecorder.watch`). Values go every
@@ -129,9 +130,7 @@ class MemoryTrainerCallback(TrainerCallback):
 
     @property
     def out_of_memory(self) -> OutOfMemoryReport | None:
-        """The report on the out-of-memory error that ended the current or last training; None if
-        none did.
-        """
+        """The report on the out-of-memory error that ended this or the last training, or None."""
         return self._monitor.out_of_memory if self._monitor else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ _FAR = 64
 
 
 class BatchDependentPath(ValueError):
-    """The program takes another path at another batch size, so two traces do not predict a third."""
+    """The program takes another path at another batch size: two traces do not predict a third."""
 
 
 class UnknownBatchSize(ValueError):
@@ -109,7 +109,7 @@ class BatchTrace:
         return self.batch_size <= batch_size <= (self.largest_traced or self.batch_size)
 
     def is_far(self, batch_size: int) -> bool:
-        """Whether the program may take another path, so far beyond the largest traced batch size."""
+        """Whether a batch size is so far beyond the largest traced one that the path may change."""
         return batch_size > _FAR * (self.largest_traced or self.batch_size)
 
     @property
@@ -165,9 +165,8 @@ class BatchTrace:
         ]:
             index = item_of(self.traced, position)
             if self.base is not None and isinstance(self.traced.items[index], KernelCall):
-                numbers[position] = (
-                    0  # a padded shape at another sequence length, at which the operator's rule does not look
-                )
+                # A padded shape at another sequence length, which the operator's rule ignores.
+                numbers[position] = 0
                 continue
             place = item_text(self.traced, index)
             raise UnknownBatchSize(

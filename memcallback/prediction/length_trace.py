@@ -33,8 +33,7 @@ class UnknownSequenceLength(ValueError):
 
 
 def lengths_to_trace(sequence_length: int) -> tuple[int, int, int, int]:
-    """The lengths to trace for a step of some length: three for `SequenceLengthTrace.fit` and one
-    for its check.
+    """The lengths to trace: three for `SequenceLengthTrace.fit` and one for its check.
 
     None is longer than the step's own, since models have a longest length. From 32 on they are
     alike modulo 8, and powers of two from 64 on get eighths: 8/8, 6/8, 4/8, 3/8. That far apart
@@ -75,7 +74,7 @@ class SequenceLengthTrace:
     def fit(
         cls, traces: Mapping[int, BatchTrace], check: tuple[int, TracedStep] | None = None
     ) -> SequenceLengthTrace:
-        """Fit a parabola through the numbers at three sequence lengths, checked by a fourth trace."""
+        """Fit a parabola through the numbers at three sequence lengths; a fourth checks it."""
         if len(traces) != 3:
             raise ValueError(
                 f"a parabola is told by traces at three sequence lengths, got {len(traces)}: "
@@ -151,7 +150,8 @@ class SequenceLengthTrace:
         for position in below:
             index = item_of(longest.traced, position)
             if isinstance(longest.traced.items[index], KernelCall):
-                continue  # a shape that is padded is on no parabola: the operator's rule makes it anew
+                # A padded shape is on no parabola; the operator's rule computes it anew.
+                continue
             place = item_text(longest.traced, index)
             raise UnknownSequenceLength(
                 f"at sequence length {sequence_length} a size of {place} comes to "
@@ -187,13 +187,13 @@ class SequenceLengthTrace:
                 f"sizes are no parabola over the sequence length: {error}"
             ) from None
         theirs = check.trace.events
-        for position, (one, other) in enumerate(zip_longest(ours, theirs)):
-            if one != other:
-                expected = f"(where a parabola over the sequence length gives {event_text(ours, position)})"
+        for position, (ours_here, theirs_here) in enumerate(zip_longest(ours, theirs)):
+            if ours_here != theirs_here:
                 raise self._path_depends(
                     length,
                     event_text(self._longest.traced.trace.events, position),
-                    f"{event_text(theirs, position)} {expected}",
+                    f"{event_text(theirs, position)} (where a parabola over the sequence length "
+                    f"gives {event_text(ours, position)})",
                 )
 
     def _path_depends(self, length: int, ours: str, theirs: str) -> LengthDependentPath:
@@ -217,9 +217,7 @@ class _NotWholeError(ArithmeticError):
 
 
 class _Parabola:
-    """Where the parabola through the values at three places is at a fourth, by Lagrange's formula
-    in whole numbers.
-    """
+    """Extrapolates a parabola through three points by Lagrange's formula, in whole numbers."""
 
     def __init__(self, places: Sequence[int], wanted: int) -> None:
         weights = [

@@ -24,9 +24,7 @@ _POOL_ID = (0, 0)
 
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:
-    """The history of a predicted training and the segments at its end, as
-    `torch.cuda.memory._snapshot` has them.
-    """
+    """The history and last segments of a predicted training, as `torch.cuda.memory._snapshot`."""
     recorder = _Recorder(prediction)
     recorder.run()
     segments = [recorder.segment(blocks) for blocks in recorder.allocator.snapshot()]

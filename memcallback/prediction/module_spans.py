@@ -121,8 +121,9 @@ class _Cutter:
             self._spans.append(Span(phase, self._path, self._start, self._allocated, self._peak))
 
     def _forward_ends(self) -> None:
-        """What the forward pass made is what stands now; what a backward pass makes of this kind
-        (checkpointing) is none of it.
+        """Record the live allocations as those that the forward pass saved.
+
+        Checkpointing makes the like again in the backward pass; those do not count.
         """
         if phase_of_span(self._covers, is_backward=False) is Phase.FORWARD:
             self.result.saved += [

@@ -48,8 +48,10 @@ def predict(
     settings: AllocatorSettings | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Prediction:
-    """Predict what training shows in a CUDA device's allocator, or alive on a CPU, to the byte,
-    without a device.
+    """Predict the memory of a training step to the byte, without a device.
+
+    For a CUDA device, the figures are those that its allocator would show; for a CPU, those of the
+    live tensors.
 
     The step is traced on a copy of fake tensors, three times for a prediction that knows every
     batch size, eight times for one that knows other sequence lengths too. Nothing runs and nothing
@@ -150,9 +152,7 @@ def predict_once(
 
 
 def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
-    """A `progress` for `predict` that says how far it is, as a part of a sentence, whenever more
-    than 2 s have passed.
-    """
+    """A `progress` for `predict` that reports as a part of a sentence, at most every 2 s."""
     start = last = perf_counter()
 
     def progress(num_done: int, num_all: int) -> None:
@@ -227,7 +227,10 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
     """The step's trace at any batch size; at one alone, if it takes another path at others."""
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
-        caveat = f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, so none can be made larger."
+        caveat = (
+            f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, "
+            "so none can be made larger."
+        )
         return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
     try:
         second, check = (
@@ -266,7 +269,10 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
         )
     except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
-    caveat = f"Only sequence length {sequence_length} is predicted, each other one needs traces of its own: {reason}."
+    caveat = (
+        f"Only sequence length {sequence_length} is predicted, each other one needs traces of its "
+        f"own: {reason}."
+    )
     return SequenceLengthTrace.single(replace(own, caveats=(*own.caveats, caveat)), sequence_length)
 
 

@@ -1,4 +1,4 @@
-"""Predicts the steps of a training loop: by a trace, else by the textbook law, else with a warning."""
+"""Predicts a training loop's steps: by a trace, else the textbook law, else with a warning."""
 
 from __future__ import annotations
 

@@ -325,8 +325,8 @@ class _Replayer(Generic[_Block]):
 
     def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
         where = f"step {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
-        what = f"{alloc.operator or 'an allocation'} in {f'module {alloc.module!r}' if alloc.module else 'the root module'}"
-        return f"{where}, {what}: {error}"
+        module = f"module {alloc.module!r}" if alloc.module else "the root module"
+        return f"{where}, {alloc.operator or 'an allocation'} in {module}: {error}"
 
 
 def _peaks(steps: Sequence[ReplayedStep]) -> Peaks:

@@ -99,7 +99,7 @@ class BatchReplays:
         return not outcome.is_out_of_memory and outcome.num_alloc_retries == 0
 
     def peak_bytes(self, batch_size: int) -> int:
-        """The peak of all steps: reserved memory, on a CPU allocated; unlimited if out of memory."""
+        """The peak of all steps: reserved (on a CPU allocated); unlimited if out of memory."""
         outcome = self._on_device(batch_size)
         if outcome.is_out_of_memory:
             outcome = self._replay(batch_size, None)
@@ -116,8 +116,8 @@ class BatchReplays:
         larger for a few samples less, depending on how blocks fit into each other. If something
         shrinks with the batch size (a queue of fixed length), larger sizes are not known.
 
-        The search begins about where the unlimited reserved peak reaches the device's capacity; with
-        `by_allocated` where the allocated peak does, beyond which nothing fits.
+        The search begins about where the unlimited reserved peak reaches the device's capacity;
+        with `by_allocated` where the allocated peak does, beyond which nothing fits.
         """
         if not self.trace.grows:
             return None
@@ -129,7 +129,7 @@ class BatchReplays:
         )
 
     def limit(self, start: int) -> int | None:
-        """The largest batch size that fits, searched from `start` on; None also without a capacity."""
+        """The largest batch size that fits, searched from `start`; None also without a capacity."""
         if self.device.capacity_bytes is None:
             return None
         return self.largest(self.fits, start=start, by_allocated=True)

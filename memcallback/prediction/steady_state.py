@@ -86,7 +86,7 @@ def _by_kind(storages: Sequence[Alloc]) -> dict[Hashable, int]:
 
 
 def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tuple[str, ...]:
-    """The caveat of a window that cannot be repeated; none if it frees as many bytes as it leaves."""
+    """The caveat of a window that frees fewer or more bytes than it leaves; else none."""
     freed_bytes, left_bytes = (
         sum(alloc.size_bytes for alloc in storages) for storages in (freed, left)
     )

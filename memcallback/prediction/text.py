@@ -24,8 +24,8 @@ def phase_table(steps: Sequence[StepMemory], sequence_length: int | None) -> Tab
     columns = PHASE_COLUMNS if step.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
     length = "" if sequence_length is None else f", sequence length {sequence_length}"
     return Table(
-        title=f"Memory of one training step (batch size {step.batch_size}{length}) on {step.device_name}\n"
-        f"predicted by {step.source}",
+        title=f"Memory of one training step (batch size {step.batch_size}{length}) on "
+        f"{step.device_name}\npredicted by {step.source}",
         columns=columns,
         rows=tuple(row[: len(columns)] for row in (*warm_up, *rows)),
         rules_after=frozenset({len(warm_up) - 1} if warm_up else ()),

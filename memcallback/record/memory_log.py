@@ -25,7 +25,7 @@ from memcallback.step.training_step import TrainingStep
 
 
 class MemoryLog:
-    """Predicts the step of a loop, logs recorded steps beside it to TensorBoard, and prints reports.
+    """Predicts a loop's step, logs recorded steps beside it to TensorBoard, prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.report.tensorboard` lists the tags),
     counted in optimizer updates. The report is printed once the first steady step is known, and

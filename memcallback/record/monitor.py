@@ -179,7 +179,7 @@ class Monitor:
         is_window_complete: bool,
         batch: object = None,
     ) -> None:
-        """Check the health of a recorded step; log it if that is due; report the first steady one."""
+        """Check the health of a recorded step; log it if due; report the first steady one."""
         self._check_health(record, batch)
         if self._exchange is not None:
             is_first_exchange = self._ranks is None
@@ -359,7 +359,7 @@ class Monitor:
 
 
 def sample_interval(device: torch.device) -> int:
-    """Steps from one sample to the next where the logging steps of a Trainer are sampled besides."""
+    """Steps between two samples, where the logging steps of a Trainer are sampled besides."""
     # A CPU is read at those alone. Elsewhere the split by category, which walks the model, is not
     # needed as often as points.
     return sys.maxsize if device.type == "cpu" else 50

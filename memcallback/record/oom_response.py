@@ -83,7 +83,7 @@ def respond(
     make_step: Callable[[], TrainingStep] | None = None,
     history: AllocatorHistory | None = None,
 ) -> OutOfMemoryReport:
-    """Print a report, write it as Markdown and JSON, log it, and find savings that would have helped.
+    """Print, write (Markdown and JSON) and log a report; find savings that would have helped.
 
     The savings come last, since each needs a trace of the step. Ctrl-C ends the search and keeps
     the rows found so far.
@@ -142,9 +142,7 @@ def _savings(
 
 
 def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | None:
-    """Write both files and return the path of the Markdown file; None, with a warning, if that
-    fails.
-    """
+    """Write both files and return the Markdown file's path; None, with a warning, on failure."""
     if folder is None:
         return None
     try:

@@ -107,7 +107,7 @@ class OpenStep:
 
 
 class ModuleTimeline:
-    """Reads the meter wherever another module begins to run, and assigns the readings to modules."""
+    """Reads the meter wherever another module begins to run; assigns the readings to modules."""
 
     def __init__(
         self, models: Sequence[nn.Module], infos: tuple[ModuleInfo, ...], meter: Meter

@@ -39,7 +39,8 @@ NUM_POINTS_IN_MESSAGE = 4
 PATIENCE_S = 10.0
 #: Points kept of each rank.
 _NUM_KEPT = 64
-#: Pause of rank zero between two reads for missing points: at first, doubled each time, and at most.
+#: Pause of rank zero between two reads for missing points: the first, doubled each time, and the
+#: longest.
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 #: Timeout for the last points at the end of a training.
@@ -120,8 +121,9 @@ class RankExchange:
             return self._points.ready(time.monotonic())
 
     def end(self) -> list[RankValues]:
-        """End this rank's training. Rank zero waits for the last points, for a second at most, and
-        not while an exception propagates.
+        """End this rank's training; rank zero waits for the last points, for at most a second.
+
+        It does not wait while an exception propagates.
         """
         is_failing = sys.exc_info()[1] is not None
         with self._changed:
@@ -341,8 +343,9 @@ class RankPoints:
         return frozenset(self._of_rank) - self._ended - {0}
 
     def ready(self, now_s: float, *, is_over: bool = False) -> list[RankValues]:
-        """The complete steps, each once, in order: each rank has ended or has a point at or after
-        them.
+        """The complete steps, each once, in order.
+
+        A step is complete if each rank has ended or has a point at or after it.
         """
         steps = []
         for number, since_s in sorted(self._waiting.items()):

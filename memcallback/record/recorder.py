@@ -179,8 +179,9 @@ class MemoryRecorder:
         per_module: bool = True,
         on_first_call: FirstCall | None = None,
     ) -> Watch:
-        """Mark steps and phases from now on by hooks on models and optimizers; the loop stays as it
-        is.
+        """Mark steps and phases from now on by hooks on models and optimizers.
+
+        The loop stays as it is.
 
         A step begins when a model is called in training mode and with gradients. It ends when each
         optimizer has made its update; under gradient accumulation, when the next batch comes. A
@@ -246,8 +247,9 @@ class MemoryRecorder:
         self._listeners = [other for other in self._listeners if other is not listener]
 
     def close(self) -> None:
-        """End the recording: remove the hooks, drop an open step, release the model. Reports still
-        work.
+        """End the recording: remove the hooks, drop an open step, release the model.
+
+        Reports still work.
         """
         if self._watch is not None:
             self._watch.close()
@@ -273,9 +275,7 @@ class MemoryRecorder:
 
     @property
     def steady(self) -> StepMemory | None:
-        """Of the steady sampled steps, the one with the largest sum of the phases' peaks; None if
-        there was none.
-        """
+        """The steady sampled step with the largest sum of its phases' peaks, or None."""
         return self.history.steady
 
     @property
@@ -285,16 +285,18 @@ class MemoryRecorder:
 
     @property
     def modules(self) -> ModuleTable | None:
-        """With `per_module` the last sampled steady step by module, if possible one with an
-        optimizer step; None if there was none.
+        """With `per_module` the last sampled steady step by module; None if there was none.
+
+        A step with an optimizer step is preferred.
         """
         return self.history.modules
 
     @property
     def lifetime_peak_allocated_bytes(self) -> int | None:
-        """The largest allocated bytes of the process so far, also before and between steps: what
-        `torch.cuda.max_memory_allocated()` would say without our resets. None before the first
-        step.
+        """The largest allocated bytes of the process so far; None before the first step.
+
+        It covers the time before and between steps too: what `torch.cuda.max_memory_allocated()`
+        would return without our resets.
         """
         return self.history.lifetime_peaks["allocated_bytes"]
 
@@ -317,8 +319,9 @@ class MemoryRecorder:
         headroom: float = DEFAULT_HEADROOM,
         notes: tuple[str, ...] = (),
     ) -> Report:
-        """Compare the recorded steps with a prediction, and suggest the largest batch size that
-        fits. It asks the device's driver, so do not call it every step.
+        """Compare the recorded steps with a prediction; suggest the largest batch size that fits.
+
+        It asks the device's driver, so do not call it every step.
 
         Args:
             prediction: The prediction, at any batch size.
@@ -345,8 +348,9 @@ class MemoryRecorder:
 
     @contextmanager
     def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
-        """Record one training step: one batch, with its phases inside. If memory runs out in it, a
-        report is printed to stderr.
+        """Record one training step: one batch, with its phases inside.
+
+        If memory runs out in it, a report is printed to stderr.
 
         Args:
             batch: The batch, to count its storages as input and its samples.
@@ -588,8 +592,7 @@ class MemoryRecorder:
         batch: object = None,
         rank: int | None = None,
     ) -> OutOfMemoryReport | None:
-        """Explain an out-of-memory error that a loop has caught, while its frames still hold the
-        tensors.
+        """Explain a caught out-of-memory error, while its frames still hold the tensors.
 
         Args:
             error: The error.

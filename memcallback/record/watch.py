@@ -27,8 +27,9 @@ _before: _ExceptHook | None = None
 
 
 def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Call a method with the error that ends the program, before Python prints it; returns what
-    ends that.
+    """Call a listener with the error that ends the program, before Python prints it.
+
+    Returns a function that stops it.
     """
     global _before
     reference = weakref.WeakMethod(listener)
@@ -170,7 +171,7 @@ class Watch:
         self.end_step()
 
     def end_step(self, *, is_interrupted: bool = False) -> None:
-        """End the step before the next one begins; a step that the loop itself has begun goes on."""
+        """End the step before the next one begins; a step that the loop itself began goes on."""
         recorder = self._recorder()
         if self._owns_step and recorder is not None:
             # A failed update has no post hook, so its phase is still open.
@@ -198,7 +199,7 @@ class Watch:
         self._forget_step()
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is not the step's thread, but autograd's or one that trains another model."""
+        """Whether this is another thread than the step's: autograd's, or another model's."""
         return self._thread not in (None, threading.get_ident())
 
     @fail_safe

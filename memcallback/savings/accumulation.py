@@ -23,8 +23,7 @@ def accumulate(
     *,
     amp: Amp | None = None,
 ) -> Accumulation:
-    """Gradient accumulation for a plain loop: the gradients of a large batch with the memory of a
-    small one.
+    """Gradient accumulation for a plain loop: large-batch gradients in the memory of a small batch.
 
     Several micro-batches make a window, and each window ends with one update. If the loss is a mean
     over samples and no layer mixes samples (batch norm sees micro-batches), the gradients are those

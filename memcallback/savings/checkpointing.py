@@ -33,8 +33,7 @@ def checkpoint(
     name: str | Sequence[str] | Mapping[str, int] | None = None,
     segments: int | None = None,
 ) -> Checkpointing:
-    """Checkpoint parts of a model in place: fewer saved tensors, for a second forward pass of these
-    parts.
+    """Checkpoint parts of a model in place: save fewer tensors, run these parts forward twice.
 
     Between its forward and its backward pass a segment keeps its input and nothing else
     (`torch.utils.checkpoint`, non-reentrant). Gradients are bit-identical to those without

@@ -21,8 +21,9 @@ def amp(
     say: Callable[[str], None] = print,
     **grad_scaler_options: Any,
 ) -> Amp:
-    """Automatic mixed precision for a plain loop: most saved tensors need half the memory, at the
-    price of rounding.
+    """Automatic mixed precision for a plain loop: most saved tensors need half the memory.
+
+    The price is rounding.
 
     It has three parts:
 

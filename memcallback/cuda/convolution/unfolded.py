@@ -79,9 +79,7 @@ class _Group:
 
     @property
     def columns_bytes(self) -> int:
-        """The columns of one sample: one for each element of `y`, as long as the weight of one
-        output channel.
-        """
+        """A sample's columns: one per element of `y`, as long as an output channel's weight."""
         narrow = self.view.shape if self.call.transposed else self.call.y_shape
         return prod(self.weight.shape[1:]) * prod(narrow[2:]) * ITEM_BYTES[self.view.dtype]
 

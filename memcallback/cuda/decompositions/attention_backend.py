@@ -85,8 +85,9 @@ def choose_backend(call: AttentionCall, device: DeviceSpec) -> SDPBackend:
 
 
 def jagged_choices(device: DeviceSpec) -> dict[str, Callable[..., bool]]:
-    """The checks of a CUDA build for nested tensors; PyTorch chooses their backend in Python
-    (torch/nested/_internal/sdpa.py).
+    """The checks of a CUDA build for nested tensors (torch/nested/_internal/sdpa.py).
+
+    PyTorch chooses their backend in Python.
     """
 
     def asked(usable: Callable[[AttentionCall, DeviceSpec], bool]) -> Callable[..., bool]:

@@ -26,8 +26,9 @@ def own_decomposition(name: str) -> Composite:
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout that keeps a mask of one byte per element: `dropout` in ATen/native/Dropout.cpp
-    (`is_fused_kernel_acceptable`).
+    """Dropout that keeps a mask of one byte per element.
+
+    `dropout` in ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
     """
     if train and 0 < p < 1 and input.numel() > 0:
         output: torch.Tensor = _aten.native_dropout(input, p, train)[0]
@@ -39,8 +40,9 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A linear layer: `linear` in ATen/native/Linear.cpp, which adds the bias out of place for
-    tensor subclasses, such as fakes.
+    """A linear layer: `linear` in ATen/native/Linear.cpp.
+
+    It adds the bias out of place for tensor subclasses, such as fakes.
     """
     if bias is None or input.dim() <= 2 or input.is_contiguous() or bias.dim() != 1:
         output: torch.Tensor = own_decomposition("linear")(input, weight, bias)
@@ -67,8 +69,7 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """The CTC loss with PyTorch's own kernel: `ctc_loss_gpu_template` in
-    ATen/native/cuda/LossCTC.cu.
+    """The CTC loss with PyTorch's own kernel: `ctc_loss_gpu_template` (cuda/LossCTC.cu).
 
     Assumes that the longest target is as long as `targets` allows, as data loaders pad it.
     """
@@ -127,8 +128,9 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """RMSNorm in one kernel, which saves one number per row: `rms_norm_symint` in
-    ATen/native/layer_norm.cpp, since PyTorch 2.9.
+    """RMSNorm in one kernel, which saves one number per row.
+
+    `rms_norm_symint` in ATen/native/layer_norm.cpp, since PyTorch 2.9.
     """
     channels_last = any(
         input.dim() == dim
@@ -148,8 +150,9 @@ def rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The allocations of `_fused_rms_norm` and its backward, which PyTorch's CPU wheel decomposes
-    above autograd.
+    """The allocations of `_fused_rms_norm` and its backward.
+
+    PyTorch's CPU wheel decomposes both above autograd.
     """
 
     @staticmethod
@@ -187,8 +190,9 @@ def batch_norm_impl_index(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Batch norm with cuDNN if possible: `_select_batch_norm_backend` in
-    ATen/native/Normalization.cpp.
+    """Batch norm, with cuDNN if possible.
+
+    `_select_batch_norm_backend` in ATen/native/Normalization.cpp.
     """
     running = (running_mean is not None) + (running_var is not None)
     usable = (
@@ -224,8 +228,9 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """Group norm of a contiguous tensor: `group_norm` in ATen/native/group_norm.cpp, which keeps
-    channels_last only on a CPU.
+    """Group norm of a contiguous tensor: `group_norm` in ATen/native/group_norm.cpp.
+
+    Only its CPU version keeps channels_last.
     """
     normalized: torch.Tensor = own_decomposition("group_norm")(
         input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled

@@ -33,9 +33,7 @@ def pack_padded(
     assumed: dict[str, None],
     on_host: Callable[[], AbstractContextManager[None]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_pack_padded_sequence`: the steps of all running sequences, and their number per step, on
-    the host.
-    """
+    """`_pack_padded_sequence`: the steps of all sequences, and on the host the number per step."""
     x = x.transpose(0, 1) if batch_first else x
     longest, number = x.shape[:2]
     known = known_values(lengths)

@@ -79,8 +79,9 @@ def dropout_state_bytes(device: DeviceSpec) -> int:
 
 
 def flatten_rnn_weights(model: nn.Module) -> None:
-    """Put each recurrent layer's weights in one buffer, as moving it to CUDA does
-    (`nn.RNNBase.flatten_parameters`).
+    """Put each recurrent layer's weights in one buffer, as moving it to CUDA does.
+
+    See `nn.RNNBase.flatten_parameters`.
 
     Call it on the fake model. Without one buffer, each forward pass copies the weights together.
     """

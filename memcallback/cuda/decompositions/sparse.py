@@ -119,9 +119,7 @@ def _zero_(sparse: torch.Tensor) -> torch.Tensor:
 
 
 def _add_into(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any) -> torch.Tensor:
-    """`add_out_dense_sparse_cuda`: coalesced elements are added one by one, others by
-    `index_add_`.
-    """
+    """`add_out_dense_sparse_cuda`: adds coalesced elements one by one, others by `index_add_`."""
     values = sparse._values()
     if values.dtype != dense.dtype:
         values = values.to(dense.dtype)

@@ -69,8 +69,9 @@ def flash_split_bytes(
 
 
 def _flash_backward(call: OpCall) -> Kernel:
-    """`mha_bwd` (flash_api.cpp): copies of gradient and output, `softmax_d`, `dq_accum`, gradients
-    of repeated heads.
+    """`mha_bwd` (flash_api.cpp).
+
+    Copies of gradient and output, `softmax_d`, `dq_accum`, gradients of repeated heads.
 
     Sequences are rounded up to 128, head sizes to 32 (above 192: 256).
     """
@@ -123,8 +124,9 @@ def padded_bytes(multiple: int, row_bytes: int, batch: int, heads: int, length: 
 
 
 def _efficient(call: OpCall) -> Kernel:
-    """`_efficient_attention_forward` (attention.cu): half types with values of more than 128
-    elements are summed in float32.
+    """`_efficient_attention_forward` (attention.cu).
+
+    Half types with values of more than 128 elements are summed in float32.
 
     Each head's logsumexp is rounded up to 32 (`kAlignLSE`, kernel_forward.h).
     """
@@ -148,8 +150,9 @@ def _efficient(call: OpCall) -> Kernel:
 
 
 def _efficient_backward(call: OpCall) -> Kernel:
-    """`_efficient_attention_backward` (attention_backward.cu) with the sizes of kernel_backward.h:
-    a copy of the gradient, delta, a workspace.
+    """`_efficient_attention_backward` (attention_backward.cu): a gradient copy, delta, a workspace.
+
+    The sizes are those of kernel_backward.h.
 
     The workspace holds a block of accumulators, a lock and a counter for each block of queries and
     columns; for half types whose gradients do not fit the registers, also those of keys and values.
@@ -218,8 +221,9 @@ def efficient_workspace_bytes(
 
 
 def _cudnn(call: OpCall) -> Kernel:
-    """`_scaled_dot_product_cudnn_attention` (attention.cu): seed and offset, output, logsumexp,
-    cuDNN's workspace.
+    """`_scaled_dot_product_cudnn_attention` (attention.cu).
+
+    Seed and offset, output, logsumexp, cuDNN's workspace.
 
     Workspace of cuDNN 9.19 at compute capability 9.0: none for one query, else 256 B.
     """
@@ -231,8 +235,9 @@ def _cudnn(call: OpCall) -> Kernel:
 
 
 def _cudnn_backward(call: OpCall) -> Kernel:
-    """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu): the gradients,
-    cuDNN's workspace.
+    """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu).
+
+    The gradients and cuDNN's workspace.
 
     Workspace of cuDNN 9.19 at compute capability 9.0: the query's gradient and one sum per query in
     float32, and 256 B; where heads share keys and values, also the gradients of these per head.

@@ -29,8 +29,9 @@ def _embedding(call: OpCall) -> Kernel | None:
 
 
 def _embedding_backward(call: OpCall) -> Kernel | None:
-    """`embedding_dense_backward_cuda` (Embedding.cu): sorts more than 3,072 indices, or all if
-    gradients are scaled by frequency.
+    """`embedding_dense_backward_cuda` (Embedding.cu): sorts more than 3,072 indices.
+
+    It sorts any number of them if gradients are scaled by frequency.
     """
     grad, indices, rows, _, scale = call.arguments[:5]
     kernel = KernelBuilder()
@@ -78,8 +79,9 @@ def _sum_by_segment(
     rows: int,
     columns: int,
 ) -> None:
-    """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu): sum segments of equal indices
-    in parts of 10 rows, in the accumulation type.
+    """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu).
+
+    Sum segments of equal indices in parts of 10 rows, in the accumulation type.
     """
     count, size = indices.numel(), indices.element_size()
     kernel.output(0)
@@ -98,8 +100,9 @@ def _sum_by_segment(
 
 
 def _embedding_bag(call: OpCall) -> Kernel:
-    """`_embedding_bag_cuda` (EmbeddingBag.cu): bag sizes, bags of indices, output, and with mode
-    max the largest indices.
+    """`_embedding_bag_cuda` (EmbeddingBag.cu): bag sizes, bags of indices, output.
+
+    The mode max also allocates the largest indices.
     """
     kernel = KernelBuilder()
     kernel.output(2, 1, *((0, 3) if call.outputs[3].numel() else (0,)))
@@ -112,8 +115,9 @@ def _embedding_bag_dense_backward(call: OpCall) -> Kernel | None:
 
 
 def _embedding_bag_backward(call: OpCall) -> Kernel | None:
-    """`_embedding_bag_backward_symint` (EmbeddingBag.cpp) of a dense gradient; for a sparse one see
-    decompositions/sparse.py.
+    """`_embedding_bag_backward_symint` (EmbeddingBag.cpp) of a dense gradient.
+
+    For a sparse one see decompositions/sparse.py.
     """
     grad, indices, _, _, _, _, rows, scale, mode = call.arguments[:9]
     return _bag_gradient(call, grad, indices, rows, scale, mode)
@@ -135,8 +139,9 @@ def _bag_gradient(
 
 
 def _index_put(call: OpCall) -> Kernel | None:
-    """`index_put_with_sort_kernel` (Indexing.cu), if values are added: linear indices, a copy of
-    the values, a sort with positions.
+    """`index_put_with_sort_kernel` (Indexing.cu), if values are added.
+
+    Linear indices, a copy of the values, a sort with positions.
     """
     x, indices, values = call.arguments[:3]
     accumulate = call.arguments[3]
@@ -182,8 +187,9 @@ def _index_put(call: OpCall) -> Kernel | None:
 
 
 def _scatter_reduce(call: OpCall) -> Kernel | None:
-    """`scatter_reduce_two` (TensorAdvancedIndexing.cpp): a mean scatters ones too, and counts at
-    least 1.
+    """`scatter_reduce_two` (TensorAdvancedIndexing.cpp): a mean also scatters ones for its counts.
+
+    The counts are at least 1.
     """
     x, source, reduce = call.arguments[0], call.arguments[3], call.arguments[4]
     if reduce != "mean":
@@ -204,8 +210,9 @@ _UNIQUE_TILES = {9: 9856, 8: 2688, 7: 640}
 
 
 def _coalesce(call: OpCall) -> Kernel:
-    """`_coalesce_sparse_cuda` (SparseCUDATensor.cu): sorts flat indices with their positions; a
-    single row becomes the output.
+    """`_coalesce_sparse_cuda` (SparseCUDATensor.cu): sorts flat indices with their positions.
+
+    A single row becomes the output.
     """
     indices, values = dense_parts(call.arguments[0])
     num_rows, count = indices.shape

@@ -37,8 +37,9 @@ def _reduction(call: OpCall) -> int:
 
 
 def _in_place(call: OpCall) -> Kernel | None:
-    """`binary_cross_entropy_cuda` (Loss.cu), `soft_margin_loss_out` (Loss.cpp): the output's
-    storage first holds the unreduced loss.
+    """The output's storage first holds the unreduced loss.
+
+    `binary_cross_entropy_cuda` (Loss.cu), `soft_margin_loss_out` (Loss.cpp).
     """
     if not _reduction(call):
         return None
@@ -51,8 +52,9 @@ def _in_place(call: OpCall) -> Kernel | None:
 
 
 def _beside(call: OpCall) -> Kernel | None:
-    """`mse_loss_out`, `smooth_l1_loss_out` (Loss.cpp): the output is allocated as large as the
-    input, and so is a temporary.
+    """The output and a temporary are allocated as large as the input.
+
+    `mse_loss_out`, `smooth_l1_loss_out` (Loss.cpp).
     """
     if not _reduction(call):
         return None
@@ -77,8 +79,9 @@ def _before(call: OpCall) -> Kernel | None:
 
 
 def _with_logits(call: OpCall) -> Kernel:
-    """`binary_cross_entropy_with_logits` (Loss.cpp): log_sigmoid, the weight of positive targets,
-    the unreduced loss, the output.
+    """`binary_cross_entropy_with_logits` (Loss.cpp).
+
+    log_sigmoid, the weight of positive targets, the unreduced loss, the output.
     """
     x, target, _, positive = call.arguments[:4]
     full = _full_bytes(call)
@@ -101,8 +104,9 @@ def _with_logits(call: OpCall) -> Kernel:
 
 
 def _nll_loss2d(call: OpCall) -> Kernel:
-    """`nll_loss2d_forward_out_cuda_template` (NLLLoss2d.cu): the total weight, a loss per pixel,
-    contiguous copies of input, target and weight.
+    """`nll_loss2d_forward_out_cuda_template` (NLLLoss2d.cu).
+
+    The total weight, a loss per pixel, contiguous copies of input, target and weight.
     """
     kernel = KernelBuilder()
     kernel.output(*((1, 0) if call.arguments[3] == 0 else (0, 1)))

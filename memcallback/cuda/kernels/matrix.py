@@ -42,8 +42,9 @@ def uses_cublaslt(call: OpCall) -> bool:
 
 
 def _product(call: OpCall) -> Kernel | None:
-    """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of factors with neither rows
-    nor columns contiguous.
+    """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of strided factors.
+
+    A factor is copied if neither its rows nor its columns are contiguous.
     """
     first = _FACTORS[call.name]
     factors = call.arguments[first : first + 2]
@@ -65,8 +66,9 @@ def _usable(matrix: torch.Tensor) -> bool:
 
 
 def _trilinear(call: OpCall) -> Kernel:
-    """`_trilinear` (Linear.cpp): for each index of one dimension, the product of the first two
-    factors, then that with the third.
+    """`_trilinear` (Linear.cpp): two products for each index of one dimension.
+
+    That of the first two factors, then that with the third.
     """
     factors, expanded, (summed, unrolled) = (
         call.arguments[:3],

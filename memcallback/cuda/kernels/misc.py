@@ -31,8 +31,9 @@ def _mask_first(call: OpCall) -> Kernel:
 
 
 def foreach_norm_bytes(wide: int, *counts: int) -> int:
-    """`output_per_tensor` (ForeachReduceOp.cu): a partial result per tensor and chunk of the
-    largest tensor.
+    """`output_per_tensor` (ForeachReduceOp.cu): a partial result per tensor and chunk.
+
+    The chunks are those of the largest tensor.
     """
     return wide * len(counts) * max(1, -(-max(counts) // _CHUNK))
 
@@ -45,8 +46,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _foreach_norm(call: OpCall) -> Kernel | None:
-    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results in the accumulation type,
-    then the outputs.
+    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results, then the outputs.
+
+    The partial results are in the accumulation type.
     """
     tensors = call.arguments[0]
     order = call.arguments[1] if len(call.arguments) > 1 else 2
@@ -91,8 +93,9 @@ def _bernoulli(call: OpCall) -> Kernel | None:
 
 
 def _full_max(call: OpCall) -> Kernel | None:
-    """`max_all_kernel_impl`, and `max` over a dimension (ReduceMaxValuesKernel.cu), which reduces
-    values with their indices.
+    """`max_all_kernel_impl`, and `max` over a dimension (ReduceMaxValuesKernel.cu).
+
+    The second reduces values with their indices.
     """
     x, dims = call.arguments[0], call.arguments[1:]
     if dims and isinstance(dims[0], torch.Tensor):
@@ -153,8 +156,9 @@ def _where(call: OpCall) -> Kernel | None:
 
 
 def _max_pool_backward(call: OpCall) -> Kernel | None:
-    """`max_pool2d_with_indices_backward_cuda` (DilatedMaxPool2d.cu): copies of gradient, input and
-    indices in the input's memory format.
+    """`max_pool2d_with_indices_backward_cuda` (DilatedMaxPool2d.cu).
+
+    Copies of gradient, input and indices in the input's memory format.
     """
     grad, x, indices = call.arguments[0], call.arguments[1], call.arguments[-1]
     is_last = (
@@ -175,8 +179,9 @@ def _max_pool_backward(call: OpCall) -> Kernel | None:
 
 
 def _size_of_complex(call: OpCall) -> Kernel | None:
-    """`unary_op_impl_with_complex_to_float_out` (UnaryOps.cpp): a complex result is copied into the
-    real output.
+    """`unary_op_impl_with_complex_to_float_out` (UnaryOps.cpp).
+
+    A complex result is copied into the real output.
     """
     x = call.arguments[0]
     if not x.is_complex():
@@ -193,8 +198,9 @@ def _size_of_complex(call: OpCall) -> Kernel | None:
 
 
 def _fft_to_real(call: OpCall) -> Kernel:
-    """`_fft_c2r_cufft` (SpectralOps.cpp): a copy of the input, which cuFFT overwrites. cuFFT's own
-    workspace is unknown.
+    """`_fft_c2r_cufft` (SpectralOps.cpp): a copy of the input, which cuFFT overwrites.
+
+    cuFFT's own workspace is unknown.
     """
     kernel = KernelBuilder()
     kernel.output(0)
@@ -203,8 +209,9 @@ def _fft_to_real(call: OpCall) -> Kernel:
 
 
 def _distances(call: OpCall) -> Kernel | None:
-    """`_euclidean_dist` (Distance.cpp), which `cdist` uses for more than 25 rows: squared lengths,
-    and factors with two more columns.
+    """`_euclidean_dist` (Distance.cpp): squared lengths, and factors with two more columns.
+
+    `cdist` uses it for more than 25 rows.
     """
     a, b = call.arguments[:2]
     if call.name == "_cdist_forward":
@@ -256,8 +263,9 @@ def _distances_backward(call: OpCall) -> Kernel:
 
 
 def _multinomial(call: OpCall) -> Kernel:
-    """`multinomial_out` (Distributions.cpp): a random number per probability; the largest quotients
-    are the samples. Its checks are ignored.
+    """`multinomial_out` (Distributions.cpp): a random number per probability.
+
+    The largest quotients are the samples. Its checks are ignored.
     """
     x, count, replacement = call.arguments[:3]
     kernel = KernelBuilder()

@@ -18,8 +18,9 @@ from memcallback.cuda.op_call import (
 
 
 def _layer_norm(call: OpCall) -> Kernel:
-    """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of input, weight and bias, then
-    the outputs.
+    """`layer_norm_cuda` (layer_norm_kernel.cu): contiguous copies of the inputs, then the outputs.
+
+    The inputs are input, weight and bias.
     """
     kernel = KernelBuilder()
     copies = [
@@ -76,8 +77,9 @@ def _layer_norm_backward(call: OpCall) -> Kernel:
 
 
 def _group_norm(call: OpCall) -> Kernel:
-    """`GroupNormKernelImplInternal` (group_norm_kernel.cu): scale and shift per sample and channel,
-    in the accumulation type.
+    """`GroupNormKernelImplInternal` (group_norm_kernel.cu): scale and shift per sample and channel.
+
+    Both are in the accumulation type.
     """
     x, weight, bias, n, channels, width = call.arguments[:6]
     kernel = KernelBuilder()
@@ -90,8 +92,9 @@ def _group_norm(call: OpCall) -> Kernel:
 
 
 def _group_norm_backward(call: OpCall) -> Kernel:
-    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): two sums per sample and
-    channel, three factors for the input gradient.
+    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu).
+
+    Two sums per sample and channel, three factors for the input gradient.
     """
     _, x, _, _, weight, n, channels, width, groups, mask = call.arguments
     wide = accumulate_bytes(x.dtype)
@@ -120,8 +123,9 @@ def _safe_softmax(call: OpCall) -> Kernel:
 
 
 def _softmax_backward(call: OpCall) -> Kernel:
-    """`softmax_backward_cuda_out` (SoftMax.cu): the output, gradient * output, contiguous copies of
-    both.
+    """`softmax_backward_cuda_out` (SoftMax.cu).
+
+    The output, gradient * output, contiguous copies of both.
     """
     grad, y = call.arguments[:2]
     kernel = KernelBuilder()
@@ -137,8 +141,9 @@ def _softmax_backward(call: OpCall) -> Kernel:
 
 
 def batch_norm_grid(rows: int, columns: int) -> tuple[int, int]:
-    """Blocks over channels and rows: `flexible_launch_configs` with `coop_flag`
-    (Normalization.cuh), tiles of 32 x 16 values a thread.
+    """Blocks over channels and rows, in tiles of 32 x 16 values a thread.
+
+    `flexible_launch_configs` with `coop_flag` (Normalization.cuh).
     """
     width = min(round_down_to_power_of_2(columns), 32)
     height = min(round_down_to_power_of_2(-(-rows // 16)), 512 // width)
@@ -149,16 +154,18 @@ def batch_norm_grid(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batch_norm_staging_bytes(values: int, wide: int, columns: int, rows: int) -> int:
-    """`staging_data` of the channels last kernels: `values` numbers of `wide` bytes per channel and
-    block of rows; none for one block.
+    """`staging_data` of the channels last kernels; none for one block of rows.
+
+    `values` numbers of `wide` bytes per channel and block of rows.
     """
     along = batch_norm_grid(rows, columns)[1]
     return values * wide * columns * along if along > 1 else 0
 
 
 def batch_norm_semaphore_bytes(columns: int, rows: int) -> int:
-    """`semaphores` of the channels last kernels: 4 bytes per block of channels; none for one block
-    of rows.
+    """`semaphores` of the channels last kernels: 4 bytes per block of channels.
+
+    None for one block of rows.
     """
     across, along = batch_norm_grid(rows, columns)
     return 4 * across if along > 1 else 0
@@ -181,8 +188,9 @@ def _add_staging(kernel: KernelBuilder, x: torch.Tensor, values: int) -> None:
 
 
 def _batch_norm(call: OpCall) -> Kernel | None:
-    """`batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu,
-    .cuh): the outputs, then staging data and semaphores.
+    """The outputs, then staging data and semaphores.
+
+    `batch_norm_cuda` and `batch_norm_stats_channels_last_cuda_template` (Normalization.cu, .cuh).
     """
     x = call.arguments[0]
     training = {"_batch_norm_with_update": True}.get(call.name)
@@ -204,8 +212,9 @@ def _batch_norm(call: OpCall) -> Kernel | None:
 
 
 def _batch_norm_backward(call: OpCall) -> Kernel | None:
-    """`batch_norm_backward_cuda` (Normalization.cu), channels innermost: two sums per channel, and
-    the inverse deviation in evaluation.
+    """`batch_norm_backward_cuda` (Normalization.cu), channels innermost: two sums per channel.
+
+    In evaluation also the inverse deviation.
     """
     x, training, mask = call.arguments[1], call.arguments[7], call.arguments[9]
     if not (_channels_innermost(x) and _channels_innermost(call.arguments[0])):

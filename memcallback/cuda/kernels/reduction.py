@@ -143,8 +143,9 @@ def _buffers(
 def _config(
     dims: list[_Dim], itemsize: int, reducer: Reducer, num_multiprocessors: int, max_threads: int
 ) -> tuple[int, int]:
-    """Bytes of buffer (`ReduceConfig::global_memory_size`) and semaphores (`semaphore_size`), as
-    `setReduceConfig` chooses the blocks.
+    """Bytes of buffer and semaphores, as `setReduceConfig` chooses the blocks.
+
+    See `ReduceConfig::global_memory_size` and `semaphore_size`.
     """
     num_reduced = sum(dim.out_stride == 0 for dim in dims)
     num_outputs = math.prod(dim.size for dim in dims if dim.out_stride != 0)
@@ -254,8 +255,10 @@ def _dims(value: Any) -> Sequence[int]:
 
 
 def _sum(call: OpCall) -> Kernel:
-    """`sum_out` and `make_reduction` (ReduceOpsUtils.h): an input of another dtype is copied to the
-    output's dtype first, but for half types summed to float32.
+    """`sum_out` and `make_reduction` (ReduceOpsUtils.h).
+
+    An input of another dtype is copied to the output's dtype first, but for half types summed to
+    float32.
     """
     x, output = call.arguments[0], call.outputs[0]
     kernel = KernelBuilder()

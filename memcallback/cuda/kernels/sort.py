@@ -27,8 +27,9 @@ _SCAN_TILES = {1: 7680, 2: 3840, 4: 1920, 8: 896}
 
 
 def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, count: int) -> int:
-    """Scratch of CUB's `DeviceRadixSort::SortPairs`: second buffers of keys and values, digit
-    counts, look-back of 1 KiB per tile.
+    """Scratch of CUB's `DeviceRadixSort::SortPairs`.
+
+    Second buffers of keys and values, digit counts, look-back of 1 KiB per tile.
     """
     if count <= 256 * max(1, min(19, 76 // max(key_bytes, value_bytes))):
         return 1 if count else 0
@@ -42,8 +43,9 @@ def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, co
 
 
 def scan_bytes(value_bytes: int, count: int) -> int:
-    """Scratch of CUB's `DeviceScan`: a state per tile and 32 more, each 2 x 4 or 2 x 8 bytes, three
-    arrays for halves.
+    """Scratch of CUB's `DeviceScan`: a state per tile and 32 more.
+
+    Each is 2 x 4 or 2 x 8 bytes; three arrays for halves.
     """
     states = -(-count // _SCAN_TILES.get(value_bytes, 448)) + 32
     if value_bytes == 2:
@@ -86,8 +88,9 @@ def _sort(call: OpCall) -> Kernel:
 
 
 def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int) -> None:
-    """Allocate and free the scratch of sorted rows (`sort_stable_kernel`, Sort.cu): one block sorts
-    up to 4,096 values, CUB longer rows.
+    """Allocate and free the scratch of sorted rows (`sort_stable_kernel`, Sort.cu).
+
+    One block sorts up to 4,096 values, CUB longer rows.
     """
     length = x.shape[dim] if x.ndim else 1
     rows = x.numel() // max(length, 1)
@@ -143,8 +146,9 @@ def _median(call: OpCall) -> Kernel | None:
 
 
 def _scan(call: OpCall) -> Kernel:
-    """`cumsum_cuda_kernel` and others (ScanKernels.cpp): copy another dtype or layout; CUB scans a
-    single row.
+    """`cumsum_cuda_kernel` and others (ScanKernels.cpp).
+
+    Copy another dtype or layout; CUB scans a single row.
     """
     x, dim, output = call.arguments[0], call.arguments[1], call.outputs[0]
     kernel = KernelBuilder()
@@ -161,8 +165,9 @@ def _scan(call: OpCall) -> Kernel:
 
 
 def _masked_scatter(call: OpCall) -> Kernel:
-    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel): a source index per
-    element, a mask of full size, a scan.
+    """`masked_scatter__cuda` and `launch_masked_scatter_kernel` (IndexKernel).
+
+    A source index per element, a mask of full size, a scan.
     """
     mask, source, filled = call.arguments[1], call.arguments[2], call.outputs[0]
     kernel = KernelBuilder()
@@ -188,8 +193,9 @@ _TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
 def add_topk(
     kernel: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
 ) -> None:
-    """Allocate and free the scratch of `topk` (`mbtopk::launch`, TensorTopK.cu); none with one
-    block per slice.
+    """Allocate and free the scratch of `topk` (`mbtopk::launch`, TensorTopK.cu).
+
+    None with one block per slice.
     """
     least = next(
         (at_least for at_most, at_least in _MULTIBLOCK if num_slices <= at_most), _LEAST_MULTIBLOCK
@@ -221,8 +227,9 @@ def scan_by_key_bytes(count: int) -> int:
 
 
 def _topk(call: OpCall) -> Kernel:
-    """`topk_out_cuda` (TensorTopK.cpp): the outputs, a contiguous copy of the input, then a sort of
-    results that one block cannot sort.
+    """`topk_out_cuda` (TensorTopK.cpp): the outputs, then a contiguous copy of the input.
+
+    Results that one block cannot sort are sorted after that.
     """
     x, dim, is_sorted = call.arguments[0], call.arguments[2], call.arguments[4]
     length = x.shape[dim] if x.ndim else 1

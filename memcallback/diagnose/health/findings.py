@@ -1,11 +1,16 @@
 """Health: rules for retries, headroom, fragmentation and other processes.
 
-| finding | reported when |
-|---|---|
-| retries | the allocator ran out of memory and retried in 3 of the last 50 steady steps. The longest batch so far may cause a retry; one in twenty steps does not |
-| headroom | the peak reserved memory of a steady step leaves less than the headroom free, and at least nine tenths of the reserved memory is in use |
-| reserved far above allocated | the same, but a tenth of the allocator's memory is reserved and unallocated at the peak. Either most of it is inactive split memory, which nobody can use, or other processes need the device too. A cache on a device with room for it does no harm |
-| another process | other processes have taken more of the device than the headroom since training began, at two readings in a row, so not a short-lived command |
+A finding is reported when:
+
+- retries: the allocator ran out of memory and retried in 3 of the last 50 steady steps. The longest
+  batch so far may cause a retry; one in twenty steps does not.
+- headroom: the peak reserved memory of a steady step leaves less than the headroom free, and at
+  least nine tenths of the reserved memory is in use.
+- reserved far above allocated: the same, but a tenth of the allocator's memory is reserved and
+  unallocated at the peak. Either most of it is inactive split memory, which nobody can use, or
+  other processes need the device too. A cache on a device with room for it does no harm.
+- another process: other processes have taken more of the device than the headroom since training
+  began, at two readings in a row, so not a short-lived command.
 
 Warm-up steps do not count, because memory is unusual before the first update.
 """

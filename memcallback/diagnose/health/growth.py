@@ -15,11 +15,11 @@ a leak of one tensor per thousand steps is found like one per step, and long run
 `is_leak` decides when to warn. A buffer being filled looks like a leak until it is full, so we
 wait:
 
-| what grows | we warn when |
-|---|---|
-| tensors that keep their graph, which no buffer does | the growth has lasted: past the end of an epoch, or 200 steps if epochs are unknown or this is the last one |
-| other tensors | the growth has lasted, and they will fill the device before training ends; if the end is unknown, when they have grown by half of the free memory |
-| both | they will fill the device before this epoch ends |
+- For tensors that keep their graph, which no buffer does, until the growth has lasted: past the end
+  of an epoch, or 200 steps if epochs are unknown or this is the last one.
+- For other tensors, until the growth has lasted and they will fill the device before training ends;
+  if the end is unknown, until they have grown by half of the free memory.
+- We warn of both at once if they will fill the device before this epoch ends.
 
 So there is no warning for a list that is emptied after each epoch, a dataset cached during the
 first epoch, or detached losses of 512 bytes each.

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-#: Messages that identify an out-of-memory error, and nothing else. `out of memory` is in those of the
-#: caching allocators of CUDA, HIP, XPU and MPS, of those devices' runtimes and drivers, and of NCCL.
-#: `out of shared memory` (worker processes) and `out of resource` (Triton) are not device memory.
-#: The statuses are those of cuBLAS, cuSPARSE, cuSOLVER, cuFFT and cuDNN (8 and 9), oneAPI and XLA.
+#: Messages that identify an out-of-memory error, and nothing else. `out of memory` is in those of
+#: the caching allocators of CUDA, HIP, XPU and MPS, of those devices' runtimes and drivers, and of
+#: NCCL. `out of shared memory` (worker processes) and `out of resource` (Triton) are not device
+#: memory. The statuses are those of cuBLAS, cuSPARSE, cuSOLVER, cuFFT and cuDNN (8 and 9), oneAPI
+#: and XLA.
 _OUT_OF_MEMORY = re.compile(
     r"\bout of memory\b"
     r"|\bC(UBLAS|USPARSE|USOLVER|UDNN)_STATUS_ALLOC_FAILED\b"

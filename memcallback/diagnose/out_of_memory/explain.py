@@ -238,9 +238,7 @@ def _place(
 
 
 def _module_in(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) -> str | None:
-    """The innermost module that has a method in the frames; None if none has, or an optimizer is
-    further in.
-    """
+    """The innermost module with a method in the frames; None if none, or an optimizer is inner."""
     names = {id(child): name for module in modules for name, child in module.named_modules()}
     innermost = None
     for frame, _ in frames_of(trace):

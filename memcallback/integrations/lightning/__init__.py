@@ -1,5 +1,4 @@
-"""Lightning: `MemoryCallback`, what it reads of a Trainer (`trainer/`), and `fit_batch_size`
-(`fit/`).
+"""Lightning: `MemoryCallback`, its view of a Trainer (`trainer/`), `fit_batch_size` (`fit/`).
 
 Start with `callback`.
 """

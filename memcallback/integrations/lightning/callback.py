@@ -75,8 +75,9 @@ else:
 
 
 class MemoryCallback(Callback):
-    """Records device memory in each phase of each training step, beside a prediction, and suggests
-    the largest batch.
+    """Records device memory in each phase of each training step, beside a prediction.
+
+    It also suggests the largest batch size.
 
     Without a saving the training does not change: weights, losses, random numbers, metrics and
     checkpoints are the same with and without the callback. On CUDA a step costs five reads of the
@@ -222,9 +223,7 @@ class MemoryCallback(Callback):
                 self._unsharded = copy_unsharded(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Checkpoint the module, which has all its layers now; then find its batch size, if that
-        was asked for.
-        """
+        """Checkpoint the module, which has all its layers now; find its batch size if asked."""
         self._savings.checkpoint(pl_module)
         self._is_broken = False  # whatever failed in an earlier fit
         if self._fits_batch_size:
@@ -414,9 +413,7 @@ class MemoryCallback(Callback):
         self._finish(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Explain an out-of-memory error, keep what was recorded of the step, report, and undo the
-        savings.
-        """
+        """Explain an out-of-memory error, keep the step's records, report, and undo the savings."""
         with suppress(Exception):  # a full device can fail in any way; the error itself goes on
             self._explain(trainer, pl_module, exception)
         self._on_failure(trainer, exception)

@@ -156,8 +156,9 @@ class CachingAllocator:
         self._device.peak_reserved_bytes = self._device.reserved_bytes
 
     def snapshot(self) -> list[list[Block]]:
-        """The blocks of each segment, all by address; each mapped range of an expandable segment
-        counts as a segment.
+        """The blocks of each segment, all by address.
+
+        Each mapped range of an expandable segment counts as a segment.
         """
         segments: list[list[Block]] = []
         for _, first in sorted(self._device.first_blocks.items()):

@@ -93,8 +93,9 @@ class ExpandablePool(Pool):
     def grow(
         self, block_bytes: int, settings: AllocatorSettings, device: SimulatedDevice
     ) -> Block | None:
-        """Map pages at the lowest possible address until a free block is large enough
-        (`try_allocate_expandable_block`).
+        """Map pages at the lowest possible address until a free block is large enough.
+
+        `try_allocate_expandable_block` in PyTorch.
         """
         block = self._find(block_bytes) or self._new_segment(device)
         if not block.is_mapped:

@@ -19,8 +19,9 @@ def is_collective(operator: str) -> bool:
 
 
 class InFlight:
-    """Tensors kept alive by asynchronous NCCL work that is awaited only through a future, as the
-    communication hooks of DistributedDataParallel do.
+    """Tensors kept alive by asynchronous NCCL work that is awaited only through a future.
+
+    The communication hooks of DistributedDataParallel await it so.
 
     NCCL's process group releases them when its watchdog thread has seen the end and the next
     collective begins (`WorkNCCL`, `shelvesToUnstash_` in ProcessGroupNCCL.cpp): in the next step,

@@ -37,9 +37,7 @@ class InPlace:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Learn the reference counts of tensors that nobody else holds, which are added and cloned
-        inside.
-        """
+        """Learn the reference counts of unshared tensors, which are added and cloned inside."""
         self._is_calibrating = True
         yield
         self._is_calibrating = False

@@ -211,8 +211,9 @@ class TraceMode(FakeTensorMode):
     def _by_wrapper(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        """Let a wrapper (nested tensor, DTensor) decompose the operator, in code that must see the
-        fakes' own device.
+        """Let a wrapper (nested tensor, DTensor) decompose the operator.
+
+        Its code must see the fakes' own device.
 
         It does so below autograd, where composite operators arrive whole.
         """
@@ -235,8 +236,10 @@ class TraceMode(FakeTensorMode):
             self._is_passed_on = False
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
-        """Whether to keep a tensor's values: those of a number, and here of integer tensors that
-        Python code writes (lengths).
+        """Whether to keep a tensor's values.
+
+        Those of a number, as in PyTorch, and here of integer tensors that Python code writes
+        (lengths).
         """
         is_list = (
             not t.is_floating_point()
@@ -271,8 +274,9 @@ class TraceMode(FakeTensorMode):
             self._is_in_backward = before
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a fake of a real tensor in the step's code: an operator in place would change the
-        user's.
+        """Make a fake of a real tensor in the step's code.
+
+        An operator in place would change the user's tensor.
         """
         if isinstance(tensor, FakeTensor) or tensor.layout not in (torch.strided, torch.sparse_coo):
             return tensor

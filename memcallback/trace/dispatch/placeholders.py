@@ -45,8 +45,9 @@ _COMBINATIONS: dict[Any, Callable[..., bool]] = {
 
 
 def placeholder_value(call: OpCall, entry: Entry | None) -> bool | int | float | complex:
-    """The placeholder for a value read from a tensor: 0, 1 for a count on the host, or the known
-    truth value.
+    """The placeholder for a value read from a tensor: its known truth value, else 0 or 1.
+
+    It is 1 for a count on the host.
     """
     tensor = call.args[0]
     assert isinstance(tensor, torch.Tensor)

@@ -1,5 +1,4 @@
-"""What is read of a Lightning Trainer: its progress, its step as a `TrainingStep`, its strategy's
-ranks.
+"""Reads a Lightning Trainer: its progress, its step as a `TrainingStep`, its strategy's ranks.
 
 Start with `step`.
 """

@@ -33,7 +33,7 @@ from memcallback.step.training_step import TrainingStep
 
 
 class TrainerSavings:
-    """Applies `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` to a Trainer and its module.
+    """Applies `MemoryCallback(accumulate=..., amp=..., checkpoint=...)` to a Trainer and module.
 
     Attributes:
         prediction_without: The prediction of the step without them; None if there is none.

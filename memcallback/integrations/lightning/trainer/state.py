@@ -72,7 +72,10 @@ def lightning_of(trainer: Any) -> str:
 
 
 def as_callback(trainer: Any, own: type) -> type:
-    """Derive a class of ours from the Callback of the Trainer's package, which may refuse others."""
+    """Derive a class of ours from the Callback of the Trainer's package.
+
+    The Trainer may refuse callbacks of the other package.
+    """
     base = import_module(f"{lightning_of(trainer)}.callbacks").Callback
     return type(own.__name__, (own, base), {})
 

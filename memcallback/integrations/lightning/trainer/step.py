@@ -66,8 +66,9 @@ def step_of(
 
 
 def copy_unsharded(trainer: Any, pl_module: Any) -> UnshardedModule | None:
-    """Copy a module that is about to be sharded onto fake tensors; None if it is not, or, with a
-    warning, if it cannot be copied.
+    """Copy a module that is about to be sharded onto fake tensors; None if it is not.
+
+    Also None, with a warning, if it cannot be copied.
     """
     strategy = trainer.strategy
     names = (kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _STRATEGIES)
@@ -138,8 +139,9 @@ def _fsdp(strategy: Any) -> Callable[..., Any]:
 
 
 def _model_parallel(strategy: Any) -> Callable[..., Any]:
-    """Set up a module as `ModelParallelStrategy.setup` does: `configure_model` shards it, then the
-    rest is moved to the device.
+    """Set up a module as `ModelParallelStrategy.setup` does.
+
+    `configure_model` shards it, then the rest is moved to the device.
     """
 
     def model_parallel(model: Any, mesh: Any) -> None:
