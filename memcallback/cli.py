@@ -1,38 +1,34 @@
 """Command line: predict, suggest, what-if, layers, export, devices.
 
-For each command one function adds its arguments and one runs it. Only the second imports PyTorch,
-so `--help` and wrong arguments are answered at once.
+For each command one function adds its arguments and one runs it. The second imports what it needs,
+PyTorch too, so `--help` and wrong arguments are answered at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import asdict
 from time import sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
-from memcallback.core.document import for_console
-from memcallback.core.validation import MIN_SEQUENCE_LENGTH
-from memcallback.devices.catalogue import Device, find_device, names_local_device
+from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, MIN_SEQUENCE_LENGTH
 from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, one_line
 
 if TYPE_CHECKING:
     import torch
 
+    from memcallback.devices.catalogue import Device
     from memcallback.prediction.prediction import Prediction
 
 _Answer = TypeVar("_Answer")
 _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
 _CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
-#: Moves to the top of a console and clears what is below.
+#: Moves to the top of a console and clears the rest.
 _CLEAR = "\x1b[H\x1b[J"
 _LONGEST_WATCH_S = 86400.0
 #: The card of an exported history, where none is named: only the workspaces in it and where memory
@@ -140,6 +136,8 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
         except ValueError as error:
             raise UsageError(str(error)) from error
     if arguments.json:
+        from dataclasses import asdict
+
         accumulation = None if plan is None else asdict(plan)
         print(json.dumps({**advice.to_dict(), "accumulation": accumulation}, indent=2))
         return
@@ -293,6 +291,7 @@ def _add_devices(commands: Any) -> None:
 
 
 def _run_devices(arguments: argparse.Namespace) -> None:
+    from memcallback.core.document import for_console
     from memcallback.devices.usage import device_states
 
     if arguments.watch is None:
@@ -427,6 +426,8 @@ def _seconds(text: str) -> float:
 
 def _device(text: str) -> Device | str:
     """The card that is meant; a device of this machine stays a name until PyTorch is there."""
+    from memcallback.devices.catalogue import find_device, names_local_device
+
     return text if names_local_device(text) else _resolved(text, find_device)
 
 
@@ -455,16 +456,16 @@ def _input(text: str) -> _Input:
     return _Input(text, tuple(map(int, match[1].split(","))), match[2])
 
 
-def _meta_tensor(given: _Input, default: torch.dtype) -> torch.Tensor:
+def _meta_tensor(spec: _Input, default: torch.dtype) -> torch.Tensor:
     import torch
 
-    dtype = getattr(torch, given.dtype, None) if given.dtype else default
+    dtype = getattr(torch, spec.dtype, None) if spec.dtype else default
     if not isinstance(dtype, torch.dtype):
         raise UsageError(
-            f"--input with dtype {given.dtype!r}: torch has no such dtype. "
+            f"--input with dtype {spec.dtype!r}: torch has no such dtype. "
             "Write one such as float32, bfloat16 or int64."
         )
-    return torch.empty(given.size, dtype=dtype, device="meta")
+    return torch.empty(spec.size, dtype=dtype, device="meta")
 
 
 # What commands share when they run.
@@ -493,6 +494,8 @@ def _ask(
 @contextmanager
 def _errors_in_one_line(failure: str, hint: str = "") -> Iterator[None]:
     """Run user code on fake tensors: what it prints goes to stderr, its error becomes ours."""
+    import logging
+
     # PyTorch logs the traceback of an operator that fails on fakes; ours is one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
@@ -503,4 +506,6 @@ def _errors_in_one_line(failure: str, hint: str = "") -> Iterator[None]:
 
 
 def _show(result: Any, *, is_json: bool) -> None:
+    from memcallback.core.document import for_console
+
     print(json.dumps(result.to_dict(), indent=2) if is_json else for_console(str(result)))

@@ -9,12 +9,10 @@ from typing import Any
 
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
+from memcallback.core.validation import DEFAULT_HEADROOM as DEFAULT_HEADROOM
+from memcallback.core.validation import DEFAULT_MULTIPLE as DEFAULT_MULTIPLE
 from memcallback.core.validation import whole_number
 
-DEFAULT_HEADROOM = 0.05
-#: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication
-#: Background User's Guide).
-DEFAULT_MULTIPLE = 8
 _NUM_RANKS_NAMED = 8
 
 
@@ -265,17 +263,17 @@ class BatchSizeAdvice(Printable):
         if self.batch_size == self.largest:
             return ""
         bounds = self.bounds
-        found = []
+        reasons = []
         if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
-            found.append(f"max_batch_size {bounds.max_batch_size:,}")
+            reasons.append(f"max_batch_size {bounds.max_batch_size:,}")
         if (
             bounds.dataset_size is not None
             and bounds.dataset_size // bounds.num_batches < self.largest
         ):
-            found.append(f"the dataset has {bounds.dataset_size:,} samples")
+            reasons.append(f"the dataset has {bounds.dataset_size:,} samples")
         if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
-            found.append(f"a multiple of {bounds.multiple_of}")
-        return f"; {', '.join(found)}; {self.largest:,} fit"
+            reasons.append(f"a multiple of {bounds.multiple_of}")
+        return f"; {', '.join(reasons)}; {self.largest:,} fit"
 
     def to_table(self) -> Table:
         """The peak at each batch size of the curve and at the limit without a retry."""
@@ -302,7 +300,7 @@ class BatchSizeAdvice(Printable):
         )
 
     def document(self) -> Document:
-        """The suggestion, both limits, what is not included, and the curve."""
+        """The suggestion, both limits, what it does not include, and the curve."""
         lines = [self.sentence()]
         if self.limit_without_retry is not None:
             at_all = "" if self.limit is None else f", {self.limit:,} with retries"

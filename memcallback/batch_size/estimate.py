@@ -9,7 +9,6 @@ from math import ceil
 
 from memcallback.batch_size.advice import (
     DEFAULT_BOUNDS,
-    DEFAULT_HEADROOM,
     BatchSizeAdvice,
     BatchSizeBounds,
     RankBatchSize,
@@ -17,7 +16,7 @@ from memcallback.batch_size.advice import (
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
-from memcallback.core.validation import share
+from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.search import BatchReplays
@@ -203,7 +202,7 @@ def suggest(
     headroom: float = DEFAULT_HEADROOM,
 ) -> BatchSizeAdvice | None:
     """The largest batch size that `estimate` finds, in numbers."""
-    found = estimate(
+    result = estimate(
         measured=measured,
         predicted=predicted,
         always_held_bytes=always_held_bytes,
@@ -211,7 +210,7 @@ def suggest(
         outside_bytes=outside_bytes,
         headroom=headroom,
     )
-    return None if found is None else found.advice()
+    return None if result is None else result.advice()
 
 
 def estimate(

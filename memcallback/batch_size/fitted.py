@@ -158,7 +158,7 @@ class FittedBatchSize(Printable):
         trials: The sizes that were run, in order.
         device_name: The device.
         capacity_bytes: The memory that was planned for.
-        outside_bytes: Of it, what is used by others than this process's allocator.
+        outside_bytes: The part of it that is used outside this process's allocator.
         headroom: The fraction of the capacity that a predicted size leaves free; half of it is left
             when validation has run.
         counts: Which memory is meant: `reserved`, on a CPU `allocated`.
@@ -192,8 +192,8 @@ class FittedBatchSize(Printable):
     def corrections(self) -> tuple[str, ...]:
         """Where a trial has changed what was to be tried, one sentence each."""
         return tuple(
-            f"{_ran(one)} {after.batch_size} was tried next."
-            for one, after in zip(self.trials, self.trials[1:], strict=False)
+            f"{_ran(before)} {after.batch_size} was tried next."
+            for before, after in zip(self.trials, self.trials[1:], strict=False)
         )
 
     def sentence(self) -> str:
@@ -273,12 +273,12 @@ def nothing_fits(
 def _way_out(prediction: StepPrediction | None) -> str:
     """What would make one sample fit, by the categories live at its predicted peak."""
     try:
-        found = {} if prediction is None else prediction.at(1).by_category
+        by_category = {} if prediction is None else prediction.at(1).by_category
     except ValueError:
-        found = {}
-    held = sum(found.get(category, 0) for category in _HELD)
-    rest = sum(found.values()) - held
-    if not found:
+        by_category = {}
+    held = sum(by_category.get(category, 0) for category in _HELD)
+    rest = sum(by_category.values()) - held
+    if not by_category:
         return (
             "A smaller model, a precision of 16 bits or recomputing activations "
             "(torch.utils.checkpoint) takes less."

@@ -18,22 +18,22 @@ _NUM_BUCKETS = 8
 
 
 def sequence_lengths_of(
-    given: Iterable[object], step: TrainingStep
+    source: Iterable[object], step: TrainingStep
 ) -> tuple[tuple[int, ...], bool]:
-    """How long sequences can be: the numbers themselves, or what the batches of a data loader say.
+    """How long sequences can be: the numbers themselves, or those of a data loader's batches.
 
     The sequences of a batch are as long as its tensors are where those of the step's own batch are
     as long as its `sequence_length` (dimensions but the first); of several the longest counts. The
     batches are read once; random number generators stay as they are.
     """
-    if not isinstance(given, Iterable):
+    if not isinstance(source, Iterable):
         raise TypeError(
-            f"sequence_lengths must be lengths or a data loader, got {described(given)}. Give one "
+            f"sequence_lengths must be lengths or a data loader, got {described(source)}. Give one "
             "length as [512]."
         )
     numbers, lengths = set[int](), set[int]()
-    with untouched_globals(), _untouched_generators(given):
-        for item in given:
+    with untouched_globals(), _untouched_generators(source):
+        for item in source:
             if isinstance(item, Integral):
                 numbers.add(int(item))
             else:
@@ -50,9 +50,9 @@ def _untouched_generators(loader: object) -> Iterator[None]:
     """Give back the generators of a data loader and its sampler as they were."""
     holders = (loader, getattr(loader, "sampler", None))
     generators = [
-        one
+        generator
         for holder in holders
-        if isinstance(one := getattr(holder, "generator", None), torch.Generator)
+        if isinstance(generator := getattr(holder, "generator", None), torch.Generator)
     ]
     states = [generator.get_state() for generator in generators]
     try:
@@ -69,7 +69,7 @@ def _length_of(batch: object, step: TrainingStep) -> int:
             "dimensions of its own are the sequences. Give TrainingStep(..., sequence_length=...): "
             "how long those of its batch are."
         )
-    own, shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (step.batch, batch))
+    own, shapes = ([tensor.shape for tensor in tensors_in(nest)] for nest in (step.batch, batch))
     if [len(shape) for shape in shapes] != [len(shape) for shape in own]:
         raise ValueError(
             f"A batch of sequence_lengths has tensors of shapes {_text(shapes)}, and that of the "
@@ -78,8 +78,8 @@ def _length_of(batch: object, step: TrainingStep) -> int:
         )
     pairs = (
         (size, other)
-        for one, another in zip(own, shapes, strict=True)
-        for size, other in zip(one[1:], another[1:], strict=True)
+        for own_shape, shape in zip(own, shapes, strict=True)
+        for size, other in zip(own_shape[1:], shape[1:], strict=True)
     )
     return max(other for size, other in pairs if size == step.sequence_length)
 

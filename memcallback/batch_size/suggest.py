@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from memcallback.batch_size.advice import (
-    DEFAULT_HEADROOM,
-    DEFAULT_MULTIPLE,
     BatchSizeAdvice,
     BatchSizeBounds,
     RankBatchSize,
@@ -19,6 +17,7 @@ from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Kind
+from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve, used_by_others_bytes
 from memcallback.prediction.batch_trace import BatchDependentPath
@@ -54,7 +53,7 @@ def suggest_batch_size(
 
     All ranks of a job have one batch size, the smallest of what each could have alone. Each stage
     of a pipeline is predicted (its batch size is that of a microbatch), and so is a rank on each
-    kind of device. In other jobs the step's own rank stands for all. If a function makes the
+    kind of device. In other jobs the step's own rank represents all. If a function makes the
     pipeline, the number of its copies is unknown: give it as `world_size`, by default one.
 
     Args:
@@ -78,7 +77,7 @@ def suggest_batch_size(
         progress: As for `predict`.
 
     Returns:
-        The advice; its `leaves_out` says what is not included.
+        The advice; its `leaves_out` lists what it does not include.
 
     Raises:
         PredictionError: As `predict`; also if only the step's own batch size can be traced, or
@@ -154,20 +153,20 @@ class _Job:
 
 def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
     """The kinds of ranks to predict, so that every rank is covered."""
-    ranks: Ranks | None = getattr(step, "ranks", None)  # `predict` refuses what is not a step
+    ranks: Ranks | None = getattr(step, "ranks", None)  # `predict` refuses anything but a step
     if isinstance(device, Sequence) and not isinstance(device, str):
-        given, is_list = list(device), True
+        listed, is_list = list(device), True
     else:
-        given, is_list = [device], False
-    if is_list and (not given or (ranks is not None and len(given) != ranks.world_size)):
+        listed, is_list = [device], False
+    if is_list and (not listed or (ranks is not None and len(listed) != ranks.world_size)):
         expected = (
             "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
         )
         raise ValueError(
-            f"device is a list of {len(given)} devices, and must have {expected}. Give one device "
+            f"device is a list of {len(listed)} devices, and must have {expected}. Give one device "
             "if all ranks have the same."
         )
-    devices = dict(enumerate(resolve(one) for one in given))
+    devices = dict(enumerate(resolve(named) for named in listed))
     if ranks is None:
         return _Job(
             kinds=_kinds_of({0: step}, devices),
@@ -231,13 +230,13 @@ def _for_one(
     if measured is not None:
         _check_measured(measured, prediction)
 
-    def estimate_of(one: Prediction) -> Estimate | None:
-        if one.capacity_bytes is None:
+    def estimate_of(prediction: Prediction) -> Estimate | None:
+        if prediction.capacity_bytes is None:
             return None
         return estimate_from_trace(
-            one,
+            prediction,
             measured,
-            capacity_bytes=one.capacity_bytes,
+            capacity_bytes=prediction.capacity_bytes,
             outside_bytes=outside,
             headroom=headroom,
             bounds=bounds,
@@ -262,14 +261,14 @@ def _for_one(
     return estimate, by_length
 
 
-def _world_size(given: int | None, known: int, *, is_sure: bool) -> int:
-    if given is None:
+def _world_size(wanted: int | None, known: int, *, is_sure: bool) -> int:
+    if wanted is None:
         return known
-    if is_sure and given != known:
+    if is_sure and wanted != known:
         raise ValueError(
-            f"world_size is {given}, but {known} ranks have a batch of their own. Leave it out."
+            f"world_size is {wanted}, but {known} ranks have a batch of their own. Leave it out."
         )
-    return given
+    return wanted
 
 
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
@@ -278,7 +277,7 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
     )
     if measured.kind is Kind.MEASURED and not measured.is_warm_up and not is_other_device:
         return
-    what = (
+    kind = (
         "a predicted step"
         if measured.kind is not Kind.MEASURED
         else "a warm-up step"
@@ -286,7 +285,7 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
         else "a step"
     )
     raise ValueError(
-        f"measured is {what} on {measured.device_name}; it must be a steady step measured on "
+        f"measured is {kind} on {measured.device_name}; it must be a steady step measured on "
         f"{prediction.device_name}. Give recorder.steady of a training there, or leave it out."
     )
 

@@ -55,12 +55,13 @@ class Document:
         self.blocks: tuple[Block, ...] = tuple(chain.from_iterable(map(_blocks, parts)))
 
     def text(self) -> str:
-        """Lines for a console; blank lines set tables and headings off from what is around them."""
+        """Lines for a console, with blank lines around tables and before headings."""
         lines: list[str] = []
         for position, block in enumerate(self.blocks):
             neighbours = self.blocks[max(0, position - 1) : position + 1]
             if position and (
-                isinstance(block, Heading) or any(isinstance(one, Table) for one in neighbours)
+                isinstance(block, Heading)
+                or any(isinstance(neighbour, Table) for neighbour in neighbours)
             ):
                 lines.append("")
             lines += block.text_lines()

@@ -91,7 +91,7 @@ def walk(
 
 def tensors_in(obj: object) -> Iterator[torch.Tensor]:
     """Every tensor in a nesting of mappings, sequences, sets, dataclasses and objects, in order."""
-    return (found for found in walk([obj], _children) if isinstance(found, torch.Tensor))
+    return (item for item in walk([obj], _children) if isinstance(item, torch.Tensor))
 
 
 def _children(obj: object) -> list[object] | None:
@@ -115,16 +115,16 @@ def _children(obj: object) -> list[object] | None:
 
 def attributes(obj: object) -> dict[str, object]:
     """An object's own attributes, in `__dict__` and slots, read past its `__getattr__`."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     with suppress(Exception):
         own = object.__getattribute__(obj, "__dict__")
         if type(own) is dict:
-            found.update((name, value) for name, value in own.items() if type(name) is str)
+            values.update((name, value) for name, value in own.items() if type(name) is str)
     kind: type = type(obj)
     for name, member in _slots(kind):
         with suppress(AttributeError):  # an empty slot
-            found[name] = member.__get__(obj)
-    return found
+            values[name] = member.__get__(obj)
+    return values
 
 
 @cache

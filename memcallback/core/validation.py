@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+#: The fraction of a device's memory that a suggested batch size leaves free.
+DEFAULT_HEADROOM = 0.05
+#: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication
+#: Background User's Guide).
+DEFAULT_MULTIPLE = 8
 #: The shortest sequence length that can be varied: four lengths are traced.
 MIN_SEQUENCE_LENGTH = 4
 
@@ -47,6 +51,8 @@ def _number(name: str, value: object, hint: str) -> float:
 
 def cannot_take(function: Callable[..., Any], num_arguments: int) -> str | None:
     """Why a function cannot be called with so many arguments; None if it can, or is unknown."""
+    import inspect  # here, because the command line's help does without it
+
     try:
         # The wrapper's own signature: it may pass more arguments on to what it wraps.
         signature = inspect.signature(function, follow_wrapped=False)

@@ -137,7 +137,7 @@ _ARCHITECTURES = {
 #: Shared memory of a block that does not opt in for more, on every card since Fermi. Source: the
 #: same guide, "Shared Memory".
 _SHARED_MEMORY_PER_BLOCK_BYTES = 48 << 10
-#: Kind -> its cards, first the one that the kind's name alone stands for.
+#: Kind -> its cards, first the one that the kind's name alone means.
 #:
 #: Each card: the driver's name, compute capability, multiprocessors, memory in MiB, KiB of L2
 #: cache, MHz of the multiprocessors' largest boost and of the memory. Sources:

@@ -145,7 +145,7 @@ def limit_bytes(device: torch.device) -> int | None:
 def usable_bytes(
     device: torch.device, capacity_bytes: int | None, outside_bytes: int
 ) -> int | None:
-    """The device's capacity, or the allocator's limit plus what is used outside it if smaller."""
+    """The device's capacity, or, if smaller, the allocator's limit plus other use."""
     limit = limit_bytes(device)
     if limit is None or capacity_bytes is None:
         return capacity_bytes

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.core.code_lines import frames_of
 from memcallback.core.errors import fail_safe
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
+from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress

@@ -72,7 +72,7 @@ class BatchTrace:
         num_samples = second.batch_size - first.batch_size
         if num_samples == 0:
             raise ValueError(
-                f"both traces are at batch size {first.batch_size}; two batch sizes tell a line: "
+                f"both traces are at batch size {first.batch_size}; a line needs two batch sizes: "
                 "trace another one"
             )
         for number, (ours, theirs) in enumerate(zip(first.items, second.items, strict=False)):
@@ -194,8 +194,8 @@ class BatchTrace:
             ours, theirs = self.at(check.batch_size).events, check.trace.events
         except UnknownBatchSize as error:
             raise BatchDependentPath(str(error)) from error
-        for position, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            if one != other:
+        for position, (our_event, their_event) in enumerate(zip(ours, theirs, strict=False)):
+            if our_event != their_event:
                 raise _check_fails(
                     check.batch_size, event_text(ours, position), event_text(theirs, position)
                 )
@@ -207,7 +207,7 @@ class BatchTrace:
 def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[float, ...]]:
     """How dimensions grow per sample; a tensor with another number of dimensions stays as it is."""
     num_samples = second.batch_size - first.batch_size
-    found = {}
+    all_slopes = {}
     for number, origin in first.origins.items():
         other = second.origins.get(number)
         if (
@@ -215,11 +215,11 @@ def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[floa
             and origin.shape != other.shape
             and len(origin.shape) == len(other.shape)
         ):
-            found[number] = tuple(
+            all_slopes[number] = tuple(
                 (more - size) / num_samples
                 for size, more in zip(origin.shape, other.shape, strict=True)
             )
-    return found
+    return all_slopes
 
 
 def _path_depends(first: TracedStep, second: TracedStep, index: int) -> BatchDependentPath:

@@ -65,7 +65,7 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
     A step predicted for a CPU is compared at phase boundaries alone: its peaks leave out temporary
     memory inside operators.
     """
-    found: list[Difference | None] = []
+    result: list[Difference | None] = []
     has_peaks = predicted.peak_reserved_bytes is not None
     for phase, ours in predicted.phases.items():
         theirs = measured.phases.get(phase)
@@ -74,24 +74,26 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
         at_boundaries = [
             _beyond(
                 f"allocated at the {moment} of {phase.label}",
-                one.allocated_bytes,
+                predicted_moment.allocated_bytes,
                 other.allocated_bytes,
-                _carrier(one, other),
+                _carrier(predicted_moment, other),
             )
-            for moment, one, other in (
+            for moment, predicted_moment, other in (
                 ("start", ours.start, theirs.start),
                 ("end", ours.end, theirs.end),
             )
         ]
-        found += at_boundaries
+        result += at_boundaries
         if has_peaks:
             # A difference at neither boundary is memory that came and went within the phase.
             whole = max(
-                (one for one in at_boundaries if one), key=lambda one: one.size_bytes, default=None
+                (difference for difference in at_boundaries if difference),
+                key=lambda difference: difference.size_bytes,
+                default=None,
             )
             more = (theirs.peak_allocated_bytes or 0) - (ours.peak_allocated_bytes or 0)
             carrier = whole.carrier if whole else (INSIDE, more)
-            found.append(
+            result.append(
                 _beyond(
                     f"peak allocated in {phase.label}",
                     ours.peak_allocated_bytes,
@@ -105,7 +107,7 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
         and measured_reserved is not None
         and abs(reserved - measured_reserved) > RESERVED_SHARE * measured_reserved
     ):
-        found.append(
+        result.append(
             Difference(
                 where="peak reserved",
                 predicted_bytes=reserved,
@@ -113,7 +115,7 @@ def differences(predicted: StepMemory, measured: StepMemory) -> tuple[Difference
                 carrier=_reserved_carrier(predicted, measured),
             )
         )
-    return tuple(difference for difference in found if difference is not None)
+    return tuple(difference for difference in result if difference is not None)
 
 
 def _reserved_carrier(predicted: StepMemory, measured: StepMemory) -> tuple[str, int]:

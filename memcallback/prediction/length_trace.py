@@ -37,8 +37,8 @@ def lengths_to_trace(sequence_length: int) -> tuple[int, int, int, int]:
 
     None is longer than the step's own, since models have a longest length. From 32 on they are
     alike modulo 8, and powers of two from 64 on get eighths: 8/8, 6/8, 4/8, 3/8. That far apart
-    they tell a size that is rounded up to a power of two from a polynomial, but for steps as long
-    as the sequence, up to which it looks constant.
+    they distinguish a size rounded up to a power of two from a polynomial, unless its rounding
+    steps are as long as the sequence: then it looks constant.
     """
     if sequence_length >= 8 * _ALIGNMENT:
         parts = sequence_length // _ALIGNMENT
@@ -77,7 +77,7 @@ class SequenceLengthTrace:
         """Fit a parabola through the numbers at three sequence lengths; a fourth checks it."""
         if len(traces) != 3:
             raise ValueError(
-                f"a parabola is told by traces at three sequence lengths, got {len(traces)}: "
+                f"a parabola needs traces at three sequence lengths, got {len(traces)}: "
                 f"{sorted(traces)}"
             )
         if len({(trace.batch_size, trace.slopes is None) for trace in traces.values()}) > 1:
@@ -175,8 +175,8 @@ class SequenceLengthTrace:
     def _align(self, length: int, trace: BatchTrace) -> None:
         """Raise unless a trace is that at the longest length in all but numbers."""
         ours, theirs = self._longest.traced, trace.traced
-        for index, (one, other) in enumerate(zip_longest(ours.items, theirs.items)):
-            if one is None or other is None or not is_same(one, other):
+        for index, (our_item, their_item) in enumerate(zip_longest(ours.items, theirs.items)):
+            if our_item is None or their_item is None or not is_same(our_item, their_item):
                 raise self._path_depends(length, item_text(ours, index), item_text(theirs, index))
 
     def _reproduce(self, length: int, check: TracedStep) -> None:

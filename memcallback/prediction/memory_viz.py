@@ -36,9 +36,9 @@ def dump_snapshot(prediction: Prediction, path: str | Path) -> None:
 
     Open it at https://pytorch.org/memory_viz, or with `python -m torch.cuda._memory_viz`.
     """
-    made = snapshot(prediction)
+    history = snapshot(prediction)
     with Path(path).open("wb") as file:
-        pickle.dump(made, file)
+        pickle.dump(history, file)
 
 
 class _Recorder:

@@ -36,10 +36,10 @@ class StepSpans:
     @property
     def saved_bytes(self) -> Mapping[str, int]:
         """Block bytes of the saved activations, by the module that was running."""
-        found: Counter[str] = Counter()
+        by_module: Counter[str] = Counter()
         for live in self.saved:
-            found[live.alloc.module] += live.block_bytes
-        return found
+            by_module[live.alloc.module] += live.block_bytes
+        return by_module
 
 
 def last_step(trace: AllocationTrace, block_bytes: Mapping[int, int]) -> StepSpans:

@@ -105,11 +105,13 @@ def predict_without_limits(
             "loss=..., optimizer=...)."
         )
     spec = _with_communication(resolve(device), step)
-    given = step.check_predictable()
+    own_batch_size = step.check_predictable()
     wanted = (
-        given
+        own_batch_size
         if batch_size is None
-        else whole_number("batch_size", batch_size, f"Leave it out for the batch's own, {given}.")
+        else whole_number(
+            "batch_size", batch_size, f"Leave it out for the batch's own, {own_batch_size}."
+        )
     )
     length = step.sequence_length
     if sequence_length is not None:
@@ -186,8 +188,8 @@ class Traces:
     @property
     def has_samples(self) -> bool:
         """Whether the batch can be resized to another number of samples."""
-        given = self._step.batch_size.batch_size
-        return given is not None and has_samples(self._step.batch, given)
+        batch_size = self._step.batch_size.batch_size
+        return batch_size is not None and has_samples(self._step.batch, batch_size)
 
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The trace at a batch size and sequence length."""

@@ -254,7 +254,7 @@ class Prediction(Printable):
         )
 
     def document(self) -> Document:
-        """Each phase, what is live at the peak, whether it fits, and what was assumed."""
+        """Each phase, the memory live at the peak, whether it fits, and the assumptions."""
         return Document(
             phase_table(self.steps, self.sequence_length),
             peak_table(

@@ -152,7 +152,7 @@ def live_at(
         for alloc in not_freed(events[: position + 1])
         if alloc.size_bytes
     ]
-    return tuple(sorted(live, key=lambda one: one.block_bytes, reverse=True))
+    return tuple(sorted(live, key=lambda item: item.block_bytes, reverse=True))
 
 
 class _Replayer(Generic[_Block]):
@@ -219,13 +219,13 @@ class _Replayer(Generic[_Block]):
 
     def latest(self, numbers: Set[int], window: Window) -> list[Alloc]:
         """The last allocations with these ids before a window's end, in order of allocation."""
-        found: list[Alloc] = []
+        allocs: list[Alloc] = []
         events = islice(reversed(self.events), len(self.events) - window.stop, None)
-        while len(found) < len(numbers):
+        while len(allocs) < len(numbers):
             event = next(events)
             if type(event) is Alloc and event.id in numbers:
-                found.append(event)
-        return found[::-1]
+                allocs.append(event)
+        return allocs[::-1]
 
     def play(self, start: int, stop: int) -> None:
         """Replay a part of the events."""

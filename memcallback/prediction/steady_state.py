@@ -77,12 +77,12 @@ def pairs_of(freed: Sequence[Alloc], left: Sequence[Alloc]) -> list[tuple[int, i
 def _by_kind(storages: Sequence[Alloc]) -> dict[Hashable, int]:
     """The kind of each allocation and its index within that kind -> its id."""
     counts: Counter[Hashable] = Counter()
-    found: dict[Hashable, int] = {}
+    ids: dict[Hashable, int] = {}
     for alloc in storages:
         kind = (alloc.size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
-        found[kind, counts[kind]] = alloc.id
+        ids[kind, counts[kind]] = alloc.id
         counts[kind] += 1
-    return found
+    return ids
 
 
 def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tuple[str, ...]:

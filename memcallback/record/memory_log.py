@@ -7,12 +7,11 @@ from types import TracebackType
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.core.errors import fail_safe
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.torch_private import tree_map_only
 from memcallback.core.types import Phase
-from memcallback.core.validation import described, whole_number
+from memcallback.core.validation import DEFAULT_HEADROOM, described, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import check_headroom
 from memcallback.core.document import for_console
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import CATALOGUE, Device
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress

@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.core.module_table import ModuleInfo, ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, Holdings, StepMemory
 from memcallback.core.types import Phase
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.local import default_device
 from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
 from memcallback.diagnose.out_of_memory.explain import OomContext

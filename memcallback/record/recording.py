@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, StepMemory, larger, largest
 from memcallback.core.types import Phase
+from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.report.report import Report

@@ -261,16 +261,16 @@ def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.N
     from matplotlib.patches import Patch
 
     tables = [table, other] if other else [table]
-    counts = Counter(module.kind for one in tables for module in one.ran if module.kept_bytes)
+    counts = Counter(module.kind for shown in tables for module in shown.ran if module.kept_bytes)
     colours = dict(zip((kind for kind, _ in counts.most_common()), _CLASS_COLOURS, strict=False))
-    unit, unit_name = _unit(max((one[""].kept_bytes or 0 for one in tables), default=0))
+    unit, unit_name = _unit(max((shown[""].kept_bytes or 0 for shown in tables), default=0))
     figure = Figure(figsize=(13, 3.8 * len(tables)), dpi=100, layout="constrained")
-    for axes, one in zip(
+    for axes, shown in zip(
         figure.subplots(len(tables), squeeze=False, sharex=True)[:, 0], tables, strict=True
     ):
-        total_bytes = max(one[""].kept_bytes or 0, 1)
+        total_bytes = max(shown[""].kept_bytes or 0, 1)
         num_levels = 0
-        for module, level, left, width in _boxes(one):
+        for module, level, left, width in _boxes(shown):
             num_levels = max(num_levels, level + 1)
             colour = colours.get(module.kind, _REST_COLOUR)
             axes.barh(
@@ -302,8 +302,8 @@ def module_icicle(table: ModuleTable, other: ModuleTable | None = None) -> npt.N
         axes.set_yticks([])
         axes.set_xlim(0, max(box[3] for each in tables for box in _boxes(each)) / unit or 1)
         axes.set_title(
-            f"Kept after the forward pass by module, batch size {one.batch_size or 'unknown'}, "
-            f"{one.device_name}, {one.step_kind.value}"
+            f"Kept after the forward pass by module, batch size {shown.batch_size or 'unknown'}, "
+            f"{shown.device_name}, {shown.step_kind.value}"
         )
     axes.set_xlabel(f"allocated ({unit_name})")
     figure.legend(

@@ -35,11 +35,11 @@ class Writers:
         #: Failures warned of: a full disk stays full for a while.
         self._warned: set[str] = set()
         if not self._loggers and own_log_dir is not None:
-            what, hint = (
+            action_name, hint = (
                 f"write to {str(own_log_dir)!r}",
                 "Set default_root_dir of the Trainer to a folder that can be written.",
             )
-            self._attempt(what, hint, self._open_own, own_log_dir)
+            self._attempt(action_name, hint, self._open_own, own_log_dir)
         for logger in loggers:
             self._attempt(
                 f"open {_name(logger)}",
@@ -50,10 +50,10 @@ class Writers:
 
     def write_layout(self, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
         """Write the dashboard layout to every TensorBoard run."""
-        what, hint = "write the layout of a TensorBoard run", "Check the run's folder."
+        action_name, hint = "write the layout of a TensorBoard run", "Check the run's folder."
         for log_dir in self._log_dirs:
             self._attempt(
-                what, hint, write_layout, log_dir, has_band=has_band, rank_bands=rank_bands
+                action_name, hint, write_layout, log_dir, has_band=has_band, rank_bands=rank_bands
             )
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
@@ -68,12 +68,12 @@ class Writers:
                 step,
             )
         for logger in list(self._loggers):
-            what = f"log {len(points)} float metrics to {_name(logger)}"
+            action_name = f"log {len(points)} float metrics to {_name(logger)}"
             hint = (
                 f"{_name(logger)} gets no more memory values. "
                 "Use a logger whose log_metrics takes a dict of floats."
             )
-            if not self._attempt(what, hint, logger.log_metrics, dict(points), step=step):
+            if not self._attempt(action_name, hint, logger.log_metrics, dict(points), step=step):
                 self._loggers.remove(logger)
 
     def log_text(self, tag: str, markdown: str, step: int) -> None:

@@ -348,9 +348,9 @@ def _frozen(model: nn.Module, batch: Any) -> Any:
 def _smaller_input(step: TrainingStep) -> Iterator[Saving]:
     """Images of half the side, or sequences of half the length."""
     tensors = list(tensors_in(step.batch))
-    images = [one for one in tensors if one.dim() == 4 and one.is_floating_point()]
-    tokens = [one for one in tensors if one.dim() == 2 and not one.is_floating_point()]
-    length = step.sequence_length or next((one.shape[1] for one in tokens), 0)
+    images = [tensor for tensor in tensors if tensor.dim() == 4 and tensor.is_floating_point()]
+    tokens = [tensor for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
+    length = step.sequence_length or next((tensor.shape[1] for tensor in tokens), 0)
     if images:
         halved = partial(_half_the_side, {tuple(image.shape[-2:]) for image in images})
         name, part = "images of half the side", "image"

@@ -144,7 +144,7 @@ def _check_name(name: object) -> None:
     names = [name] if isinstance(name, str) else name
     hint = "Leave it out to find modules automatically."
     if not isinstance(names, (list, tuple, Mapping)) or not all(
-        isinstance(one, str) for one in names
+        isinstance(module_name, str) for module_name in names
     ):
         raise TypeError(
             "name must be the name of a module, a list of several, or numbers of segments by name, "

@@ -8,10 +8,9 @@ from itertools import combinations
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.estimate import check_headroom, estimate
 from memcallback.core.errors import PredictionError
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve, used_by_others_bytes
 from memcallback.prediction.predict import predict_once, predict_without_limits
@@ -199,7 +198,7 @@ class _Trial:
             )
             for prediction in predictions
         ]
-        largest = [found.largest for found in estimates if found is not None]
+        largest = [each.largest for each in estimates if each is not None]
         return replace(
             row,
             peak_allocated_bytes=worst.peak_allocated_bytes,

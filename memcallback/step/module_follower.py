@@ -1,7 +1,7 @@
 """Follows which module is running, forward and backward, through hooks.
 
 Module hooks follow the forward pass. For the backward pass, autograd numbers its nodes in the order
-of their creation, so a node's number tells which module created it in its forward pass. The first
+of their creation, so a node's number shows which module created it in its forward pass. The first
 node of each stretch of such nodes gets a hook that runs before it. Module hooks for the backward
 pass are not used: PyTorch adds nodes of its own to the graph for them, and forbids in-place
 operations.

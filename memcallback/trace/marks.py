@@ -97,18 +97,20 @@ class TraceMarks:
         with DisableTorchFunction():
             return module_infos([self._model])
 
-    def add_model(self, places: Iterable[str]) -> None:
+    def add_model(self, device_types: Iterable[str]) -> None:
         """Record parameters and buffers, each on a type of device, in the order of moving."""
         with DisableTorchFunction(), self._mode.unrecorded():
-            for (name, tensor), place in zip(in_order_of_moving(self._model), places, strict=True):
-                is_host = self._mode.spec is not None and place in ("cpu", "meta")
+            for (name, tensor), device_type in zip(
+                in_order_of_moving(self._model), device_types, strict=True
+            ):
+                is_host = self._mode.spec is not None and device_type in ("cpu", "meta")
                 category = Category.BUFFER
                 if isinstance(tensor, nn.Parameter):
                     category = Category.PARAMETER
                 for part in dense_parts(tensor):
                     if self._ledger.find(part) is None:
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
-                        entry.module, entry.is_meta = name, is_host and place == "meta"
+                        entry.module, entry.is_meta = name, is_host and device_type == "meta"
 
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Record optimizer state; a step count is on the host unless a kernel reads it."""

@@ -254,7 +254,8 @@ def test_that_a_longer_sequence_was_not_tried_is_said():
 def test_three_lengths_at_the_same_batch_sizes_are_needed():
     traces = {length: BatchTrace.single(attention(length, 2)) for length in (64, 48)}
     with pytest.raises(
-        ValueError, match=re.escape("told by traces at three sequence lengths, got 2: [48, 64]")
+        ValueError,
+        match=re.escape("a parabola needs traces at three sequence lengths, got 2: [48, 64]"),
     ):
         SequenceLengthTrace.fit(traces)
     with pytest.raises(

@@ -84,9 +84,9 @@ def _like(
     )
 
 
-def _put(sparse: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+def _put(sparse: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Give a sparse tensor the parts of another one."""
-    sparse.data = made
+    sparse.data = source
     return sparse
 
 
@@ -135,27 +135,27 @@ def _add_into(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any) -> torch.Te
     return dense
 
 
-def _sum_of_sparse(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor:
+def _sum_of_sparse(input: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor:
     """`add_out_sparse_cuda`: the elements of both, coalesced if they exceed the tensor's size."""
     values = other._values() if alpha == 1 else other._values() * alpha
-    indices = torch.cat([one._indices(), other._indices()], 1)
-    made = _like(one, indices, torch.cat([one._values(), values]), is_coalesced=False)
-    return made.coalesce() if made._nnz() > math.prod(made.shape) else made
+    indices = torch.cat([input._indices(), other._indices()], 1)
+    total = _like(input, indices, torch.cat([input._values(), values]), is_coalesced=False)
+    return total.coalesce() if total._nnz() > math.prod(total.shape) else total
 
 
-def _add(one: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _add(input: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
     return (
-        _add_into(one.clone(), other, alpha)
-        if one.layout is torch.strided
-        else _sum_of_sparse(one, other, alpha)
+        _add_into(input.clone(), other, alpha)
+        if input.layout is torch.strided
+        else _sum_of_sparse(input, other, alpha)
     )
 
 
-def _add_(one: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _add_(input: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
     return (
-        _add_into(one, other, alpha)
-        if one.layout is torch.strided
-        else _put(one, _sum_of_sparse(one, other, alpha))
+        _add_into(input, other, alpha)
+        if input.layout is torch.strided
+        else _put(input, _sum_of_sparse(input, other, alpha))
     )
 
 
@@ -172,9 +172,9 @@ def _times(sparse: torch.Tensor, other: Any) -> torch.Tensor:
     return _like(sparse, indices, sparse._values() * other)
 
 
-def _mul(one: Any, other: Any) -> torch.Tensor:
-    is_first = isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo
-    return _times(one, other) if is_first else _times(other, one)
+def _mul(input: Any, other: Any) -> torch.Tensor:
+    is_first = isinstance(input, torch.Tensor) and input.layout is torch.sparse_coo
+    return _times(input, other) if is_first else _times(other, input)
 
 
 def _div(sparse: torch.Tensor, other: Any, **options: object) -> torch.Tensor:
@@ -261,9 +261,9 @@ def _searched(sparse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         del sizes[1]
     scratch += [indices.new_empty(size) for size in sizes]
     indices.new_empty(1)
-    made = _like(mask, mask._indices().clone(), mask._values().new_empty(mask._values().shape))
+    result = _like(mask, mask._indices().clone(), mask._values().new_empty(mask._values().shape))
     del scratch
-    return made
+    return result
 
 
 def _to_dense(
@@ -323,21 +323,21 @@ def _product_into(result: torch.Tensor, sparse: torch.Tensor, dense: torch.Tenso
 
 
 def _addmm(
-    bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any
+    bias: torch.Tensor, matrix: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any
 ) -> torch.Tensor:
-    if one.layout is not torch.sparse_coo or other.layout is not torch.strided:
+    if matrix.layout is not torch.sparse_coo or other.layout is not torch.strided:
         raise NotImplementedError(
             "addmm is supported for a sparse first matrix and a dense second one. Make the others "
             "dense with to_dense()"
         )
-    return _product_into(bias.new_empty(one.shape[0], other.shape[1]), one, other)
+    return _product_into(bias.new_empty(matrix.shape[0], other.shape[1]), matrix, other)
 
 
-def _mm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _mm(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`_sparse_mm`: zeros plus the product; transposed if the second matrix is sparse."""
-    if one.layout is torch.strided:
-        return _mm(_transpose(other), one.t()).t()
-    return _addmm(other.new_zeros(one.shape[0], other.shape[1]), one, other)
+    if matrix.layout is torch.strided:
+        return _mm(_transpose(other), matrix.t()).t()
+    return _addmm(other.new_zeros(matrix.shape[0], other.shape[1]), matrix, other)
 
 
 def _mv(sparse: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:

@@ -52,13 +52,13 @@ def _foreach_norm(call: OpCall) -> Kernel | None:
     """
     tensors = call.arguments[0]
     order = call.arguments[1] if len(call.arguments) > 1 else 2
-    one = tensors[0]
-    same = all(t.dtype == one.dtype and t.numel() and _is_dense(t) for t in tensors)
+    first = tensors[0]
+    same = all(t.dtype == first.dtype and t.numel() and _is_dense(t) for t in tensors)
     if not same or order not in (1, 2, float("inf")):
         return None
     kernel = KernelBuilder()
     partial = kernel.alloc(
-        foreach_norm_bytes(accumulate_bytes(one.dtype), *(t.numel() for t in tensors))
+        foreach_norm_bytes(accumulate_bytes(first.dtype), *(t.numel() for t in tensors))
     )
     kernel.output(*range(len(call.outputs)))
     kernel.free(partial)
@@ -102,9 +102,9 @@ def _full_max(call: OpCall) -> Kernel | None:
         return None
     kernel = KernelBuilder()
     kernel.output(*range(len(call.outputs)))
-    one = dims and isinstance(dims[0], int)
-    chosen = [not one or d == dims[0] % max(x.ndim, 1) for d in range(x.ndim)]
-    size = 16 if one else 2 * x.element_size() if call.name == "aminmax" else x.element_size()
+    has_dim = dims and isinstance(dims[0], int)
+    chosen = [not has_dim or d == dims[0] % max(x.ndim, 1) for d in range(x.ndim)]
+    size = 16 if has_dim else 2 * x.element_size() if call.name == "aminmax" else x.element_size()
     add_reduction(kernel, call.device, Reducer(size), x.element_size(), x.shape, x.stride(), chosen)
     return kernel.build()
 

@@ -103,10 +103,10 @@ def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int
         kernel.free(alloc_sort(kernel, major, key_bytes, 8, length), numbers)
     elif rows < _MANY_ROWS:
         # `segmented_sort_pairs_by_full_sort`: sorts all values with their rows, then by row.
-        places, keys = kernel.alloc(x.numel() * 8), kernel.alloc(dense_bytes(x))
+        positions, keys = kernel.alloc(x.numel() * 8), kernel.alloc(dense_bytes(x))
         kernel.free(alloc_sort(kernel, major, key_bytes, 8, x.numel()), keys)
         tiles = -(-x.numel() // _ROW_TILES[min(max(major, 7), 9)])
-        kernel.free(kernel.alloc(2048 + tiles * 1024 + 256 + 255), places, numbers)
+        kernel.free(kernel.alloc(2048 + tiles * 1024 + 256 + 255), positions, numbers)
     else:
         kernel.free(kernel.alloc(segmented_sort_bytes(key_bytes, x.numel())), numbers)
 

@@ -31,7 +31,7 @@ _NUM_STEPS_WITH_RETRIES = 3
 _MAX_UNALLOCATED = 0.1
 #: Other processes need the device if they use at least this share of it.
 _NEEDED_BY_OTHERS = 0.05
-#: Where processes cannot be told apart, memory outside the allocator may be this process's own
+#: Where processes cannot be distinguished, memory outside the allocator may be this process's own
 #: libraries. They allocate buffers on first use (communication, kernels loaded late), up to about
 #: 1 GiB.
 _OWN_LIBRARIES_BYTES = 2 * GiB

@@ -45,17 +45,17 @@ class Saved:
 def graph_nodes(roots: Iterable[Any]) -> list[Any]:
     """All autograd nodes reachable from `roots`, in order of creation."""
     pending = list(roots)
-    found: dict[Any, None] = {}
+    nodes: dict[Any, None] = {}
     while pending:
         node = pending.pop()
-        if node is None or node in found:
+        if node is None or node in nodes:
             continue
-        found[node] = None
+        nodes[node] = None
         try:
             pending.extend(following for following, _ in node.next_functions)
         except Exception:  # an extension's node without next_functions
             continue
-    return sorted(found, key=lambda node: int(sequence_nr(node)))
+    return sorted(nodes, key=lambda node: int(sequence_nr(node)))
 
 
 def saved_tensors(nodes: Iterable[Any], modules: Mapping[int, str | None]) -> Iterator[Saved]:

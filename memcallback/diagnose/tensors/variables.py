@@ -91,7 +91,7 @@ class Scope:
 def scopes(frames: Iterable[FrameType]) -> list[Scope]:
     """The variables of frames, and the global ones of the user's files in which they run."""
     frames = [frame for frame in frames if not is_of_memcallback(frame.f_code.co_filename)]
-    found: list[Scope] = []
+    result: list[Scope] = []
     files = set()
     for frame in frames:
         code = frame.f_code
@@ -101,14 +101,14 @@ def scopes(frames: Iterable[FrameType]) -> list[Scope]:
             owner = f"variable '{{}}' in {file}"
         else:
             owner = f"local variable '{{}}' in {code.co_name}() of {file}"
-        found.append(Scope(values=variables(frame), owner=owner))
+        result.append(Scope(values=variables(frame), owner=owner))
     for frame in frames:
         filename = frame.f_code.co_filename
         if id(frame.f_globals) not in files and not is_library(filename):
             files.add(id(frame.f_globals))
             owner = f"variable '{{}}' in {Path(filename).name}"
-            found.append(Scope(values=dict(frame.f_globals), owner=owner))
-    return found
+            result.append(Scope(values=dict(frame.f_globals), owner=owner))
+    return result
 
 
 def scope_tensors(*searched: Scope) -> Iterator[tuple[str, torch.Tensor]]:

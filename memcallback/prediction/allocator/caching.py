@@ -115,7 +115,7 @@ class CachingAllocator:
             stream, is_small=is_small
         )
         block = pool.take(block_bytes, settings) or self._reserve(size_bytes, block_bytes, pool)
-        # Split off what is not needed (`alloc_found_block`).
+        # Split off the rest (`alloc_found_block`).
         free_bytes = block.size_bytes
         if free_bytes > block_bytes and settings.splits(
             block_bytes, free_bytes - block_bytes, is_small=is_small

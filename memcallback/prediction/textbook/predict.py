@@ -151,7 +151,7 @@ def _held(step: TrainingStep, caveats: list[str]) -> tuple[dict[Category, int], 
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             optimizers = step.optimizers_of(fake_copy(step.model, fake_mode))
-        states = [optimizer_state_bytes(one, device_type=device.type) for one in optimizers]
+        states = [optimizer_state_bytes(each, device_type=device.type) for each in optimizers]
     for optimizer, steady in zip(optimizers, states, strict=True):
         if steady is None:
             text = (

@@ -166,7 +166,7 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise _CannotBeFake(
-            f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can stand for "
+            f"A {kind.__name__} of a lazy module has no shape yet, so no fake tensor can replace "
             "it. Run the model once on a real batch first."
         )
     lengths = getattr(tensor, "_lengths", None)

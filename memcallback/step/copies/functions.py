@@ -110,13 +110,13 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
                 )
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(container: Any, other: Any) -> bool:
     """Whether two containers hold the same objects in the same order."""
-    if len(one) != len(other):
+    if len(container) != len(other):
         return False
-    if isinstance(one, dict) and not _is_same([*one.values()], [*other.values()]):
+    if isinstance(container, dict) and not _is_same([*container.values()], [*other.values()]):
         return False
-    return all(map(is_, one, other))
+    return all(map(is_, container, other))
 
 
 def functions_of(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> list[FunctionType]:

@@ -97,22 +97,22 @@ class _Resizer:
             copy_with(values[index % len(values)], _another)
             for index in range(len(values), self._new_batch_size)
         ]
-        made = type(values)([*own, *more])
-        self._single.update((id(tensor), tensor) for tensor in tensors_in(made))
-        return made
+        resized = type(values)([*own, *more])
+        self._single.update((id(tensor), tensor) for tensor in tensors_in(resized))
+        return resized
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Resize a tensor."""
         fake: Any = tensor if isinstance(tensor, FakeTensor) else tensor._values
         with fake.fake_mode, torch.no_grad():
             if tensor.layout is torch.jagged:
-                made = self._jagged(tensor)
+                resized = self._jagged(tensor)
             elif tensor.layout is torch.sparse_coo:
                 # The matrix of a graph has a row and a column for each sample.
-                made = resized_sparse(tensor, self._shape(tensor, tensor.sparse_dim()))
+                resized = resized_sparse(tensor, self._shape(tensor, tensor.sparse_dim()))
             else:
-                made = _empty_in_order_of(tensor, self._shape(tensor, 1))
-        return made.requires_grad_(tensor.requires_grad)
+                resized = _empty_in_order_of(tensor, self._shape(tensor, 1))
+        return resized.requires_grad_(tensor.requires_grad)
 
     def _shape(self, tensor: torch.Tensor, num_sample_dims: int) -> tuple[int, ...]:
         num_sample_dims = 0 if id(tensor) in self._single else num_sample_dims
@@ -158,13 +158,13 @@ def _with_items(value: Any, changed: Mapping[Any, object]) -> Any:
     if isinstance(value, (list, tuple)):
         items: list[Any] = [changed.get(index, item) for index, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    made = copy.copy(value)
+    result = copy.copy(value)
     for key, item in changed.items():
-        if isinstance(made, Mapping):
-            made[key] = item  # type: ignore[index]
+        if isinstance(result, Mapping):
+            result[key] = item  # type: ignore[index]
         else:
-            object.__setattr__(made, key, item)
-    return made
+            object.__setattr__(result, key, item)
+    return result
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def _not_in_pipeline(training: Training) -> str | None:
     step = training.step
     if step.accumulate > 1:
         return (
-            f"accumulate={step.accumulate} is not known: its microbatches are what is accumulated. "
+            f"accumulate={step.accumulate} is not known: a pipeline accumulates its microbatches. "
             "Leave it out, and give n_microbatches."
         )
     if len(step.losses) > 1:

@@ -157,7 +157,7 @@ def _resize(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _init_all_gather_outputs(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Label what is gathered as parameters of the running module."""
+    """Label gathered tensors as parameters of the running module."""
 
     def init(parameter: Any, *args: Any, **kwargs: Any) -> None:
         original(parameter, *args, **kwargs)

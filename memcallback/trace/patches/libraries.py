@@ -66,7 +66,7 @@ def _numpy(assumed: dict[str, None]) -> Callable[..., numpy.ndarray[Any, Any]]:
                 "Can't call numpy() on Tensor that requires grad. "
                 "Use tensor.detach().numpy() instead."
             )
-        assumed["Tensor.numpy reads values: zeros stood for them"] = None
+        assumed["Tensor.numpy reads values: zeros were used"] = None
         return numpy.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     return zeros
