@@ -111,7 +111,7 @@ class LikelyPeak:
 
 
 class BatchSizeSearch:
-    """Chooses the next batch size to try, from the trials so far and what each made expected.
+    """Chooses the next batch size to try, from the trials so far and the size expected after each.
 
     A size that fits is the answer unless a larger one is expected to fit. After one that does not
     fit comes the largest now expected to; without an expectation, the middle between the largest

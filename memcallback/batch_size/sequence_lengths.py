@@ -13,7 +13,7 @@ from memcallback.core.validation import described
 from memcallback.step.copies.fakes import untouched_globals
 from memcallback.step.training_step import TrainingStep
 
-#: Buckets into which lengths are sorted: batch sizes for more of them nobody reads.
+#: Most buckets into which lengths are sorted; nobody reads more batch sizes.
 _NUM_BUCKETS = 8
 
 

@@ -72,7 +72,7 @@ class _Cutter:
         self._block_bytes = block_bytes
         self._allocated = 0
         self._alive: set[int] = set()
-        self._made: dict[int, Alloc] = {}
+        self._activations: dict[int, Alloc] = {}
         self._covers: tuple[Phase, ...] = ()
         self._spans: list[Span] = []
         self._path: tuple[str, ...] = ()
@@ -85,16 +85,16 @@ class _Cutter:
             self._allocated += self._block_bytes[alloc.id]
             self._peak = max(self._peak, self._allocated)
             if alloc.category is Category.ACTIVATION:
-                self._made[alloc.id] = alloc
+                self._activations[alloc.id] = alloc
 
     def free(self, number: int) -> None:
         if number in self._alive:
             self._alive.remove(number)
             self._allocated -= self._block_bytes[number]
-            self._made.pop(number, None)
+            self._activations.pop(number, None)
 
     def phase_starts(self, covers: tuple[Phase, ...]) -> None:
-        self._covers, self._spans, self._made = covers, [], {}
+        self._covers, self._spans, self._activations = covers, [], {}
         self._run((), is_backward=False)
 
     def module_changes(self, mark: ModuleMark) -> None:
@@ -121,13 +121,13 @@ class _Cutter:
             self._spans.append(Span(phase, self._path, self._start, self._allocated, self._peak))
 
     def _forward_ends(self) -> None:
-        """Record the live allocations as those that the forward pass saved.
+        """Record the live activations as those that the forward pass saved.
 
         Checkpointing makes the like again in the backward pass; those do not count.
         """
         if phase_of_span(self._covers, is_backward=False) is Phase.FORWARD:
             self.result.saved += [
                 LiveAllocation(alloc, self._block_bytes[number])
-                for number, alloc in self._made.items()
+                for number, alloc in self._activations.items()
             ]
-        self._made = {}
+        self._activations = {}

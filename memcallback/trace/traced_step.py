@@ -210,19 +210,19 @@ def _resized(alloc: Alloc, size_bytes: int) -> Alloc:
     return Alloc(alloc.id, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
 
 
-def is_same(one: Event | KernelCall, other: Event | KernelCall) -> bool:
+def is_same(item: Event | KernelCall, other: Event | KernelCall) -> bool:
     """Whether two items differ in sizes alone."""
-    if isinstance(one, Alloc) and isinstance(other, Alloc):
-        return _resized(one, other.size_bytes) == other
-    if isinstance(one, KernelCall) and isinstance(other, KernelCall):
-        ours, theirs = one.rule, other.rule
+    if isinstance(item, Alloc) and isinstance(other, Alloc):
+        return _resized(item, other.size_bytes) == other
+    if isinstance(item, KernelCall) and isinstance(other, KernelCall):
+        ours, theirs = item.rule, other.rule
         return (
-            (one.outputs, one.handles, one.operator, one.module)
+            (item.outputs, item.handles, item.operator, item.module)
             == (other.outputs, other.handles, other.operator, other.module)
             and (ours.function, ours.constants) == (theirs.function, theirs.constants)
             and len(ours.numbers) == len(theirs.numbers)
         )
-    return one == other
+    return item == other
 
 
 def item_of(step: TracedStep, position: int) -> int:
