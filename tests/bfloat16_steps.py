@@ -1,8 +1,10 @@
-"""Training steps in bfloat16 for a card that does not have it, where PyTorch takes other kernels:
-convolutions without cuDNN, attention written out.
+"""Training steps in bfloat16 for a card without it.
 
-    python tests/bfloat16_steps.py        records, on a machine with such a CUDA device, what each
-    phase of their third update takes
+PyTorch takes other kernels there: convolutions without cuDNN, attention written out.
+
+    python tests/bfloat16_steps.py
+
+On a machine with such a CUDA device it records what each phase of their third update takes.
 """
 
 import datetime

@@ -3,8 +3,9 @@
 `STEPS` has functions that make a `TrainingStep`, by name; those in `NEEDS_CUDA` do not run on a
 CPU.
 
-    python tests/user_code.py [NAME ...]        records, on a machine with a CUDA device, what they
-    (or some) request at every boundary
+    python tests/user_code.py [NAME ...]
+
+On a machine with a CUDA device it records what they, or some, request at every boundary.
 """
 
 from __future__ import annotations

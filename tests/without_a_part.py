@@ -1,5 +1,6 @@
-"""Trains with `MemoryCallback`, and a plain loop with `MemoryLog`, once for each private part of
-PyTorch, in a process of its own in which PyTorch lacks that part.
+"""Train with `MemoryCallback`, and a plain loop with `MemoryLog`, without a part of PyTorch.
+
+Once for each private part, in a process of its own in which PyTorch lacks that part.
 
     python tests/without_a_part.py FILE PART ...    # writes a JSON line for each part to FILE
 """

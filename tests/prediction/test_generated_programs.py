@@ -3,8 +3,8 @@ at every boundary, watching changes nothing.
 
 In the tests the same programs are drawn each time. A long run draws others:
 
-    python -m pytest tests/prediction/test_generated_programs.py --hypothesis-seed=1
-    --num-programs=10000
+    python -m pytest tests/prediction/test_generated_programs.py
+        --hypothesis-seed=1 --num-programs=10000
 
 `benchmarks/generated_run.py` does so for many seeds and keeps what came of each.
 """

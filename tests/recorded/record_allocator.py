@@ -1,9 +1,10 @@
-"""Record what the CUDA caching allocator does in training steps, and what it reports after every
-event.
+"""Record what the CUDA caching allocator does in training steps, and reports after every event.
 
-    python tests/recorded/record_allocator.py            # all runs, each in a process of its own,
-    into tests/recorded/allocator/ python tests/recorded/record_allocator.py --steps 32 --only cnn
-    mlp transformer-fp32 --out tests/recorded/allocator_long      # long ones
+All runs, each in a process of its own, into tests/recorded/allocator/; then the long ones:
+
+    python tests/recorded/record_allocator.py
+    python tests/recorded/record_allocator.py --steps 32 --only cnn mlp transformer-fp32
+        --out tests/recorded/allocator_long
 
 Needs a CUDA device, real or virtual. The files are read by
 tests/prediction/test_allocator_recorded.py; README.md beside this script tells the format.

@@ -1,9 +1,8 @@
-"""Record what PyTorch's CUDA build calls and allocates for the cases of `composite_cases`; needs a
-CUDA device.
+"""Record what PyTorch's CUDA build calls and allocates for the cases of `composite_cases`.
 
-    python tests/recorded/record_composites.py NAME    # such as a100: the device's name in the
-    recording
+    python tests/recorded/record_composites.py NAME    # the device's name there, such as a100
 
+Needs a CUDA device.
 Adds to `composites.json` the operators below autograd with the bytes of their outputs, and the
 bytes held, without any mode.
 """

@@ -1,9 +1,8 @@
-"""Record what convolutions take from CUDA's caching allocator, and the workspaces that cuDNN
-answers without a device.
+"""Record what convolutions take from CUDA's caching allocator, and cuDNN's workspaces.
 
-    PYTHONPATH=.:tests python tests/recorded/record_convolutions.py            # into
-    tests/recorded/convolutions/
+    PYTHONPATH=.:tests python tests/recorded/record_convolutions.py
 
+The workspaces are what cuDNN answers without a device. All goes into tests/recorded/convolutions/.
 Needs a CUDA device, real or virtual; tests/cuda/test_convolution.py reads those of
 tests/convolution_cases.py's CARDS. README.md beside this script tells the format.
 """
