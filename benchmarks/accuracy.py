@@ -1,6 +1,6 @@
 """The accuracy proof: what training takes on a device, measured and predicted, side by side.
 
-    python benchmarks/accuracy.py all                                     # on a device, real or virtual
+    python benchmarks/accuracy.py all                           # on a device, real or virtual
     python benchmarks/accuracy.py measure --out accuracy.json.gz          # its first half
     python benchmarks/accuracy.py compare --measured accuracy.json.gz     # the second, anywhere
     python benchmarks/accuracy.py events --only NAME --out events.json    # origins of memory

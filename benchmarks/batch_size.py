@@ -69,8 +69,8 @@ from batch_size_runs import (
 from machine import RESULTS, command, driver, is_virtual, processor, results_folder, today
 
 from memcallback import __version__
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.core.units import GiB
+from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.prediction.search import largest_number
 
 #: Capacity in GiB -> the card of that virtual device.

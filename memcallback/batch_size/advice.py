@@ -9,9 +9,7 @@ from typing import Any
 
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
-from memcallback.core.validation import DEFAULT_HEADROOM as DEFAULT_HEADROOM
-from memcallback.core.validation import DEFAULT_MULTIPLE as DEFAULT_MULTIPLE
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import DEFAULT_MULTIPLE, whole_number
 
 _NUM_RANKS_NAMED = 8
 

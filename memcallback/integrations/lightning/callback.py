@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM
 from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.errors import fail_safe, warn_and_go_on
 from memcallback.core.phase_spans import (
@@ -23,6 +22,7 @@ from memcallback.core.phase_spans import (
     end_update,
 )
 from memcallback.core.types import Phase
+from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.explain import OomContext

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.units import parse_bytes
+from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.diagnose.out_of_memory.errors import release_memory
 from memcallback.integrations.lightning.fit.loaders import batch_size_settings, leaves
 from memcallback.integrations.lightning.fit.run_state import RunState

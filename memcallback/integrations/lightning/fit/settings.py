@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.batch_size.estimate import check_headroom
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, whole_number
 from memcallback.devices.catalogue import CONTEXT_BYTES
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.integrations.lightning.trainer.state import lightning_of
