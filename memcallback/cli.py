@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"memcallback: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"memcallback: error: {error}. Install it: pip install {error.name}.", file=sys.stderr
+        )
+        return 2
     return 0
 
 

@@ -631,3 +631,15 @@ def test_what_is_wrong_with_an_argument_of_advice_is_one_line(capsys, arguments,
     assert message in written.err
     assert written.err.count("\n") == 1
     assert not written.out
+
+
+def test_without_torch_a_command_says_so_in_one_line(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "memcallback.prediction.predict", None)
+    monkeypatch.delitem(sys.modules, "memcallback.prediction.predict")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["predict", "some_steps:make_step", "--device", "T4"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("memcallback: error: ")
+    assert "torch" in err

@@ -139,7 +139,7 @@ class BatchSizeAdvice(Printable):
             asked for; the advice itself is for the longest.
         by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
             differ: the advice itself is the smallest.
-        fits_at: Answers `fits`.
+        fits_at: Answers `fits`; without it every size up to `largest` fits.
     """
 
     batch_size: int
@@ -159,9 +159,9 @@ class BatchSizeAdvice(Printable):
     bounds: BatchSizeBounds = DEFAULT_BOUNDS
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
     by_rank: tuple[RankBatchSize, ...] = ()
-    fits_at: InitVar[Callable[[int], bool]]
+    fits_at: InitVar[Callable[[int], bool] | None] = None
 
-    def __post_init__(self, fits_at: Callable[[int], bool]) -> None:
+    def __post_init__(self, fits_at: Callable[[int], bool] | None) -> None:
         object.__setattr__(self, "_fits_at", fits_at)
 
     def fits(self, batch_size: int) -> bool:
@@ -172,8 +172,8 @@ class BatchSizeAdvice(Printable):
         Args:
             batch_size: Samples in the batch, at least 1.
         """
-        answer: bool = vars(self)["_fits_at"](batch_size)
-        return answer
+        fits_at: Callable[[int], bool] | None = vars(self)["_fits_at"]
+        return batch_size <= self.largest if fits_at is None else fits_at(batch_size)
 
     @property
     def global_batch_size(self) -> int:

@@ -9,7 +9,7 @@ the measurements. Scratch of CUB (sort, scan, unique) is approximate.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -94,14 +94,21 @@ def kernel_rule(call: OpCall) -> KernelRule | None:
     numbers: list[int] = []
     packed = _pack((tuple(call.args), tuple(call.kwargs.items()), tuple(call.outputs)), numbers)
     flags = None if rules.flags is None else rules.flags()
-    return KernelRule(_kernel_at, (call.op, packed, call.card, flags), tuple(numbers))
+    # By its name: an operator cannot be pickled.
+    return KernelRule(_kernel_at, (str(call.op), packed, call.card, flags), tuple(numbers))
 
 
 def _kernel_at(
-    op: Any, packed: Hashable, card: DeviceSpec, flags: Hashable, *numbers: int
+    op_name: str, packed: Hashable, card: DeviceSpec, flags: Hashable, *numbers: int
 ) -> Kernel:
     args, kwargs, outputs = _unpack(packed, iter(numbers))
-    return kernel_of(OpCall(op, args, dict(kwargs), card, outputs, flags)) or ()
+    return kernel_of(OpCall(_operator(op_name), args, dict(kwargs), card, outputs, flags)) or ()
+
+
+@cache
+def _operator(name: str) -> Any:
+    """The operator of a name such as `aten.addmm.default`."""
+    return reduce(getattr, name.split("."), torch.ops)
 
 
 def _pack(value: Any, numbers: list[int]) -> Hashable:

@@ -85,7 +85,7 @@ class Prediction(Printable):
         ValueError: If the trace has no step, or does not know the batch size.
     """
 
-    trace: BatchTrace
+    trace: BatchTrace = field(compare=False)
     device: Device
     batch_size: int
     settings: AllocatorSettings = field(default_factory=_settings_here)

@@ -27,7 +27,7 @@ from memcallback.prediction.predict_or_warn import (
 )
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.record.oom_response import AllocatorHistory, respond
+from memcallback.record.oom_response import record_history, respond
 from memcallback.record.rank_exchange import RankExchange, place_of
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
@@ -130,9 +130,7 @@ class Monitor:
         self._predicted_steps = PredictedSteps(None)
         self._unlogged: StepMemory | None = None
         device = recorder.meter.device
-        self._history = (
-            AllocatorHistory(device) if settings.oom_snapshot and device.type == "cuda" else None
-        )
+        self._history = record_history(device) if settings.oom_snapshot else None
         self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
         self._health: HealthMonitor | None = None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from memcallback.core.errors import warn_and_go_on
+from memcallback.core.errors import MissingPartError, warn_and_go_on
 from memcallback.core.torch_private import (
     is_memory_history_on,
     memory_snapshot,
@@ -38,8 +38,10 @@ _explained: dict[int, weakref.ref[BaseException] | None] = {}
 
 
 def forget_explained() -> None:
-    """A step or a watch begins, so an error after it is a new one."""
-    _explained.clear()
+    """A step or a watch begins, so an error after it is a new one, unless it is still alive."""
+    for number, reference in list(_explained.items()):
+        if reference is None or reference() is None:
+            del _explained[number]
 
 
 def is_new_shortage(error: BaseException) -> bool:
@@ -96,6 +98,8 @@ def respond(
         try:
             snapshot = history.write(path.parent, name)
             print_fn(f"The allocator's history, for https://pytorch.org/memory_viz: {snapshot}")
+        except MissingPartError as error:
+            warn_and_go_on(f"{error}. The allocator's history is not written.")
         except OSError as error:
             warn_and_go_on(
                 f"The allocator's history could not be written: {error}. Give a folder with more "
@@ -203,3 +207,14 @@ class AllocatorHistory:
         if self._is_ours:
             self._is_ours = False
             record_memory_history(enabled=None)
+
+
+def record_history(device: torch.device) -> AllocatorHistory | None:
+    """Start recording; None on a device without CUDA, and with a warning if PyTorch cannot."""
+    if device.type != "cuda":
+        return None
+    try:
+        return AllocatorHistory(device)
+    except MissingPartError as error:
+        warn_and_go_on(f"{error}. The allocator's history is not recorded.")
+        return None

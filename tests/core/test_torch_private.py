@@ -169,3 +169,12 @@ def test_without_any_one_part_training_is_the_same_and_recorded(share, tmp_path)
             assert any(part.split(".")[-1] in text for text in one["warnings"]), (
                 f"{part}: {one['warnings']}"
             )
+
+
+def test_without_the_parts_of_a_history_there_is_none_and_a_warning(monkeypatch):
+    from memcallback.record import oom_response
+
+    part = torch_private.PARTS["is_memory_history_on"]
+    monkeypatch.setattr(oom_response, "is_memory_history_on", torch_private._stand_in(part))
+    with pytest.warns(mc.MemoryWarning, match="_cuda_isHistoryEnabled"):
+        assert oom_response.record_history(torch.device("cuda")) is None

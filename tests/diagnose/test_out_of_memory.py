@@ -258,6 +258,34 @@ def test_an_error_that_was_raised_from_it_is_told_once_and_from_where_it_began(c
     assert capsys.readouterr().err.count("Out of memory on CPU") == 1
 
 
+def test_an_error_that_is_raised_again_later_is_explained_once(capsys):
+    model = nn.Linear(4, 4)
+    recorder = mc.MemoryRecorder(model)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 GiB.")
+
+    def step(fails):
+        loss = model(torch.ones(2, 4)).sum()
+        if fails:
+            raise error
+        loss.backward()
+
+    def train():
+        with recorder.watch():
+            step(fails=False)
+            try:
+                step(fails=True)
+            except torch.OutOfMemoryError as first:
+                kept = first
+            step(fails=False)
+            recorder.failed(kept)
+            step(fails=False)
+            raise kept
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train()
+    assert capsys.readouterr().err.count("Out of memory on CPU") == 1
+
+
 def test_an_error_that_came_while_it_was_handled_is_its_own(capsys):
     model = nn.Sequential(nn.Linear(4, 4), Hungry.Layer())
     recorder = mc.MemoryRecorder(model)

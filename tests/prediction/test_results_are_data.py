@@ -3,11 +3,14 @@
 import copy
 import json
 import pickle
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
+import torch
 from hand_made import law, prediction
+from torch import nn
 
+import memcallback as mc
 from memcallback.batch_size.advice import RankBatchSize
 from memcallback.batch_size.estimate import suggest
 from memcallback.batch_size.fitted import FittedBatchSize, Trial
@@ -42,7 +45,18 @@ def fitted():
     )
 
 
+def predicted():
+    """Of a real step: its trace has operators whose allocations follow rules."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    batch = [torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)]
+    loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    step = mc.TrainingStep(model, batch, loss=loss, optimizer=torch.optim.Adam)
+    return mc.predict(step, device="T4")
+
+
 RESULTS = {
+    "prediction of a real step": predicted,
+    "suggestion for a real step": lambda: suggestion(predicted()),
     "prediction": lambda: prediction(16, device=SMALL_BYTES),
     "prediction that does not fit": lambda: prediction(64, device=SMALL_BYTES),
     "prediction at another batch size": lambda: prediction(16).at(40),
@@ -92,6 +106,18 @@ def test_a_finished_result_is_data(make, nothing_runs):
     if hasattr(result, "to_text"):
         assert result.to_text()
         assert pickle.loads(pickle.dumps(result)).to_text() == result.to_text()
+
+
+def test_a_copy_of_a_prediction_is_equal_to_it():
+    result = predicted()
+    assert copy.deepcopy(result) == result
+    assert pickle.loads(pickle.dumps(result)) == result
+    assert result.at(8) != result
+
+
+def test_a_suggestion_can_be_changed_with_replace():
+    advice = suggestion(predicted())
+    assert replace(advice, headroom=0.2).headroom == 0.2
 
 
 def test_a_suggestion_holds_plain_values_alone():
