@@ -79,7 +79,7 @@ def loop(folder):
 
     @contextmanager
     def watched(module, optimizer):
-        recorders.append(MemoryRecorder(module, optimizer))
+        recorders.append(MemoryRecorder(module.net, optimizer))
         with MemoryLog(recorders[0], log_dir=folder, warnings=False), recorders[0].watch():
             yield
 
