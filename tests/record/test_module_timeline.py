@@ -277,7 +277,7 @@ def test_an_error_of_ours_ends_the_recording_by_module_and_nothing_else(monkeypa
     with pytest.warns(
         mc.MemoryWarning,
         match=r"Memory by module is not recorded in this step: OSError: no reading\. The rest of "
-        r"it is\.",
+        r"the step is\.",
     ):
         recorder = record(Perceptron(), vectors())
     assert recorder.modules is None
