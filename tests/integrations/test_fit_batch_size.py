@@ -690,8 +690,8 @@ def test_the_callback_leaves_the_search_to_the_function(tmp_path):
 def test_a_batch_size_and_a_search_for_one_contradict_each_other():
     with pytest.raises(
         ValueError,
-        match="batch_size=8 is the number of samples in a batch, and fit_batch_size=True is to "
-        "find it. Leave one of the two out",
+        match=r"batch_size=8 is the number of samples in a batch, and fit_batch_size=True is to "
+        r"find it\. Leave one of the two out",
     ):
         mc.MemoryCallback(batch_size=8, fit_batch_size=True)
 
