@@ -202,8 +202,8 @@ def test_a_trace_is_forgotten_when_it_is_over():
         gc.collect()
         return sum(type(one) is Ledger for one in gc.get_objects())
 
-    first = num_kept()
-    assert [num_kept() for _ in range(3)] <= [first] * 3
+    kept = [num_kept() for _ in range(5)]
+    assert len(set(kept[2:])) == 1, kept  # a cache may hold the last traces, and not one more each
 
 
 class Seen:
