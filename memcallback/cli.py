@@ -263,7 +263,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
         dump_snapshot(prediction, arguments.output)
     except OSError as error:
         raise UsageError(
-            f"--output {arguments.output!r} cannot be written: {error.strerror}. "
+            f"--output {arguments.output!r} cannot be written: {error.strerror or error}. "
             "Name a file in an existing folder."
         ) from error
     except ValueError as error:

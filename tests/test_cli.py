@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -526,6 +527,17 @@ def test_an_output_that_cannot_be_written_is_said_so(tracing, capfd):
         "--output 'no/such/folder.pickle' cannot be written: No such file or directory. Name a file"
         in capfd.readouterr().err
     )
+
+
+def test_a_full_disk_leaves_an_earlier_output_as_it_was(tracing, tmp_path, monkeypatch, capfd):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "step.pickle").write_bytes(b"earlier")
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["export", "some_steps:make_step", "-o", "step.pickle"]) == 2
+    assert "cannot be written: No space left on device" in capfd.readouterr().err
+    assert (tmp_path / "step.pickle").read_bytes() == b"earlier"
 
 
 def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypatch, capfd):

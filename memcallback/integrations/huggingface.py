@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memcallback.core.code_lines import frames_of
 from memcallback.core.errors import fail_safe
+from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
@@ -158,7 +158,9 @@ class MemoryTrainerCallback(TrainerCallback):
             recorder,
             self._settings,
             print_fn=self._print,
-            folder=Path(getattr(args, "logging_dir", None) or args.output_dir) / "memcallback",
+            folder=inside(
+                place_of(getattr(args, "logging_dir", None) or args.output_dir), "memcallback"
+            ),
             is_main=state.is_world_process_zero,
             progress=self._progress,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memcallback.core.allocation_trace import Alloc, Free, PhaseEnd, PhaseStart, StepStart
+from memcallback.core.files import write_file
 from memcallback.core.types import Phase
 from memcallback.devices.catalogue import HostSpec
 from memcallback.prediction.allocator.blocks import Block
@@ -37,8 +38,7 @@ def dump_snapshot(prediction: Prediction, path: str | Path) -> None:
     Open it at https://pytorch.org/memory_viz, or with `python -m torch.cuda._memory_viz`.
     """
     history = snapshot(prediction)
-    with Path(path).open("wb") as file:
-        pickle.dump(history, file)
+    write_file(path, pickle.dumps(history))
 
 
 class _Recorder:

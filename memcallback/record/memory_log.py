@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 
 from memcallback.core.errors import fail_safe
+from memcallback.core.files import place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.torch_private import tree_map_only
 from memcallback.core.types import Phase
@@ -36,7 +37,8 @@ class MemoryLog:
     Args:
         recorder: The recorder, before its first step.
         step: The step of the loop, which is predicted at once. None to predict nothing.
-        log_dir: The folder in which the run is made; None for no run.
+        log_dir: The folder in which the run is made, also an fsspec address such as
+            `s3://bucket/runs`; None for no run.
         log_every_n_steps: Optimizer updates from one point to the next, at least 1.
         device: The memory to suggest a batch size for: a card by name, or a size, as for
             `memcallback.predict`; by default that of the device that trains.
@@ -100,7 +102,7 @@ class MemoryLog:
             recorder,
             settings,
             print_fn=print_here if is_main else lambda _: None,
-            folder=None if log_dir is None else Path(log_dir),
+            folder=None if log_dir is None else place_of(log_dir),
             is_main=is_main,
         )
         self._step: TrainingStep | None = None

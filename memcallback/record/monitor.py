@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ class Monitor:
         settings: MonitorSettings,
         *,
         print_fn: Callable[[str], None],
-        folder: Path | None,
+        folder: str | None,
         is_main: bool,
         loggers: Sequence[Any] = (),
         progress: Callable[[], Progress] = Progress,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from memcallback.core.errors import MissingPartError, warn_and_go_on
+from memcallback.core.files import inside, make_folder, write_file
 from memcallback.core.torch_private import (
     is_memory_history_on,
     memory_snapshot,
@@ -79,7 +77,7 @@ def respond(
     report: OutOfMemoryReport,
     *,
     print_fn: Callable[[str], None],
-    folder: Path | None,
+    folder: str | None,
     writers: Writers | None = None,
     prediction: StepPrediction | None = None,
     make_step: Callable[[], TrainingStep] | None = None,
@@ -94,9 +92,9 @@ def respond(
     name = f"out_of_memory{step}" + ("" if report.rank is None else f"_rank{report.rank}")
     print_fn(report.to_text())
     path = _write(report, folder, name)
-    if history is not None and path is not None:
+    if history is not None and folder is not None and path is not None:
         try:
-            snapshot = history.write(path.parent, name)
+            snapshot = history.write(folder, name)
             print_fn(f"The allocator's history, for https://pytorch.org/memory_viz: {snapshot}")
         except MissingPartError as error:
             warn_and_go_on(f"{error}. The allocator's history is not written.")
@@ -145,40 +143,21 @@ def _savings(
     return rows
 
 
-def _write(report: OutOfMemoryReport, folder: Path | None, name: str) -> Path | None:
+def _write(report: OutOfMemoryReport, folder: str | None, name: str) -> str | None:
     """Write both files and return the Markdown file's path; None, with a warning, on failure."""
     if folder is None:
         return None
     try:
-        atomic_write(folder / f"{name}.json", json.dumps(report.to_dict(), indent=2) + "\n")
-        atomic_write(folder / f"{name}.md", report.to_markdown() + "\n")
+        make_folder(folder)
+        write_file(inside(folder, f"{name}.json"), json.dumps(report.to_dict(), indent=2) + "\n")
+        write_file(inside(folder, f"{name}.md"), report.to_markdown() + "\n")
     except OSError as error:
         warn_and_go_on(
-            f"The out-of-memory report could not be written to {str(folder)!r}: {error}. It is "
+            f"The out-of-memory report could not be written to {folder!r}: {error}. It is "
             "printed. Give a folder that can be written."
         )
         return None
-    return folder / f"{name}.md"
-
-
-def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place, then move it there; make its folder if needed.
-
-    If the process is killed meanwhile, the old file stays. Of several writers the last one wins,
-    and its file is whole.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
+    return inside(folder, f"{name}.md")
 
 
 class AllocatorHistory:
@@ -194,12 +173,12 @@ class AllocatorHistory:
         if self._is_ours:
             record_memory_history(max_entries=NUM_EVENTS, stacks="python")
 
-    def write(self, folder: Path, name: str) -> Path:
+    def write(self, folder: str, name: str) -> str:
         """Write the allocator's snapshot with its history."""
         with torch.cuda.device(self._device):
             snapshot = memory_snapshot()
-        path = folder / f"{name}.pickle"
-        atomic_write(path, pickle.dumps(snapshot))
+        path = inside(folder, f"{name}.pickle")
+        write_file(path, pickle.dumps(snapshot))
         return path
 
     def close(self) -> None:

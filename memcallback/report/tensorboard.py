@@ -35,9 +35,9 @@ In a job of several ranks these are rank zero's. Over the ranks there are at mos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memcallback.core.files import inside
 from memcallback.core.step_memory import DeviceMemory, StepMemory, error_pct
 from memcallback.core.types import Phase
 from memcallback.core.units import GiB
@@ -122,7 +122,7 @@ def _gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
 
 
-def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
+def write_layout(log_dir: str, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
     """Write the dashboard's layout beside a run, for the tab "Custom scalars"."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -173,7 +173,7 @@ def write_layout(log_dir: str | Path, *, has_band: bool, rank_bands: Sequence[st
             tensor_shape=TensorShapeProto(),
         ),
     )
-    writer = FileWriter(str(Path(log_dir) / LAYOUT_RUN))
+    writer = FileWriter(inside(log_dir, LAYOUT_RUN))
     writer.add_summary(Summary(value=[summary]))
     writer.close()
 

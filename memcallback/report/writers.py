@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.files import make_next_version
 from memcallback.report.tensorboard import write_layout, write_scalars
 
 if TYPE_CHECKING:
@@ -26,17 +24,17 @@ class Writers:
     reported once. Create it on rank zero only.
     """
 
-    def __init__(self, loggers: list[Any], own_log_dir: Path | None) -> None:
+    def __init__(self, loggers: list[Any], own_log_dir: str | None) -> None:
         self._loggers = list(loggers)
         self._own: Any = None
         self._writers: list[Any] = []
         self._log_dirs: list[str] = []
-        self.log_dir: Path | None = None
+        self.log_dir: str | None = None
         #: Failures warned of: a full disk stays full for a while.
         self._warned: set[str] = set()
         if not self._loggers and own_log_dir is not None:
             action_name, hint = (
-                f"write to {str(own_log_dir)!r}",
+                f"write to {own_log_dir!r}",
                 "Set default_root_dir of the Trainer to a folder that can be written.",
             )
             self._attempt(action_name, hint, self._open_own, own_log_dir)
@@ -121,10 +119,10 @@ class Writers:
         if self._own is not None:
             self._attempt("close a TensorBoard run", "Check the run's folder.", self._own.close)
 
-    def _open_own(self, log_dir: Path) -> None:
+    def _open_own(self, log_dir: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._own = SummaryWriter(str(_next_version(log_dir)))
+        self._own = SummaryWriter(make_next_version(log_dir))
         self._writers.append(self._own)
         self._open_run(self._own.log_dir)
 
@@ -138,7 +136,7 @@ class Writers:
             self._open_run(logger.log_dir)
 
     def _open_run(self, log_dir: str) -> None:
-        self.log_dir = self.log_dir or Path(log_dir)
+        self.log_dir = self.log_dir or log_dir
         self._log_dirs.append(log_dir)
 
     def _attempt(
@@ -164,18 +162,3 @@ class Writers:
 
 def _name(logger: Any) -> str:
     return type(logger).__name__
-
-
-def _next_version(log_dir: Path) -> Path:
-    """Create the next folder `version_N`; of several processes at once, each gets its own."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    numbers = [
-        int(p.name.removeprefix("version_"))
-        for p in log_dir.glob("version_*")
-        if p.name.removeprefix("version_").isdigit()
-    ]
-    for number in count(max(numbers, default=-1) + 1):
-        with suppress(FileExistsError):
-            (log_dir / f"version_{number}").mkdir()
-            return log_dir / f"version_{number}"
-    raise AssertionError("count() does not end")

@@ -146,7 +146,7 @@ def band_layout(folder):
 
     from memcallback.report.tensorboard import LAYOUT_RUN, write_layout
 
-    write_layout(folder, has_band=True)
+    write_layout(str(folder), has_band=True)
     events = EventAccumulator(str(folder / LAYOUT_RUN)).Reload()
     return Layout.FromString(
         events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]

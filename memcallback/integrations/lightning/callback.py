@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.errors import fail_safe, warn_and_go_on
+from memcallback.core.files import inside, place_of
 from memcallback.core.phase_spans import (
     begin_backward,
     begin_update,
@@ -492,6 +492,8 @@ class MemoryCallback(Callback):
         self._savings.load_state_dict(state_dict.get("amp", {}))
 
 
-def _folder_of(trainer: Any) -> Path | None:
+def _folder_of(trainer: Any) -> str | None:
     """Where our own files go; None for nowhere."""
-    return None if trainer.fast_dev_run else Path(trainer.default_root_dir) / "memcallback"
+    if trainer.fast_dev_run:
+        return None
+    return inside(place_of(trainer.default_root_dir), "memcallback")
