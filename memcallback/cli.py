@@ -17,6 +17,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, MIN_SEQUENCE_LENGTH
+from memcallback.core.visible import visible
 from memcallback.step.importer import TARGET_HELP, UsageError, load_model, load_step, one_line
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         arguments.command(arguments)
     except UsageError as error:
-        print(f"memcallback: error: {' '.join(str(error).split())}", file=sys.stderr)
+        message = visible(" ".join(str(error).split()))
+        print(f"memcallback: error: {message}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(

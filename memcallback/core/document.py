@@ -9,12 +9,13 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import chain, zip_longest
 from typing import TypeAlias, TypeVar
 
 from memcallback.core.units import format_bytes
+from memcallback.core.visible import visible
 
 #: Columns of a console to which paragraphs are filled.
 _WIDTH = 100
@@ -247,9 +248,15 @@ Block: TypeAlias = Heading | Paragraph | Code | Table
 
 
 def _blocks(part: Block | Document | str) -> tuple[Block, ...]:
+    """The blocks of a part, without control characters: all that people read passes here."""
     if isinstance(part, Document):
         return part.blocks
-    return (Paragraph(part),) if isinstance(part, str) else (part,)
+    if isinstance(part, str):
+        part = Paragraph(part)
+    if isinstance(part, Table):
+        rows = tuple(tuple(map(visible, row)) for row in part.rows)
+        return (replace(part, title=visible(part.title), rows=rows),)
+    return (replace(part, text=visible(part.text)),)
 
 
 def _is_group_name(row: tuple[str, ...]) -> bool:
@@ -276,5 +283,5 @@ def size_text(num_bytes: int | None, unknown: str = UNKNOWN) -> str:
 def for_console(text: str, otherwise: str | None = None) -> str:
     """A text in the console's own letters: `otherwise`, or question marks, for those it lacks."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    shown = text.encode(encoding, "replace").decode(encoding)
+    shown = visible(text).encode(encoding, "replace").decode(encoding)
     return shown if shown == text or otherwise is None else otherwise

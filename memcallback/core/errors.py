@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from memcallback.core.visible import visible
+
 
 class MemoryWarning(UserWarning):
     """A problem with a training's memory, or with recording, predicting or logging it.
@@ -18,17 +20,20 @@ class MemoryWarning(UserWarning):
 
 def warn(text: str) -> None:
     """Warn with a `MemoryWarning`."""
-    warnings.warn(text, MemoryWarning, stacklevel=3)
+    warnings.warn(visible(text), MemoryWarning, stacklevel=3)
 
 
 def warn_and_go_on(text: str) -> None:
     """Warn inside a training or while an error propagates; silent where warnings are errors."""
     with suppress(MemoryWarning):
-        warnings.warn(text, MemoryWarning, stacklevel=3)
+        warnings.warn(visible(text), MemoryWarning, stacklevel=3)
 
 
 class PredictionError(RuntimeError):
     """A step's memory cannot be predicted; the message says why, where, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))
 
 
 class MissingPartError(PredictionError):

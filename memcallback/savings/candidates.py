@@ -18,6 +18,7 @@ from memcallback.core.allocation_trace import Event
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import tree_map_only
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
+from memcallback.core.visible import visible_name
 from memcallback.savings.checkpointing import checkpoint, is_checkpointed
 from memcallback.savings.segments import checkpoint_choices
 from memcallback.step.training_step import TrainingStep
@@ -322,9 +323,9 @@ def _freezing(step: TrainingStep) -> Iterator[Saving]:
         name="freeze all but the last layer",
         kind="freezing",
         apply=partial(TrainingStep.varied, prepare=_frozen),
-        changes=f"only {trained[-1]} learns",
+        changes=f"only {visible_name(trained[-1])} learns",
         line="model.requires_grad_(False)\n"
-        f'model.get_submodule("{trained[-1]}").requires_grad_(True)',
+        f'model.get_submodule("{visible_name(trained[-1])}").requires_grad_(True)',
         is_same_training=False,
     )
 

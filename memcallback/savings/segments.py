@@ -10,6 +10,7 @@ from torch import nn
 
 from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart
 from memcallback.core.types import Phase
+from memcallback.core.visible import visible_name
 from memcallback.step.model import has_blocks, is_sequential, layer_containers
 
 #: How many numbers of segments are worth a trace of their own.
@@ -48,7 +49,7 @@ def checkpoint_choices(
         yield "checkpoint every second block", dict.fromkeys(second, 1) if are_cut else second
     large = _large(sequentials, sum(map(_saved_bytes, layers.values())), at_least_one=not blocks)
     for name in large:
-        of_name = f" of {name}" if len(containers) > 1 else ""
+        of_name = f" of {visible_name(name)}" if len(containers) > 1 else ""
         num_tried = _NUM_TRIED if len(large) == 1 else _NUM_TRIED // len(large) + 1
         # The last segment of a whole model is not checkpointed, so there are at least two.
         least = 1 if name else 2
@@ -103,10 +104,10 @@ def layer_bytes(
         elif isinstance(event, PhaseEnd) and event.phase is Phase.FORWARD:
             allocated = [*allocs.values()]
             saved = [alloc for alloc in allocated if alloc.id not in freed]
-    prefix = f"{name}." if name else ""
+    prefix = visible_name(f"{name}." if name else "")
 
     def sizes_in(allocs: Iterable[Alloc], layer: str) -> list[int]:
-        fqn = f"{prefix}{layer}"
+        fqn = f"{prefix}{visible_name(layer)}"
         return [
             alloc.size_bytes
             for alloc in allocs

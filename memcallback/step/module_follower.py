@@ -21,6 +21,7 @@ from torch import nn
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import current_autograd_node, next_sequence_nr, sequence_nr
+from memcallback.core.visible import visible_name
 from memcallback.step.hooks import Hook, remove_hooks
 
 T = TypeVar("T")
@@ -270,7 +271,7 @@ def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
     for number, outer in enumerate(models):
         *_, model = _unwrapping(outer)
         for name, module in model.named_modules(prefix=str(number) if len(models) > 1 else ""):
-            yield name, module, outer if module is model else module
+            yield visible_name(name), module, outer if module is model else module
 
 
 def _unwrapping(module: nn.Module) -> Iterator[nn.Module]:

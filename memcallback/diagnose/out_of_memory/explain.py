@@ -19,6 +19,7 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import keystr, tree_flatten_with_path
 from memcallback.core.types import Category
 from memcallback.core.units import format_bytes, parse_bytes
+from memcallback.core.visible import visible_name
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.devices.memory import device_memory
 from memcallback.devices.usage import processes_on
@@ -216,7 +217,7 @@ def _place(
     if failure is None or not failure.node:
         return replace(place, operator=_code_in(trace), module=running)
     names = {
-        id(parameter): name
+        id(parameter): visible_name(name)
         for module in context.modules
         for name, parameter in module.named_parameters()
     }
@@ -239,7 +240,11 @@ def _place(
 
 def _module_in(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) -> str | None:
     """The innermost module with a method in the frames; None if none, or an optimizer is inner."""
-    names = {id(child): name for module in modules for name, child in module.named_modules()}
+    names = {
+        id(child): visible_name(name)
+        for module in modules
+        for name, child in module.named_modules()
+    }
     innermost = None
     for frame, _ in frames_of(trace):
         with suppress(Exception):  # a variable of a user's frame can be of any kind

@@ -22,6 +22,7 @@ from memcallback.core.torch_private import (
     sequence_nr,
     storage_id,
 )
+from memcallback.core.visible import visible_name
 from memcallback.step.hooks import Hook
 from memcallback.step.module_follower import SequenceLog
 
@@ -182,7 +183,7 @@ class _Modules:
                 )
                 hooks.callback(
                     module.register_forward_pre_hook(
-                        Hook(partial(self._enter, name)), prepend=True
+                        Hook(partial(self._enter, visible_name(name))), prepend=True
                     ).remove
                 )
 

@@ -21,6 +21,7 @@ from memcallback.core.torch_private import (
     storage_id,
 )
 from memcallback.core.types import Category
+from memcallback.core.visible import visible_name
 from memcallback.diagnose.tensors.saved import graph_nodes, saved_tensors
 from memcallback.diagnose.tensors.variables import Scope, module_attributes, scope_tensors, scopes
 
@@ -230,8 +231,8 @@ class _Search:
             shape=_shape(part),
             dtype=dtype,
             category=category,
-            owner=owner,
-            module=module,
+            owner=visible_name(owner),
+            module=None if module is None else visible_name(module),
             address=address,
         )
         self._found[storage_id(storage)] = _Found(live, source, covered, weakref.ref(storage))

@@ -25,6 +25,7 @@ from memcallback.core.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from memcallback.core.visible import visible_name
 from memcallback.prediction.textbook.layer_table import Layer, LayerTable
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import untouched_variables
@@ -248,8 +249,10 @@ class _Recorder(TorchDispatchMode):
     def hooks(self) -> Iterator[None]:
         handles = []
         for name, module in self._model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave(name)))
+            handles.append(
+                module.register_forward_pre_hook(self._enter(visible_name(name)), prepend=True)
+            )
+            handles.append(module.register_forward_hook(self._leave(visible_name(name))))
         try:
             yield
         finally:
@@ -350,7 +353,9 @@ class _Recorder(TorchDispatchMode):
     def table(self) -> LayerTable:
         """The recorded layers, and rows for parameters that no layer used."""
         for name, module in self._model.named_modules():
-            row = _Row(name, type(module).__name__, self.flop_counter.get_total_flops())
+            row = _Row(
+                visible_name(name), type(module).__name__, self.flop_counter.get_total_flops()
+            )
             for parameter in module.parameters(recurse=False):
                 self._count(parameter, row)
             if row.num_parameters:

@@ -26,6 +26,7 @@ from memcallback.core.kernel import FIRST_TEMPORARY, AllocationSource, KernelCal
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category, Phase
+from memcallback.core.visible import visible_name
 
 
 class Entry:
@@ -197,7 +198,7 @@ class Ledger:
                 output_ids,
                 handle_ids,
                 operator,
-                self.module,
+                visible_name(self.module),
                 self.stream,
             )
         )
@@ -354,5 +355,5 @@ def _event(entry: Entry) -> Alloc:
         entry.stream,
         entry.category or Category.TEMPORARY,
         entry.operator,
-        entry.module,
+        visible_name(entry.module),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.core.visible import visible_name
 from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
 from memcallback.devices.local import resolve
 from memcallback.devices.memory import cpu_memory
@@ -189,7 +190,9 @@ class TrainerSavings:
                 "for gradients with inf or nan (amp)."
             )
         if self._checkpointing is not None and self._checkpointing.names:
-            names = ", ".join(name or "(root module)" for name in self._checkpointing.names)
+            names = ", ".join(
+                visible_name(name) or "(root module)" for name in self._checkpointing.names
+            )
             yield f"Recomputed in the backward pass: {names} (checkpoint)."
 
 
