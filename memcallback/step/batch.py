@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.tensors import tensors_in
-from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
+from memcallback.core.validation import MIN_SEQUENCE_LENGTH, kind_of, whole_number
 
 #: The hint of every error about a batch size.
 INFERRED = "Leave it out to have it inferred from the batch."
@@ -52,6 +53,12 @@ def infer_batch_size(batch: object) -> BatchSize:
     if not sizes:
         return BatchSize(batch_size=None)
     return BatchSize(batch_size=sizes.most_common(1)[0][0], is_ambiguous=len(sizes) > 1)
+
+
+def outline(batch: object) -> str:
+    """The kind of a batch and the shapes of its first tensors."""
+    shapes = [str(tuple(tensor.shape)) for tensor in islice(tensors_in(batch), 3)]
+    return f"{kind_of(batch)} with tensors of {', '.join(shapes)}" if shapes else kind_of(batch)
 
 
 def _items_in_lists(batch: object) -> int | None:

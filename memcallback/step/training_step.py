@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from memcallback.step.batch import (
     BatchSize,
     check_sequence_length,
     infer_batch_size,
+    outline,
 )
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
@@ -163,9 +164,16 @@ class TrainingStep:
             Samples in the batch.
 
         Raises:
-            PredictionError: If one of them is not so; the message says what to do.
+            PredictionError: If one of them is not so, or the batch has no samples; the message says
+                what to do.
         """
-        if self.batch_size.batch_size is None:
+        size = self.batch_size.batch_size
+        if size == 0 or (size is None and isinstance(self.batch, Sized) and not len(self.batch)):
+            raise PredictionError(
+                f"The batch has 0 samples ({outline(self.batch)}), and a step of at least 1 is "
+                "predicted. Give a batch with samples."
+            )
+        if size is None:
             raise PredictionError(
                 "The batch size cannot be inferred: no tensor in the batch has a first dimension. "
                 "Give it: batch_size=32 to TrainingStep or MemoryCallback."
@@ -176,7 +184,7 @@ class TrainingStep:
                 "before, and how it is sharded: TrainingStep(module, batch, "
                 "ranks=memcallback.Ranks(world_size, 'fsdp2'))."
             )
-        return self.batch_size.batch_size
+        return size
 
     def of_rank(self, rank: int) -> TrainingStep:
         """The step of another rank of its job.
