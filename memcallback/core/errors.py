@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.visible import visible
 
 
@@ -45,7 +46,10 @@ _R = TypeVar("_R")
 
 
 def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorate a method that training calls: its first error is warned of and ends recording."""
+    """Decorate a method that training calls: its first error is warned of and ends recording.
+
+    What a signal brings goes on: Ctrl-C and time limits are meant for the training.
+    """
 
     @functools.wraps(hook)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -54,9 +58,10 @@ def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
             return None
         try:
             return hook(*args, **kwargs)
-        except Exception as error:
+        except ENDS as error:  # we may fail in any way, and a logger may want to end the program
+            raise_if_meant(error)
             owner._is_broken = True
-            with suppress(Exception):
+            with suppress(Exception):  # what has failed may fail again when it is closed
                 owner._release()
             warn_and_go_on(
                 f"{type(owner).__name__} has stopped recording: {type(error).__name__} in "
@@ -67,7 +72,7 @@ def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
     return guarded
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """An error's message as a sentence; the class comes first unless it is a PredictionError."""
     text = str(error).strip().rstrip(".")
     return f"{text}." if isinstance(error, PredictionError) else f"{type(error).__name__}: {text}."

@@ -116,7 +116,7 @@ def _children(obj: object) -> list[object] | None:
 def attributes(obj: object) -> dict[str, object]:
     """An object's own attributes, in `__dict__` and slots, read past its `__getattr__`."""
     values: dict[str, object] = {}
-    with suppress(Exception):
+    with suppress(Exception):  # a class may make even its __dict__ a property
         own = object.__getattribute__(obj, "__dict__")
         if type(own) is dict:
             values.update((name, value) for name, value in own.items() if type(name) is str)

@@ -48,7 +48,7 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
         )
     try:
         own, others = _by_process(nvml, handle)
-    except Exception as error:
+    except Exception as error:  # as above: what is known of the device stays
         return replace(whole, unavailable=f"memory by process is unknown: {reason_of(error)}")
     if own is None:
         return replace(

@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 
 from memcallback.core.errors import PredictionError, reason_of, warn_and_go_on
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import StepMemory
 from memcallback.prediction import predict as tracing
@@ -30,16 +31,19 @@ def predict_or_warn(
     try:
         step = make_step()
         step.check_predictable()
-    except Exception as error:  # a loop's plugins can be of any kind
+    except ENDS as error:  # a loop's plugins and a module's optimizers can be of any kind
+        raise_if_meant(error)
         _warn_unpredicted(reason_of(error), without)
         return None
     try:
         return traced(step, device, say)
-    except Exception as error:  # whatever a user's model does on fake tensors, training goes on
+    except ENDS as error:  # whatever a user's model does on fake tensors, training goes on
+        raise_if_meant(error)
         reason = reason_of(error)
     try:
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
-    except Exception:
+    except ENDS as error:  # the model's code runs again
+        raise_if_meant(error)
         _warn_unpredicted(reason, without)
         return None
     warn_and_go_on(f"{reason} Falling back to a rough formula (upper bound with a lower bound).")

@@ -361,7 +361,7 @@ class MemoryRecorder:
         self.begin_step(batch, batch_size=batch_size)
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever ends the step, which goes on
             self.end_step(is_interrupted=True)
             raise
         self.end_step()
@@ -387,7 +387,7 @@ class MemoryRecorder:
         self.open_phase(phase)
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever ends the phase, which goes on
             if self._open is not None:
                 self._open.failed_in = phase
             raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.files import make_next_version
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.report.tensorboard import write_layout, write_scalars
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class Writers:
     ) -> bool:
         try:
             action(*args, **kwargs)
-        except Exception as error:  # a logger can fail in any way, and training goes on
+        except ENDS as error:  # a logger can fail in any way, and training goes on
+            raise_if_meant(error)
             if hint not in self._warned:
                 self._warned.add(hint)
                 warn_and_go_on(

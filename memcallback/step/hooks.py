@@ -66,7 +66,7 @@ def _wrap_backward() -> None:
         notified = [listener for listener in tuple(_listeners) if listener.backward_begins()]
         try:
             original(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # whatever ends the pass, which goes on
             for listener in notified:
                 listener.backward_ends(is_interrupted=True)
             raise

@@ -181,7 +181,7 @@ class ModuleFollower:
         def guarded(*args: Any) -> None:
             try:
                 function(*args)
-            except Exception as error:
+            except Exception as error:  # ours: no code of the user's runs in a hook of this kind
                 self._is_following = False
                 self._at_error(error)
 

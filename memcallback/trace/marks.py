@@ -63,7 +63,7 @@ class TraceMarks:
         self._follower = ModuleFollower([model], self._change_module, self._fail)
         self._mode.modules = self._follower.module_at
 
-    def failure(self, error: Exception, hint: str) -> PredictionError:
+    def failure(self, error: BaseException, hint: str) -> PredictionError:
         """Explain an error: what failed, where, at which operator, and a hint unless it has one."""
         where = [
             f"in the {self._last_phase.label}" if self._last_phase else "before the first phase"
@@ -83,7 +83,7 @@ class TraceMarks:
         failure.__notes__ = [_ON_FAKES]
         return failure
 
-    def _failed_module(self, error: Exception) -> str | None:
+    def _failed_module(self, error: BaseException) -> str | None:
         """The innermost module whose call the error went through."""
         names = {id(module): name for name, module in self._model.named_modules()}
         code, failed = module_call.__code__, None

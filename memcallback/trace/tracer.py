@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import PredictionError
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
 from memcallback.cuda.convolution.cudnn import is_driver_installed
@@ -133,7 +134,8 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
                 tracer.run()
             except PredictionError:
                 raise
-            except Exception as error:  # user code on fakes can fail in any way
+            except ENDS as error:  # user code on fakes can fail, and end, in any way
+                raise_if_meant(error)
                 raise tracer.marks.failure(error, _hint(step)) from error
             finally:
                 tracer.close()

@@ -201,7 +201,7 @@ def _computed_storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     computed = set()
     with DisableTorchFunctionSubclass():
         for tensor in tensors:
-            with suppress(Exception):
+            with suppress(Exception):  # a tensor of a user's class without a storage
                 if grad_fn_of(tensor) is not None:
                     computed.add(storage_id(tensor.untyped_storage()))
     return computed
@@ -222,7 +222,7 @@ def _graph_sizes(
             tensors.update((owner, tensor) for owner, tensor in owned if tensor.requires_grad)
     sizes = {}
     for owner, tensor in list(tensors.items())[:_MAX_GRAPHS]:
-        with suppress(Exception), DisableTorchFunctionSubclass():
+        with suppress(Exception), DisableTorchFunctionSubclass():  # a node of an extension
             if (node := grad_fn_of(tensor)) is not None:
                 sizes[owner] = len(graph_nodes([node]))
     return sizes
@@ -230,7 +230,7 @@ def _graph_sizes(
 
 def _global_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in global variables of the user's files, with their owners."""
-    with suppress(Exception):
+    with suppress(Exception):  # a user's module may change while it is read
         yield from scope_tensors(
             *(
                 Scope(values=dict(vars(module)), owner=f"variable '{{}}' in {Path(file).name}")
@@ -243,7 +243,7 @@ def _owner_of_storages(owned: Iterable[tuple[str, torch.Tensor]]) -> dict[int, s
     """Map the identity of each storage to its first owner."""
     owners: dict[int, str] = {}
     for owner, tensor in owned:
-        with suppress(Exception):
+        with suppress(Exception):  # a tensor of a user's class without a storage
             owners.setdefault(storage_id(tensor.untyped_storage()), owner)
     return owners
 

@@ -107,7 +107,7 @@ def _record(device_index: int, requested_bytes: int, capacity_bytes: int, free_b
             parameter_ids=own,
             near_ids=near,
         )
-    except Exception:
+    except Exception:  # the allocator calls this in the middle of its error, which must go on
         _last = None
 
 

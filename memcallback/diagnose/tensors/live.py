@@ -197,11 +197,10 @@ class _Search:
 
     def add(self, source: str, owned: Iterable[_Owned]) -> None:
         """Add storages that no earlier source had; mark earlier ones that autograd saved."""
-        # Reading a source may run user code. If that raises, the rest of the source is skipped.
-        with suppress(Exception):
+        with suppress(Exception):  # reading a source may run user code; the rest of it is skipped
             for tensor, owner, category, module in owned:
                 if tensor is not None and not issubclass(type(tensor), FakeTensor):
-                    with suppress(Exception):
+                    with suppress(Exception):  # a tensor of a user's class without a storage
                         for part in parts_of(tensor):
                             self._add_part(source, part, owner, category, module)
 
@@ -240,7 +239,7 @@ class _Search:
     def set_order(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Number the storages in the order of these tensors."""
         for order, tensor in enumerate(tensors):
-            with suppress(Exception):
+            with suppress(Exception):  # as in `add`
                 for part in parts_of(tensor) if tensor is not None else ():
                     known = self._found.get(storage_id(part.untyped_storage()))
                     if known is not None and known.live.order is None:
@@ -248,7 +247,7 @@ class _Search:
 
     def owner_of(self, tensor: torch.Tensor) -> str:
         """The owner of a tensor's storage; empty if unknown."""
-        with suppress(Exception):
+        with suppress(Exception):  # as in `add`
             for part in parts_of(tensor):
                 if (known := self._found.get(storage_id(part.untyped_storage()))) is not None:
                     return known.live.owner
@@ -287,7 +286,7 @@ def _models(
 def _parts(model: torch.nn.Module) -> set[int]:
     """The ids of the modules inside a model; empty for one that is not initialised."""
     parts: set[int] = set()
-    with suppress(Exception):
+    with suppress(Exception):  # a module before its __init__ has no children to read
         parts.update(id(part) for part in model.modules() if part is not model)
     return parts
 
@@ -297,7 +296,7 @@ def _named_parameters(models: Sequence[tuple[str, torch.nn.Module]]) -> dict[int
     parameters: dict[int, _Parameter] = {}
     for suffix, model in models:
         of_model: dict[int, _Parameter] = {}
-        with suppress(Exception):
+        with suppress(Exception):  # a user's module may override what is read here
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 key = id(parameter)
                 if key in of_model:
@@ -356,7 +355,7 @@ def _other_gradients(
     """Gradients of tensors that are not parameters of a model."""
     for tensor in tensors:
         gradient = None
-        with suppress(Exception):
+        with suppress(Exception):  # a tensor of a user's class may refuse to be asked
             # For other tensors, reading `grad` makes PyTorch warn.
             gradient = tensor.grad if _is_leaf(tensor) or tensor.retains_grad else None
         if gradient is not None:
@@ -378,7 +377,7 @@ def grad_fn_of(tensor: torch.Tensor) -> Any:
     # one. That would change the sequence numbers of later nodes, and so the order of backward.
     try:
         return base_of(tensor).grad_fn
-    except Exception:
+    except Exception:  # a view of a tensor that was written meanwhile may refuse
         return None
 
 

@@ -68,7 +68,7 @@ def saved_tensors(nodes: Iterable[Any], modules: Mapping[int, str | None]) -> It
                 for attribute, value in getattr(node, "__dict__", {}).items()
                 for tensor in _tensors(value)
             ]
-        except Exception:
+        except Exception:  # an extension's node, or a value in it that cannot be read
             continue
         for tensor in _saved_by(node):
             yield Saved(tensor=tensor, node=name, module=module)

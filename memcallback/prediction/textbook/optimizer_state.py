@@ -66,7 +66,7 @@ def _stepped_on_meta(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer 
         try:
             with torch.no_grad():
                 step(copy)
-        except Exception:
+        except Exception:  # an optimizer can refuse tensors without values in any way
             # torch.optim makes all state of a group before it computes. Another optimizer may have
             # failed half way through.
             if not step.__module__.startswith("torch.optim."):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import PredictionError, warn
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.core.torch_private import FakeTensorMode
 from memcallback.core.types import Category
@@ -103,7 +104,8 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
                 forward = partial(step.loss if is_whole_step else _forward, model, batch)
                 with fake_mode, torch.enable_grad():
                     table = shape_pass(model, forward, autocast_dtype=step.autocast_dtype)
-            except Exception as error:  # user code on fakes can fail in any way
+            except ENDS as error:  # user code on fakes can fail, and end, in any way
+                raise_if_meant(error)
                 failure = (
                     failure
                     or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

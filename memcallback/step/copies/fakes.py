@@ -217,7 +217,7 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
                 _copy_hooks(obj, memo)
         except (_CannotBeFake, RecursionError):
             raise
-        except Exception as error:
+        except Exception as error:  # a user's object can refuse to be copied in any way
             culprit = _last_object_copied(error.__traceback__)
             if isinstance(culprit, nn.Module):
                 raise ValueError(

@@ -174,8 +174,8 @@ class Finder:
         """Search, then leave the fit as Lightning's tuner does, so that it is not a failure."""
         try:
             self.fitted = FitSearch(trainer, pl_module, self._settings, lambda text: None).find()
-        except Exception as error:
-            self.error = error  # raised after everything is restored
+        except Exception as error:  # any: it is raised after everything is restored
+            self.error = error
         raise end_of_fit(lightning_of(trainer))
 
 

@@ -316,7 +316,7 @@ class FitSearch:
                     folder=folder,
                     train_loaders=loaders,
                 )
-            except Exception as caught:
+            except Exception as caught:  # the user's step can fail in any way: it is the outcome
                 error = caught
             self._meter.end()
             return self._outcome_of(size, probe.num_run, error)

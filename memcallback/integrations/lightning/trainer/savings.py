@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.visible import visible_name
 from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
 from memcallback.devices.local import resolve
@@ -152,7 +153,8 @@ class TrainerSavings:
             with self._removed_from(make_step()) as step:
                 if step is not None:
                     self.prediction_without = traced(step, device, lambda _: None)
-        except Exception as error:  # a model can fail on fake tensors, and training goes on
+        except ENDS as error:  # a model can fail on fake tensors, and training goes on
+            raise_if_meant(error)
             warn_and_go_on(
                 "Cannot compare with and without memory savings: predicting the step without them "
                 f"failed. {reason_of(error)}"
@@ -219,7 +221,8 @@ def compare_savings(
             lambda part: print_fn(f"Trying savings before the first step: {part}."), of="savings"
         )
         return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
-    except Exception as error:  # a model can fail on fake tensors, and training goes on
+    except ENDS as error:  # a model can fail on fake tensors, and training goes on
+        raise_if_meant(error)
         warn_and_go_on(
             f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves "
             "them out."

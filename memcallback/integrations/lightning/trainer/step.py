@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.torch_private import FakeTensorMode
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
@@ -82,7 +83,8 @@ def copy_unsharded(trainer: Any, pl_module: Any) -> UnshardedModule | None:
     try:
         with untouched_globals():
             module = fake_copy(pl_module, FakeTensorMode(allow_non_fake_inputs=True))
-    except Exception as error:  # a user's module can refuse in any way, and training goes on
+    except ENDS as error:  # a user's module can refuse in any way, and training goes on
+        raise_if_meant(error)
         warn_and_go_on(
             "The sharded step will not be predicted: the module cannot be copied before it is "
             f"sharded. {reason_of(error)}"

@@ -1,0 +1,56 @@
+"""Tells an end that is meant for the training from one that a call of ours ran into."""
+
+from __future__ import annotations
+
+import dis
+import signal
+from collections.abc import Iterator
+from functools import partial
+from types import CodeType, TracebackType
+
+#: What a logger, or a user's code that we run besides the training, may raise to end a program.
+#: Caught with `raise_if_meant`, since Ctrl-C and time limits arrive in our calls too.
+ENDS = (Exception, SystemExit, KeyboardInterrupt)
+
+
+def raise_if_meant(error: BaseException) -> None:
+    """Raise an error again that a signal brought: it would have come without us too."""
+    if _is_from_signal(error):
+        raise error
+
+
+def _is_from_signal(error: BaseException) -> bool:
+    """Whether a signal handler raised an error, in whatever code it interrupted.
+
+    A scheduler's time limit is such an error, of any class. Python's own handler of Ctrl-C has no
+    frame, but it interrupts between or inside calls: a `KeyboardInterrupt` that no `raise`
+    statement made is taken for a real one.
+    """
+    handlers = set(_handlers())
+    frames = list(_frames(error.__traceback__))
+    if any(frame.tb_frame.f_code in handlers for frame in frames):
+        return True
+    if not isinstance(error, KeyboardInterrupt) or not frames:
+        return isinstance(error, KeyboardInterrupt)
+    innermost = frames[-1]
+    number = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
+    return dis.opname[number] != "RAISE_VARARGS"
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _handlers() -> Iterator[CodeType]:
+    """The code of the signal handlers that are written in Python."""
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        while isinstance(handler, partial):
+            handler = handler.func
+        methods = (vars(kind).get("__call__") for kind in type(handler).__mro__)
+        for function in (handler, *methods):
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType):
+                yield code
