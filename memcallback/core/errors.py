@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from memcallback.core.interruptions import ENDS, raise_if_meant
@@ -70,6 +70,21 @@ def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
         return None
 
     return guarded
+
+
+@contextmanager
+def faults_as_warnings(lost: str, *meant: type[Exception]) -> Iterator[None]:
+    """Warn of what is lost by an error of ours; errors of kinds that are meant for the user go on.
+
+    For what a `fail_safe` method cannot do: raise, or return a value of its own.
+    """
+    try:
+        yield
+    except meant:
+        raise
+    except ENDS as error:  # we may fail in any way, and training goes on
+        raise_if_meant(error)
+        warn_and_go_on(f"{lost} {reason_of(error)}")
 
 
 def reason_of(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from memcallback.diagnose.tensors.variables import variables
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor, MonitorSettings, print_here, sample_interval
 from memcallback.record.recorder import MemoryRecorder
+from memcallback.record.results import HasResults, Results, results_of
 from memcallback.record.watch import Watch
 from memcallback.report.report import Report
 from memcallback.step.copies.optimizers import unwrapped
@@ -113,6 +115,8 @@ class MemoryTrainerCallback(TrainerCallback):
         self._reset_peaks = reset_peaks
         self.recorder: MemoryRecorder | None = None
         self._monitor: Monitor | None = None
+        #: The results of the original, in a copy that has not run a training itself.
+        self._copied = Results()
         self._watch: Watch | None = None
         self._state: Any = None
         self._make_step: Callable[[Mapping[str, Any]], TrainingStep] | None = None
@@ -121,17 +125,33 @@ class MemoryTrainerCallback(TrainerCallback):
     @property
     def prediction(self) -> StepPrediction | None:
         """The prediction of the current or last training; None if there is none."""
-        return self._monitor.prediction if self._monitor else None
+        return self._results.prediction
 
     @property
     def report(self) -> Report | None:
         """The last report; None before the first."""
-        return self._monitor.report if self._monitor else None
+        return self._results.report
 
     @property
     def out_of_memory(self) -> OutOfMemoryReport | None:
         """The report on the out-of-memory error that ended this or the last training, or None."""
-        return self._monitor.out_of_memory if self._monitor else None
+        return self._results.out_of_memory
+
+    @property
+    def _results(self) -> HasResults:
+        return self._monitor or self._copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and the results, and no part in the original's training."""
+        return vars(self) | {
+            "_copied": results_of(self),
+            "recorder": copy(self.recorder),
+            "_monitor": None,
+            "_watch": None,
+            "_state": None,
+            "_make_step": None,
+            "_is_broken": False,
+        }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin recording."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor, MonitorSettings, print_here
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
+from memcallback.record.results import HasResults, Results, results_of
 from memcallback.report.report import Report
 from memcallback.step.training_step import TrainingStep
 
@@ -97,6 +100,8 @@ class MemoryLog:
         self._last_point = recorder.num_updates
         self._is_broken = False
         self._is_closed = False
+        #: The results of the original, in a copy; None in a log that was made.
+        self._copied: Results | None = None
         is_main = not rank_here()
         self._monitor = Monitor(
             recorder,
@@ -130,29 +135,45 @@ class MemoryLog:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            self._fail(error)
-            note = f"The training ended with {kind.__name__}."
-            self._monitor.notes = (*self._monitor.notes, note)
+            self._fail(kind, error)
         self.close()
 
     @fail_safe
-    def _fail(self, error: BaseException | None) -> None:
-        self._recorder.failed(error)
+    def _fail(self, kind: type[BaseException], error: BaseException | None) -> None:
+        if not self._is_closed:
+            self._recorder.failed(error)
+            note = f"The training ended with {kind.__name__}."
+            self._monitor.notes = (*self._monitor.notes, note)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the results, and is closed: the original goes on alone."""
+        state = vars(self) | {
+            "_copied": results_of(self),
+            "_recorder": copy(self._recorder),
+            "_is_closed": True,
+            "_step": None,
+        }
+        del state["_monitor"]
+        return state
+
+    @property
+    def _results(self) -> HasResults:
+        return self._copied or self._monitor
 
     @property
     def prediction(self) -> StepPrediction | None:
         """The prediction; None if there is none."""
-        return self._monitor.prediction
+        return self._results.prediction
 
     @property
     def report(self) -> Report | None:
         """The last report; None before the first."""
-        return self._monitor.report
+        return self._results.report
 
     @property
     def out_of_memory(self) -> OutOfMemoryReport | None:
         """The report on the out-of-memory error that ended the training; None if none did."""
-        return self._monitor.out_of_memory
+        return self._results.out_of_memory
 
     @fail_safe
     def wants_step(self) -> bool:
@@ -185,13 +206,13 @@ class MemoryLog:
     def close(self) -> None:
         """Print the last report, and close the run."""
         self._finish()
-        self._release()
 
     @fail_safe
     def _finish(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._monitor.finish(self._recorder.num_updates)
+            self._release()
 
     def _release(self) -> None:
         self._is_closed = True

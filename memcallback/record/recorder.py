@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -162,6 +163,27 @@ class MemoryRecorder:
             if all(plain is not known for known in self._optimizers):
                 self._optimizers.append(plain)
                 self._hooks.append(plain.register_step_post_hook(lambda *_: _count_update(this)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has what was recorded, as a closed recorder: it follows no model."""
+        return vars(self) | {
+            "meter": None if isinstance(self.meter, CpuMeter) else self.meter,
+            "_device": self.meter.device,
+            "history": copy(self.history),
+            "_modules": [],
+            "_optimizers": [],
+            "_hooks": [],
+            "_module_infos": None,
+            "_open": None,
+            "_is_skipping": False,
+            "_watch": None,
+            "_listeners": [],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if state["meter"] is None:  # of a CPU: it may hold a running profile
+            self.meter = self._new_meter()
 
     def _new_meter(self) -> Meter:
         device = default_device(self._modules) if self._device is None else self._device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -32,6 +33,15 @@ class Recording:
         self.lifetime_peaks: dict[str, int | None] = dict.fromkeys(_PEAKS)
         self._compute_modules: Callable[[], ModuleTable] | None = None
         self._modules: ModuleTable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the table by module, in place of the readings that it is computed from."""
+        return vars(self) | {
+            "_steps": self._steps.copy(),
+            "lifetime_peaks": dict(self.lifetime_peaks),
+            "_modules": self.modules,
+            "_compute_modules": None,
+        }
 
     @property
     def steps(self) -> tuple[StepMemory, ...]:

@@ -2,6 +2,8 @@
 virtual.
 """
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -13,7 +15,13 @@ from memcallback import MemoryWarning, Phase
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 pytestmark = [
     # Of the Trainer about its machine; not in our hands.
@@ -63,7 +71,7 @@ def train(
         model=trained or model(),
         args=args,
         train_dataset=samples or data(),
-        callbacks=[callback] if callback else [],
+        callbacks=callback if isinstance(callback, list) else [callback] if callback else [],
     )
     trainer.train()
     return trainer
@@ -342,3 +350,26 @@ def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(
     if has_positions:
         batch["position_ids"] = torch.arange(16).repeat(2, 1)
     mc.predict(mc.TrainingStep(LlamaForCausalLM(config), batch, loss=loss), device=device)
+
+
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))]
+)
+def test_a_callback_is_copied_at_any_moment_and_a_copy_trains_on_its_own(way, tmp_path):
+    class Copying(TrainerCallback):
+        def __init__(self, copied):
+            self.copies = []
+            for hook in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
+                setattr(self, hook, lambda *_, **__: self.copies.append(way(copied)))
+
+    callback = mc.MemoryTrainerCallback(predict=False)
+    copying = Copying(callback)
+    train(tmp_path, [callback, copying])
+    num_steps = len(callback.recorder.steps)
+    assert num_steps > 0
+    last, during = copying.copies[-1], copying.copies[2]
+    assert last.report == callback.report
+    assert last.recorder.steps == callback.recorder.steps
+    assert not during.recorder.models
+    train(tmp_path, during)
+    assert len(during.recorder.steps) == num_steps

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memcallback.batch_size.fitted import FittedBatchSize
-from memcallback.core.errors import fail_safe, warn_and_go_on
+from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
 from memcallback.core.files import inside, place_of
 from memcallback.core.phase_spans import (
     begin_backward,
@@ -48,6 +50,7 @@ from memcallback.record.monitor import Monitor, MonitorSettings, sample_interval
 from memcallback.record.oom_response import explain_or_warn, respond
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
+from memcallback.record.results import HasResults, Results, results_of
 from memcallback.report.plots import what_if_bars
 from memcallback.report.report import Report
 from memcallback.report.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
@@ -72,6 +75,11 @@ else:
             "it."
         )
     Callback = type("Callback", tuple(_bases), {})
+
+
+#: What a saving that cannot be applied to this Trainer or module raises when a fit begins.
+_USER_ERRORS = (ValueError, TypeError)
+_NO_SAVINGS = "Training goes on without the savings that could not be applied."
 
 
 class MemoryCallback(Callback):
@@ -195,16 +203,22 @@ class MemoryCallback(Callback):
     @property
     def prediction(self) -> StepPrediction | None:
         """The prediction of the current or last fit; None if there is none."""
-        return self._monitor.prediction if self._monitor else None
+        return self._results.prediction
 
     @property
     def report(self) -> Report | None:
         """The last report; None before the first."""
-        return self._monitor.report if self._monitor else None
+        return self._results.report
+
+    @property
+    def _results(self) -> HasResults:
+        return self._monitor or self._copied
 
     def _reset(self) -> None:
         """Forget the fit before."""
         self._monitor: Monitor | None = None
+        #: The results of the original, in a copy that has not run a fit itself.
+        self._copied = Results()
         self._savings.prediction_without = None
         self.plan: Plan | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
@@ -213,21 +227,40 @@ class MemoryCallback(Callback):
         self._is_running = False
         self._has_seen_batch = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and the results, and no part in the original's fit."""
+        return vars(self) | {
+            "_copied": results_of(self),
+            "_savings": copy(self._savings),
+            "recorder": copy(self.recorder),
+            "_monitor": None,
+            "_unsharded": None,
+            "_hooks": [],
+            "_is_running": False,
+            "_is_broken": False,
+        }
+
     # The beginning of a fit.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Set the Trainer's accumulation and precision, before it sets itself up."""
-        if stage == "fit":
+        if stage != "fit":
+            return
+        with faults_as_warnings(_NO_SAVINGS, *_USER_ERRORS):
             self._savings.setup(trainer, pl_module, print_beside(pl_module))
-            if self._settings.predict:
+        self._unsharded = None
+        if self._settings.predict:
+            with faults_as_warnings("The step will not be predicted if it is sharded."):
                 self._unsharded = copy_unsharded(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Checkpoint the module, which has all its layers now; find its batch size if asked."""
-        self._savings.checkpoint(pl_module)
+        with faults_as_warnings(_NO_SAVINGS, *_USER_ERRORS):
+            self._savings.checkpoint(pl_module)
         self._is_broken = False  # whatever failed in an earlier fit
         if self._fits_batch_size:
-            self._fit_batch_size(trainer, pl_module)
+            with faults_as_warnings("The batch size that was found could not be printed."):
+                self._fit_batch_size(trainer, pl_module)
 
     def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
         self.fitted = None
@@ -417,7 +450,7 @@ class MemoryCallback(Callback):
         with suppress(Exception):  # a full device can fail in any way; the error itself goes on
             self._explain(trainer, pl_module, exception)
         self._on_failure(trainer, exception)
-        self._savings.undo()
+        self._undo_savings()
 
     def _explain(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
         if self._is_running and self.recorder is not None and self._monitor is not None:
@@ -461,8 +494,12 @@ class MemoryCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the savings, and remove the hooks on the optimizers."""
-        self._savings.undo()
+        self._undo_savings()
         self._tear_down()
+
+    def _undo_savings(self) -> None:
+        with faults_as_warnings("The savings could not be undone after the fit."):
+            self._savings.undo()
 
     @fail_safe
     def _tear_down(self) -> None:
@@ -482,14 +519,25 @@ class MemoryCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The peaks over the life of the training, and the state of our GradScaler."""
-        peaks = self.recorder.history.peaks_to_dict() if self.recorder else self._restored_peaks
-        amp = self._savings.state_dict()
-        return {**peaks, "amp": amp} if amp else dict(peaks)
+        state: dict[str, Any] = dict(self._restored_peaks)
+        with faults_as_warnings("The checkpoint lacks peaks of the memory so far."):
+            if self.recorder is not None:
+                state = dict(self.recorder.history.peaks_to_dict())
+        with faults_as_warnings("The checkpoint lacks the state of amp's GradScaler."):
+            if amp := self._savings.state_dict():
+                state["amp"] = amp
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the peaks and the GradScaler of a checkpoint."""
-        self._restored_peaks = {name: peak for name, peak in state_dict.items() if name != "amp"}
-        self._savings.load_state_dict(state_dict.get("amp", {}))
+        with faults_as_warnings("The peaks in the checkpoint cannot be continued."):
+            self._restored_peaks = {
+                name: None if peak is None else operator.index(peak)
+                for name, peak in state_dict.items()
+                if name != "amp"
+            }
+        with faults_as_warnings("The state of amp's GradScaler in the checkpoint cannot be used."):
+            self._savings.load_state_dict(state_dict.get("amp", {}))
 
 
 def _folder_of(trainer: Any) -> str | None:

@@ -63,6 +63,15 @@ class TrainerSavings:
         self._undo: list[Callable[[], None]] = []
         self.prediction_without: Prediction | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings; what is applied stays the original's to undo."""
+        return vars(self) | {
+            "_scaler": None,
+            "_last_state": self.state_dict(),
+            "_checkpointing": None,
+            "_undo": [],
+        }
+
     def setup(self, trainer: Any, pl_module: Any, print_fn: Callable[[str], None]) -> None:
         """Set the accumulation and the precision, before the Trainer sets up its strategy."""
         self.undo()
