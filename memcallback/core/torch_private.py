@@ -8,7 +8,9 @@ a PyTorch that dropped a part changes no import and no training: predictions say
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -74,6 +76,8 @@ def _is_wrapper(tensor: object) -> bool:
 
 _TRACE = "predictions"
 _MODULES = "memory by module"
+_CPU = "memory of a CPU"
+_PROFILER = "torch.autograd.profiler"
 _FAKES = "torch._subclasses.fake_tensor"
 _TREES = "torch.utils._pytree"
 PARTS = {
@@ -133,10 +137,20 @@ PARTS = {
     "nested_int": _Part("torch._C", "_get_nested_int", _TRACE),
     "attention_priorities": _Part("torch._C", "_get_sdp_priority_order", _TRACE),
     "use_count": _Part("torch._C", "_storage_Use_Count", _TRACE),
-    "RecordFunction": _Part("torch._C._profiler", "_RecordFunctionFast", "memory of a CPU"),
-    "is_profiler_on": _Part(
-        "torch.autograd", "_profiler_enabled", "memory of a CPU", lambda: False
+    "is_profiler_on": _Part("torch.autograd", "_profiler_enabled", _CPU),
+    "prepare_profiler": _Part(_PROFILER, "_prepare_profiler", _CPU),
+    "enable_profiler": _Part(_PROFILER, "_enable_profiler", _CPU),
+    "disable_profiler": _Part(_PROFILER, "_disable_profiler", _CPU),
+    "enable_legacy_profiler": _Part(
+        "torch.autograd.profiler_legacy", "_enable_profiler_legacy", _CPU, lambda config: None
     ),
+    "drop_profiler": _Part(
+        "torch.autograd", "_disable_profiler_legacy", _CPU, lambda options: None
+    ),
+    "DisableOptions": _Part(
+        "torch._C._autograd", "_ProfilerDisableOptions", _CPU, lambda cleans_up, consolidates: None
+    ),
+    "RecordScope": _Part("torch._C._profiler", "RecordScope", _CPU),
     "is_zero_tensor": _Part("torch", "_is_zerotensor", _TRACE),
     "record_memory_history": _Part(
         "torch.cuda.memory", "_record_memory_history", "allocator histories"
@@ -165,6 +179,10 @@ def _look_up(part: _Part) -> Any:
         return part.fallback or _stand_in(part)
 
 
+class _Missing(type):
+    """The class of all stand-ins."""
+
+
 def _stand_in(part: _Part) -> type:
     def missing(*_: object, **__: object) -> NoReturn:
         raise MissingPartError(
@@ -172,9 +190,43 @@ def _stand_in(part: _Part) -> type:
             "release of PyTorch that memcallback was tested with"
         )
 
-    kind = type("_MissingKind", (type,), {"__call__": missing, "__getattr__": missing})
+    kind = type("_MissingKind", (_Missing,), {"__call__": missing, "__getattr__": missing})
     stand_in: type = kind(part.name, (), {})
     return stand_in
+
+
+def require(*names: str) -> None:
+    """Raise a `MissingPartError` if one of these parts is missing and has no fallback."""
+    for name in names:
+        part = _look_up(PARTS[name])
+        if isinstance(part, _Missing):
+            part()
+
+
+@contextmanager
+def replaced(name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Put what is made of a function in its place; put the function back if nobody else has.
+
+    A function that is missing is not replaced if it has a fallback.
+    """
+    part = PARTS[name]
+    original = _look_up(part)
+    if original is part.fallback:
+        yield
+        return
+    require(name)
+    owner, ours = sys.modules[part.module], replacement(original)
+    setattr(owner, part.name, ours)
+    try:
+        yield
+    finally:
+        if getattr(owner, part.name) is ours:
+            setattr(owner, part.name, original)
+
+
+def is_any_profiler_on() -> bool:
+    """Whether a profile runs in any thread; False if this PyTorch does not say."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

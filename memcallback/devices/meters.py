@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
-from memcallback.core.errors import warn_and_go_on
+from memcallback.core.errors import MissingPartError, warn_and_go_on
 from memcallback.core.step_memory import Holdings, MemoryStats
-from memcallback.core.torch_private import RecordFunction, is_profiler_on
+from memcallback.devices.allocation_profile import Allocation, AllocationProfile
 from memcallback.devices.memory import (
     can_reset_peak_resident,
     reset_peak_resident,
@@ -177,10 +175,6 @@ def _only_new_peaks(stats: tuple[MemoryStats, ...]) -> tuple[MemoryStats, ...]:
     return tuple(result)
 
 
-#: Name of the profiler event that a boundary leaves.
-_BOUNDARY = "memcallback::boundary"
-
-
 class CpuMeter:
     """Reads bytes live in CPU storages at each boundary of a sampled step, and the resident size.
 
@@ -199,29 +193,34 @@ class CpuMeter:
         self._reset_peaks = reset_peaks and can_reset_peak_resident()
         self._use_profiler = use_profiler
         self._has_warned = False
-        self._profiler: torch.autograd.profiler.profile | None = None
+        self._profile: AllocationProfile | None = None
         self._readings: list[tuple[Holdings | None, int | None, int | None]] = []
 
     def begin(self) -> None:
         """Begin a step."""
         self._readings = []
-        self._profiler = None
-        if not self._use_profiler:
-            return
-        if not _is_profiler_in_use():
-            self._profiler = _start_profiler()
-        elif not self._has_warned:
-            self._has_warned = True
-            warn_and_go_on(
+        self._profile = self._new_profile() if self._use_profiler else None
+
+    def _new_profile(self) -> AllocationProfile | None:
+        profile = AllocationProfile()
+        try:
+            if profile.begin():
+                return profile
+            reason = (
                 "A profile of PyTorch is running or prepared, and only one can run at a time: "
                 "meanwhile only the resident size of the process is recorded on this CPU. Train "
                 "without the profiler to see allocated memory."
             )
+        except MissingPartError as error:
+            reason = f"On this CPU only the resident size of the process is recorded: {error}."
+        if not self._has_warned:
+            self._has_warned = True
+            warn_and_go_on(reason)
+        return None
 
     def read(self, held: Holdings | None) -> None:
         """Read at a boundary."""
-        with torch.autograd.profiler.record_function(_BOUNDARY):
-            pass
+        self._mark()
         resident, peak = resident_bytes()
         self._readings.append((held, resident, peak if self._reset_peaks else None))
         if self._reset_peaks:
@@ -229,19 +228,21 @@ class CpuMeter:
 
     def mark(self) -> None:
         """Read between two boundaries."""
-        # Like record_function, at a tenth of its cost and without an operator. The resident size
-        # is not read here.
-        with RecordFunction(_BOUNDARY):
-            pass
+        self._mark()
+        # Reading the resident size would take too long for every module.
         self._readings.append((None, None, None))
+
+    def _mark(self) -> None:
+        if self._profile is not None:
+            self._profile.mark()
 
     def end(self) -> tuple[MemoryStats, ...]:
         """End the step."""
-        sections = list(_sections(_stop_profiler(self._profiler)))
-        self._profiler = None
+        profile, self._profile = self._profile, None
+        sections = profile.end() if profile is not None else None
         held = [reading[0] for reading in self._readings]
         counted: list[tuple[int | None, int | None]] = [(None, None)] * len(held)
-        if held and held[0] is not None and len(held) == len(sections):
+        if held and held[0] is not None and sections is not None:
             counted = list(_live(held[0], held, sections))
         return tuple(
             MemoryStats(
@@ -257,78 +258,8 @@ class CpuMeter:
         )
 
 
-@dataclass(frozen=True)
-class _Allocation:
-    """An allocation; with a negative size, a release."""
-
-    address: int
-    size_bytes: int
-
-
-def _is_profiling() -> bool:
-    return bool(is_profiler_on())
-
-
-def _is_profiler_in_use() -> bool:
-    """Whether a profile runs, or waits for its schedule, which only the profile object shows.
-
-    Two profiles at a time crash PyTorch 2.13. This searches all objects of the process.
-    """
-    scheduled, single = torch.profiler.profile, torch.autograd.profiler.profile
-    for profile in gc.get_referrers(scheduled, single):
-        # One with a schedule may begin again at any step; another has results once it has ended.
-        if isinstance(profile, scheduled) and profile.record_steps:
-            return True
-        if isinstance(profile, single) and profile.kineto_results is None:
-            return True
-    return _is_profiling()
-
-
-def _start_profiler() -> torch.autograd.profiler.profile:
-    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-    # PyTorch 2.13 prints two lines to stderr for each profile unless this is set when its profiler
-    # is first used.
-    is_unset = "KINETO_LOG_LEVEL" not in os.environ
-    if is_unset:
-        os.environ["KINETO_LOG_LEVEL"] = "6"
-    try:
-        profiler.__enter__()
-    finally:
-        if is_unset:
-            del os.environ["KINETO_LOG_LEVEL"]
-    return profiler
-
-
-def _stop_profiler(profiler: torch.autograd.profiler.profile | None) -> list[Any]:
-    """The profile's events by time; none without a profiler, or if somebody else has ended it."""
-    if profiler is None or not _is_profiling():
-        return []
-    profiler.__exit__(None, None, None)
-    results = profiler.kineto_results
-    events: list[Any] = []
-    pending = list(results.experimental_event_tree()) if results else []
-    while pending:
-        event = pending.pop()
-        events.append(event)
-        pending.extend(event.children)
-    return sorted(events, key=lambda event: event.start_time_ns)
-
-
-def _sections(events: Iterable[Any]) -> Iterator[list[_Allocation]]:
-    """The allocations between one boundary and the next, for each boundary."""
-    section: list[_Allocation] = []
-    for event in events:
-        if event.tag.name == "Allocation":
-            fields = event.extra_fields
-            if fields.device.type == "cpu":
-                section.append(_Allocation(fields.ptr, fields.alloc_size))
-        elif event.name == _BOUNDARY:
-            yield section
-            section = []
-
-
 def _live(
-    first: Holdings, held: list[Holdings | None], sections: list[list[_Allocation]]
+    first: Holdings, held: list[Holdings | None], sections: list[list[Allocation]]
 ) -> Iterator[tuple[int, int]]:
     """Live bytes at each reading, and their peak since the reading before.
 

@@ -1,0 +1,184 @@
+"""AllocationProfile: the allocations of one thread on the CPU, while nobody else profiles.
+
+PyTorch's profiler reports them, and a process can have one profile at a time: PyTorch crashes
+where two meet. So ours begins only where there is no other, and ends as soon as another starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from memcallback.core.torch_private import (
+    DisableOptions,
+    RecordScope,
+    disable_profiler,
+    drop_profiler,
+    enable_profiler,
+    is_profiler_on,
+    prepare_profiler,
+    replaced,
+    require,
+)
+from memcallback.devices.other_profiles import is_anyone_profiling
+
+#: The size of the storages that mark boundaries: one that no tensor is likely to have.
+_MARK_BYTES = 7919
+_CPU = torch.device("cpu")
+#: What starts a profile. The first begins a session, of which a process has one; the others begin
+#: with its thread alone.
+_STARTS = ("prepare_profiler", "enable_profiler", "enable_legacy_profiler")
+_NEEDED = (*_STARTS, "disable_profiler", "is_profiler_on", "RecordScope")
+#: Held while ours begins, ends or gives way.
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """An allocation; with a negative size, a release."""
+
+    address: int
+    size_bytes: int
+
+
+class AllocationProfile:
+    """A profile of this thread, from `begin` to `end` or until another profile starts."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._marks: list[int] = []
+        self._is_on = False
+        self._has_lost_session = False
+        self._patches = ExitStack()
+
+    def begin(self) -> bool:
+        """Begin, unless somebody else profiles; whether it did.
+
+        Raises:
+            MissingPartError: If this PyTorch lacks a part of its profiler.
+        """
+        global _open
+        require(*_NEEDED)
+        with _lock, ExitStack() as patches:
+            if _profile_of_ours() is not None:
+                return False
+            for name in _STARTS:
+                patches.enter_context(replaced(name, functools.partial(_giving_way, name)))
+            # Only now: whoever starts from here on is noticed.
+            if is_anyone_profiling():
+                return False
+            _start()
+            self._is_on, self._patches = True, patches.pop_all()
+            _open = weakref.ref(self)
+        return True
+
+    def mark(self) -> None:
+        """Mark a boundary."""
+        # A storage without a tensor is no operator: no mode and no observer of the user's sees it.
+        self._marks.append(torch.UntypedStorage(_MARK_BYTES).data_ptr())
+
+    def end(self) -> list[list[Allocation]] | None:
+        """The allocations before each mark, since the one before; None if they are not known."""
+        global _open
+        with _lock:
+            self._patches.close()
+            if not self._is_on:
+                return None
+            self._is_on, _open = False, None
+            if threading.get_ident() != self._thread or not is_profiler_on():
+                return None  # only its own thread can end it; or somebody has
+            if self._has_lost_session:
+                # The session is another thread's by now. This ends ours and leaves that alone.
+                drop_profiler(DisableOptions(True, False))
+                return None
+            return _sections(disable_profiler().experimental_event_tree(), self._marks)
+
+    def give_way(self, *, is_session: bool) -> None:
+        """End, as another profile starts: in this thread, or anywhere with a session."""
+        if threading.get_ident() == self._thread:
+            self.end()
+        elif is_session and not self._has_lost_session:
+            self._has_lost_session = True
+            # Another thread cannot end ours, but the session, which PyTorch would else cancel with
+            # a line on stderr: it joins it and ends that.
+            enable_profiler(*_settings())
+            disable_profiler()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # nobody is there to be told, and PyTorch may be gone
+            self.end()
+
+
+#: Ours, of which there is one; weak, so that one that is dropped without an end takes its patches
+#: with it.
+_open: weakref.ref[AllocationProfile] | None = None
+
+
+def _profile_of_ours() -> AllocationProfile | None:
+    return None if _open is None else _open()
+
+
+def _giving_way(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that starts a profile, as it is, after ours has given way."""
+
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        with _lock, suppress(Exception):  # their profile starts whatever becomes of ours
+            if (ours := _profile_of_ours()) is not None:
+                ours.give_way(is_session=name == "prepare_profiler")
+        return start(*args, **kwargs)
+
+    return starting
+
+
+@functools.cache
+def _settings() -> tuple[Any, frozenset[Any], frozenset[Any]]:
+    """Of our profile: the configuration, the activities, and the scopes whose events are kept."""
+    config = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True).config()
+    # Allocations are reported whatever the scope, and operators, of which there are many, are not.
+    return (
+        config,
+        frozenset({torch.profiler.ProfilerActivity.CPU}),
+        frozenset({RecordScope.LITE_INTERPRETER}),
+    )
+
+
+def _start() -> None:
+    config, activities, scopes = _settings()
+    # PyTorch 2.13 prints two lines to stderr for each profile unless this is set when its profiler
+    # is first used.
+    is_unset = "KINETO_LOG_LEVEL" not in os.environ
+    if is_unset:
+        os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        prepare_profiler(config, activities)
+        enable_profiler(config, activities, scopes)
+    finally:
+        if is_unset:
+            del os.environ["KINETO_LOG_LEVEL"]
+
+
+def _sections(events: Sequence[Any], marks: list[int]) -> list[list[Allocation]] | None:
+    """Cut the events, which are in order, at the marks; None if they are not all there, once."""
+    fields = [event.extra_fields for event in events if event.name == "[memory]"]
+    changes = [Allocation(one.ptr, one.alloc_size) for one in fields if one.device == _CPU]
+    # A mark is allocated and released at once.
+    found = [
+        position
+        for position, (first, second) in enumerate(pairwise(changes))
+        if first.size_bytes == _MARK_BYTES
+        and second.size_bytes == -_MARK_BYTES
+        and first.address == second.address
+    ]
+    if [changes[position].address for position in found] != marks:
+        return None
+    starts = [0, *(position + 2 for position in found)]
+    return [changes[start:end] for start, end in zip(starts, found, strict=False)]
