@@ -50,7 +50,8 @@ from memcallback import Ranks, TrainingStep, __version__, format_bytes
 from memcallback.core.units import GiB
 from memcallback.devices.catalogue import DeviceSpec, find_device
 from memcallback.prediction.allocator.settings import AllocatorSettings
-from memcallback.prediction.predict import predict, predict_once
+from memcallback.prediction.predict import predict
+from memcallback.prediction.predict_here import predict_once
 
 LENGTH, VOCABULARY = 8192, 128_256
 #: Ranks of which the cost is told, and what is asked of it.

@@ -487,7 +487,7 @@ def _ask(
 ) -> _Answer:
     """What a function of the package answers for the step and the device on the command line."""
     from memcallback.devices.local import resolve
-    from memcallback.prediction.predict import report_progress
+    from memcallback.prediction.apart import report_progress
 
     step = load_step(arguments.target)
     device = arguments.device

@@ -19,20 +19,23 @@ PACKAGE = Path(memcallback.__file__).parent
 #: alone, `trace` for `prediction`.
 MAY_IMPORT = {
     "core": "",
+    "isolation": "core",
     "devices": "core",
     "step": "core",
     "cuda": "core devices",
     "trace": "core devices step cuda",
-    "prediction": "core devices step trace",
-    "batch_size": "core devices step prediction",
-    "savings": "core devices step prediction batch_size",
+    "prediction": "core isolation devices step trace",
+    "batch_size": "core isolation devices step prediction",
+    "savings": "core isolation devices step prediction batch_size",
     "report": "core prediction batch_size savings",
     "diagnose": "core devices step prediction savings",
-    "record": "core devices step prediction batch_size savings report diagnose",
-    "integrations": "core devices step prediction batch_size savings report diagnose record",
-    "cli": "core devices step prediction batch_size savings",
+    "record": "core isolation devices step prediction batch_size savings report diagnose",
+    "integrations": "core isolation devices step prediction batch_size savings report diagnose "
+    "record",
+    "cli": "core isolation devices step prediction batch_size savings",
     "__main__": "cli",
-    "__init__": "core devices step prediction batch_size savings diagnose record integrations",
+    "__init__": "core isolation devices step prediction batch_size savings diagnose record "
+    "integrations",
 }
 SHOWN = {
     "torch.utils.tensorboard",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -15,16 +16,18 @@ from memcallback.batch_size.advice import (
 from memcallback.batch_size.estimate import Estimate, check_headroom, estimate_from_trace
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
-from memcallback.core.step_memory import StepMemory
+from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.types import Kind
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import resolve, used_by_others_bytes
+from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
+from memcallback.isolation.isolated import TIMEOUT_S
+from memcallback.prediction.apart import Progress, predict_apart
 from memcallback.prediction.batch_trace import BatchDependentPath
-from memcallback.prediction.predict import ONLY, Traces, predict_without_limits
+from memcallback.prediction.predict import checked_step
+from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.holdings import bucket_bytes
-from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
 
 #: As for `predict`.
@@ -44,7 +47,9 @@ def suggest_batch_size(
     world_size: int | None = None,
     measured: StepMemory | None = None,
     sequence_lengths: Iterable[object] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    isolate: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> BatchSizeAdvice:
     """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
 
@@ -75,6 +80,8 @@ def suggest_batch_size(
             loader, whose batches are read for their lengths; then there are at most eight buckets,
             each as long as its longest sequence may be. The step must know its `sequence_length`.
         progress: As for `predict`.
+        isolate: As for `predict`.
+        timeout_s: As for `predict`.
 
     Returns:
         The advice; its `leaves_out` lists what it does not include.
@@ -87,28 +94,74 @@ def suggest_batch_size(
             `measured` is not a steady step measured on a device of this kind or is given for
             several kinds of ranks, or the number of devices is not that of ranks.
     """
-    job = _job(step, device)
-    kinds = job.kinds
-    bounds = BatchSizeBounds(
+    devices, is_list = _devices(step, device)
+    check_headroom(headroom)
+    lengths = _Lengths()
+    if sequence_lengths is not None:
+        lengths = _Lengths(*sequence_lengths_of(sequence_lengths, step))
+    wanted = _Wanted(
+        headroom=headroom,
         multiple_of=multiple_of,
         max_batch_size=max_batch_size,
         dataset_size=dataset_size,
-        world_size=_world_size(world_size, job.num_with_own_batch, is_sure=job.is_sure),
+        world_size=world_size,
+        measured=measured,
+        lengths=lengths,
+        # A child cannot ask the devices of this machine.
+        memory=[(spec, local_memory(spec)) for spec in devices],
+    )
+    return predict_apart(
+        lambda progress: _suggest(step, devices, wanted, progress, is_list=is_list),
+        isolate=isolate,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
+
+
+class _Lengths(NamedTuple):
+    """Sequence lengths, and whether they were read from batches."""
+
+    values: Sequence[int] = ()
+    are_read: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What `suggest_batch_size` was asked for, and what is used of each device."""
+
+    headroom: float
+    multiple_of: int
+    max_batch_size: int | None
+    dataset_size: int | None
+    world_size: int | None
+    measured: StepMemory | None
+    lengths: _Lengths
+    memory: Sequence[tuple[Device, DeviceMemory | None]]
+
+
+def _suggest(
+    step: TrainingStep,
+    devices: Sequence[Device],
+    wanted: _Wanted,
+    progress: Progress,
+    *,
+    is_list: bool,
+) -> BatchSizeAdvice:
+    job = _job(step, devices, is_list=is_list)
+    kinds = job.kinds
+    bounds = BatchSizeBounds(
+        multiple_of=wanted.multiple_of,
+        max_batch_size=wanted.max_batch_size,
+        dataset_size=wanted.dataset_size,
+        world_size=_world_size(wanted.world_size, job.num_with_own_batch, is_sure=job.is_sure),
         num_microbatches=job.num_microbatches,
     )
-    check_headroom(headroom)
-    lengths, are_read = (
-        ((), False) if sequence_lengths is None else sequence_lengths_of(sequence_lengths, step)
-    )
-    if len(kinds) > 1 and measured is not None:
+    if len(kinds) > 1 and wanted.measured is not None:
         raise ValueError(
             f"measured is a step of one rank, and there are {len(kinds)} kinds of ranks. Leave it "
             "out: their peaks are predicted."
         )
-    estimates = [
-        _for_one(kind, headroom, bounds, measured, lengths, progress, are_lengths_read=are_read)
-        for kind in kinds
-    ]
+    estimates = [_for_one(kind, wanted, bounds, progress) for kind in kinds]
     sizes = [estimate.best_batch_size() for estimate, _ in estimates]
     smallest, by_length = estimates[sizes.index(min(sizes))]
     if len(kinds) == 1:
@@ -151,9 +204,11 @@ class _Job:
     num_microbatches: int
 
 
-def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
-    """The kinds of ranks to predict, so that every rank is covered."""
-    ranks: Ranks | None = getattr(step, "ranks", None)  # `predict` refuses anything but a step
+def _devices(
+    step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]
+) -> tuple[list[Device], bool]:
+    """The devices, and whether a list of them was given."""
+    ranks = checked_step(step).ranks
     if isinstance(device, Sequence) and not isinstance(device, str):
         listed, is_list = list(device), True
     else:
@@ -166,7 +221,13 @@ def _job(step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]) -> _Job:
             f"device is a list of {len(listed)} devices, and must have {expected}. Give one device "
             "if all ranks have the same."
         )
-    devices = dict(enumerate(resolve(named) for named in listed))
+    return [resolve(named) for named in listed], is_list
+
+
+def _job(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> _Job:
+    """The kinds of ranks to predict, so that every rank is covered."""
+    ranks = step.ranks
+    devices = dict(enumerate(listed))
     if ranks is None:
         return _Job(
             kinds=_kinds_of({0: step}, devices),
@@ -211,21 +272,16 @@ def _kinds_of(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) 
 
 
 def _for_one(
-    kind: _RankKind,
-    headroom: float,
-    bounds: BatchSizeBounds,
-    measured: StepMemory | None,
-    lengths: Sequence[int],
-    progress: Callable[[int, int], None] | None,
-    *,
-    are_lengths_read: bool,
+    kind: _RankKind, wanted: _Wanted, bounds: BatchSizeBounds, progress: Progress
 ) -> tuple[Estimate, dict[int, int]]:
     """The estimate for a rank on its device, and the batch size at each sequence length."""
-    step, device = kind.step, kind.device
-    prediction = predict_without_limits(
+    step, device, measured = kind.step, kind.device, wanted.measured
+    lengths, are_lengths_read = wanted.lengths
+    prediction = predict_here(
         step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress
     )
-    outside = used_by_others_bytes(prediction.device)
+    memory = next(memory for spec, memory in wanted.memory if spec == device)
+    outside = used_by_others_bytes(prediction.device, memory)
     buckets_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
     if measured is not None:
         _check_measured(measured, prediction)
@@ -238,7 +294,7 @@ def _for_one(
             measured,
             capacity_bytes=prediction.capacity_bytes,
             outside_bytes=outside,
-            headroom=headroom,
+            headroom=wanted.headroom,
             bounds=bounds,
             bucket_bytes=buckets_bytes,
         )
@@ -313,7 +369,7 @@ def _verified(
             break
         except BatchDependentPath:
             why = ", as it does not at others"
-        prediction = predict_without_limits(
+        prediction = predict_here(
             step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
         )
         another = estimate_of(prediction)

@@ -128,7 +128,7 @@ def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
     """The current line of a frame."""
     code = frame.f_code
     return CodeLine(
-        _short(code.co_filename),
+        short_path(code.co_filename),
         frame.f_lineno if number is None else number,
         code.co_name,
         code.co_filename,
@@ -143,7 +143,7 @@ def _absolute(path: str) -> str:
 
 
 @cache
-def _short(path: str) -> str:
+def short_path(path: str) -> str:
     full = _absolute(path)
     for name in _PACKAGES:
         _, found, after = full.partition(f"{os.sep}{name}{os.sep}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memcallback.core.errors import PredictionError
+from memcallback.core.step_memory import DeviceMemory
 from memcallback.devices.catalogue import (
     CATALOGUE,
     Device,
@@ -36,14 +37,20 @@ def resolve(
     return spec
 
 
-def used_by_others_bytes(device: Device) -> int | None:
+def local_memory(device: Device) -> DeviceMemory | None:
+    """What is used of a device of this machine now; None for other devices."""
+    if not isinstance(device, DeviceSpec) or device.local_index is None:
+        return None
+    return device_memory(torch.device("cuda", device.local_index))
+
+
+def used_by_others_bytes(device: Device, memory: DeviceMemory | None) -> int | None:
     """Bytes of a local device that this process's allocator cannot have; None for other devices.
 
     The CUDA context (and NCCL) may not be open yet: they count at least as much as assumed.
     """
-    if not isinstance(device, DeviceSpec) or device.local_index is None:
+    if not isinstance(device, DeviceSpec) or memory is None:
         return None
-    memory = device_memory(torch.device("cuda", device.local_index))
     return max(
         memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.outside_bytes
     )
@@ -77,7 +84,8 @@ def _local_device(device: torch.device | None) -> DeviceSpec:
     spec = replace(_spec(torch.cuda.get_device_properties(device)), local_index=_index_of(device))
     if limit_bytes(device) is None:
         return spec
-    capacity_bytes = usable_bytes(device, spec.capacity_bytes, used_by_others_bytes(spec) or 0)
+    outside_bytes = used_by_others_bytes(spec, local_memory(spec)) or 0
+    capacity_bytes = usable_bytes(device, spec.capacity_bytes, outside_bytes)
     assert capacity_bytes is not None
     return replace(spec, capacity_bytes=capacity_bytes)
 

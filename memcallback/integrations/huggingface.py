@@ -20,6 +20,7 @@ from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
+from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor, MonitorSettings, print_here, sample_interval
 from memcallback.record.recorder import MemoryRecorder
@@ -100,6 +101,9 @@ class MemoryTrainerCallback(TrainerCallback):
         per_module: bool = False,
         warnings: bool | None = None,
         reset_peaks: bool = True,
+        wait_for_prediction: bool = False,
+        isolate: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._settings = MonitorSettings(
             owner="MemoryTrainerCallback",
@@ -108,6 +112,9 @@ class MemoryTrainerCallback(TrainerCallback):
             headroom=headroom,
             batch_size=batch_size,
             predict=predict,
+            wait_for_prediction=wait_for_prediction,
+            isolate=isolate,
+            timeout_s=timeout_s,
             warnings=warnings,
         )
         self._loss = loss
@@ -201,9 +208,15 @@ class MemoryTrainerCallback(TrainerCallback):
         monitor, make_step = self._monitor, self._make_step
         assert monitor is not None
         assert make_step is not None
-        monitor.begin(lambda: make_step(inputs), model=model, batch=inputs)
-        if monitor.prediction is not None and "attention_mask" in inputs:
-            monitor.notes = (*monitor.notes, _PADDING)
+        is_padded = "attention_mask" in inputs
+
+        def on_predicted(prediction: StepPrediction | None, _: object) -> None:
+            if prediction is not None and is_padded:
+                monitor.notes = (*monitor.notes, _PADDING)
+
+        monitor.begin(
+            lambda: make_step(inputs), model=model, batch=inputs, on_predicted=on_predicted
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""

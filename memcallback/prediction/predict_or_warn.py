@@ -11,7 +11,10 @@ from memcallback.core.errors import PredictionError, reason_of, warn_and_go_on
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import StepMemory
-from memcallback.prediction import predict as tracing
+from memcallback.devices.catalogue import Device
+from memcallback.devices.local import resolve
+from memcallback.prediction.apart import report_progress
+from memcallback.prediction.predict_here import predict_here
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.textbook import predict as textbook
 from memcallback.step.model import devices_of
@@ -21,13 +24,16 @@ from memcallback.step.training_step import TrainingStep
 def predict_or_warn(
     make_step: Callable[[], TrainingStep],
     *,
-    device: torch.device,
+    device: Device | Exception,
     device_name: str,
     capacity_bytes: int | None,
     say: Callable[[str], None],
     without: str,
 ) -> StepPrediction | None:
-    """Predict a step before it first runs. Never raises: failures become warnings."""
+    """Predict a training's step in this process. Never raises: failures become warnings.
+
+    The device may be the error that finding it has raised: then the textbook law is what is left.
+    """
     try:
         step = make_step()
         step.check_predictable()
@@ -36,6 +42,8 @@ def predict_or_warn(
         _warn_unpredicted(reason_of(error), without)
         return None
     try:
+        if isinstance(device, Exception):
+            raise device
         return traced(step, device, say)
     except ENDS as error:  # whatever a user's model does on fake tensors, training goes on
         raise_if_meant(error)
@@ -50,7 +58,15 @@ def predict_or_warn(
     return law
 
 
-def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None]) -> Prediction:
+def device_or_error(device: torch.device) -> Device | Exception:
+    """The device of a training, for a prediction that cannot ask for it itself."""
+    try:
+        return resolve(device)
+    except Exception as error:  # drivers fail in many ways; the prediction says so
+        return error
+
+
+def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Prediction:
     """Predict a step by its trace, and say how long that took."""
     devices = devices_of(step.model)
     if len(devices) > 1:
@@ -59,10 +75,12 @@ def traced(step: TrainingStep, device: torch.device, say: Callable[[str], None])
             f"({', '.join(devices)}), and a trace has one."
         )
     start = perf_counter()
-    progress = tracing.report_progress(
-        lambda part: say(f"Tracing the step before it first runs: {part}.")
+    prediction = predict_here(
+        step,
+        device=device,
+        progress=report_progress(lambda part: say(f"Tracing the step: {part}.")),
+        with_limits=True,
     )
-    prediction = tracing.predict(step, device=device, progress=progress)
     num_events = len(prediction.trace.traced.trace.events)
     say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
     return prediction

@@ -18,6 +18,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM, described, whole_numbe
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
+from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor, MonitorSettings, print_here
 from memcallback.record.rank_exchange import rank_here
@@ -75,6 +76,9 @@ class MemoryLog:
         device: str | int | torch.device | Device | None = None,
         headroom: float = DEFAULT_HEADROOM,
         warnings: bool | None = None,
+        wait_for_prediction: bool = False,
+        isolate: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not isinstance(recorder, MemoryRecorder):
             raise TypeError(
@@ -94,6 +98,9 @@ class MemoryLog:
             without_prediction="MemoryLog(recorder) without a step",
             target=None if device is None else resolve(device, needs_capacity=True),
             headroom=headroom,
+            wait_for_prediction=wait_for_prediction,
+            isolate=isolate,
+            timeout_s=timeout_s,
             warnings=warnings,
         )
         self._recorder = recorder

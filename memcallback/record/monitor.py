@@ -19,14 +19,17 @@ from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.health.monitor import HealthMonitor
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
+from memcallback.isolation.isolated import TIMEOUT_S, check_timeout
 from memcallback.prediction.predict_or_warn import (
     PredictedSteps,
+    device_or_error,
     predict_or_warn,
     predicted_modules,
 )
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
 from memcallback.record.oom_response import record_history, respond
+from memcallback.record.pending import PATIENCE_S, PendingPrediction
 from memcallback.record.rank_exchange import RankExchange, place_of
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
@@ -46,6 +49,25 @@ from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
 from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
+#: What `Monitor.begin` may be given to compute: `more(prediction, say)`.
+More = Callable[[StepPrediction | None, Callable[[str], None]], Any]
+#: What is called when a prediction is there, with it and with what `more` returned.
+OnPredicted = Callable[[StepPrediction | None, Any], None]
+#: Points that wait for a prediction at most; later ones are logged without it.
+_MAX_WAITING = 1000
+_NOT_DONE = (
+    "The prediction was not done when the training ended. wait_for_prediction=True has the first "
+    "step wait for it."
+)
+
+
+def nothing_more(prediction: StepPrediction | None, say: Callable[[str], None]) -> None:
+    """Compute nothing but the prediction."""
+
+
+def nothing_to_do(prediction: StepPrediction | None, more: Any) -> None:
+    """Do nothing with a prediction."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings:
@@ -58,6 +80,9 @@ class MonitorSettings:
         headroom: The fraction of its memory that the suggestion leaves free.
         batch_size: Samples in a batch; None to infer them.
         predict: Whether to predict the first step.
+        wait_for_prediction: Whether the first step waits for the prediction.
+        isolate: Whether to predict in a child process.
+        timeout_s: Seconds after which a prediction is ended.
         warnings: Whether to warn of unhealthy memory; None for all devices but a CPU.
         oom_snapshot: Whether to record the CUDA allocator's history.
     """
@@ -68,11 +93,15 @@ class MonitorSettings:
     headroom: float = DEFAULT_HEADROOM
     batch_size: int | None = None
     predict: bool = True
+    wait_for_prediction: bool = False
+    isolate: bool = True
+    timeout_s: float = TIMEOUT_S
     warnings: bool | None = None
     oom_snapshot: bool = False
 
     def __post_init__(self) -> None:
         check_headroom(self.headroom)
+        check_timeout(self.timeout_s)
         if self.batch_size is not None:
             whole_number("batch_size", self.batch_size, INFERRED)
 
@@ -89,7 +118,6 @@ class Monitor:
     recorded one, `on_out_of_memory`, `finish` at the end of the training, and `close`.
 
     Attributes:
-        prediction: The prediction; None if there is none.
         notes: More notes for the report, one sentence each.
         report: The last report; None before the first.
         out_of_memory: The report on the out-of-memory error that ended the training; None if none
@@ -109,7 +137,6 @@ class Monitor:
         progress: Callable[[], Progress] = Progress,
         complete: Callable[[Report], Report] = lambda report: report,
     ) -> None:
-        self.prediction: StepPrediction | None = None
         target = settings.target
         # Of a card by name the caveats say which one was meant; its architecture is nothing here.
         is_named = target is not None and any(target.name == card.name for card in CATALOGUE)
@@ -126,7 +153,14 @@ class Monitor:
         self._exchange = RankExchange.of_job()
         self._ranks: RankValues | None = None
         self._steady_since: int | None = None
+        self._prediction: StepPrediction | None = None
         self._predicted_steps = PredictedSteps(None)
+        #: The prediction that is being made, and what to do when it is there.
+        self._pending: PendingPrediction | None = None
+        self._on_predicted: OnPredicted = nothing_to_do
+        #: Points that wait for the prediction.
+        self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
+        self._has_layout = False
         self._unlogged: StepMemory | None = None
         device = recorder.meter.device
         self._history = record_history(device) if settings.oom_snapshot else None
@@ -139,8 +173,14 @@ class Monitor:
         *,
         model: torch.nn.Module | None,
         batch: object = None,
+        more: More = nothing_more,
+        on_predicted: OnPredicted = nothing_to_do,
     ) -> None:
-        """Predict the first step, which is about to begin, and write the dashboard's layout."""
+        """Begin to predict the first step, which is about to begin.
+
+        `more(prediction, say)` computes what else is to be known, in the same child; when both are
+        here, `on_predicted` is called with them.
+        """
         # Without `make_step` nothing is predicted; a batch that `make_step` checks is not given.
         meter, settings = self._recorder.meter, self._settings
         if model is not None:
@@ -149,20 +189,64 @@ class Monitor:
             warn_of_batch(batch, settings.batch_size, settings.owner)
             if settings.batch_size is None and infer_batch_size(batch).batch_size is None:
                 make_step = None
-        if make_step is not None and settings.predict:
-            self.prediction = predict_or_warn(
-                make_step,
-                device=meter.device,
-                device_name=meter.device_name,
-                capacity_bytes=settings.capacity_bytes,
-                say=self._print,
-                without=settings.without_prediction,
-            )
-        self._predicted_steps = PredictedSteps(self.prediction)
-        if self.writers is not None:
-            bands = ("allocated",) if meter.device.type == "cpu" else ("allocated", "reserved")
+        if make_step is None or not (settings.predict or more is not nothing_more):
+            self._write_layout()
+            return
+        device, device_name = device_or_error(meter.device), meter.device_name
+        make = make_step
+
+        def work(say: Callable[[str], None]) -> tuple[StepPrediction | None, Any]:
+            prediction = None
+            if settings.predict:
+                prediction = predict_or_warn(
+                    make,
+                    device=device,
+                    device_name=device_name,
+                    capacity_bytes=settings.capacity_bytes,
+                    say=say,
+                    without=settings.without_prediction,
+                )
+            return prediction, more(prediction, say)
+
+        self._on_predicted = on_predicted
+        self._pending = PendingPrediction(
+            work,
+            say=self._print,
+            without=settings.without_prediction,
+            isolate=settings.isolate,
+            timeout_s=settings.timeout_s,
+        )
+        self._await_prediction(None if settings.wait_for_prediction else 0)
+
+    @property
+    def prediction(self) -> StepPrediction | None:
+        """The prediction, if need be awaited for up to 30 s; None if there is none."""
+        self._await_prediction(PATIENCE_S)
+        return self._prediction
+
+    def _await_prediction(self, seconds: float | None) -> bool:
+        """Wait so long for the prediction, if one is being made; return whether none is."""
+        pending = self._pending
+        if pending is None:
+            return True
+        if not pending.wait(seconds):
+            return False
+        self._pending = None
+        self._prediction = pending.prediction
+        self._predicted_steps = PredictedSteps(pending.prediction)
+        self._write_layout()
+        self._on_predicted(pending.prediction, pending.more)
+        self._flush()
+        return True
+
+    def _write_layout(self) -> None:
+        """Write the dashboard's layout, once."""
+        if self.writers is not None and not self._has_layout:
+            self._has_layout = True
+            is_cpu = self._recorder.meter.device.type == "cpu"
+            bands = ("allocated",) if is_cpu else ("allocated", "reserved")
             self.writers.write_layout(
-                has_band=isinstance(self.prediction, TextbookPrediction),
+                has_band=isinstance(self._prediction, TextbookPrediction),
                 rank_bands=() if self._exchange is None else bands,
             )
 
@@ -183,7 +267,9 @@ class Monitor:
             if is_first_exchange and self._ranks is not None:
                 self._print(self._ranks.to_text())
         self._unlogged = larger(self._unlogged, record)
-        is_first_steady = self._recorder.steady is not None and self.report is None
+        is_predicted = self._await_prediction(0)
+        is_steady = self._recorder.steady is not None
+        is_first_steady = is_predicted and is_steady and self.report is None
         if not is_window_complete or not (is_due or is_first_steady):
             return
         reserved_bytes = record.windows[-1].end.reserved_bytes if record.windows else None
@@ -230,6 +316,8 @@ class Monitor:
             folder=folder,
             writers=self.writers,
             prediction=self.prediction if is_first_in_step else None,
+            isolate=self._settings.isolate,
+            timeout_s=self._settings.timeout_s,
             make_step=make_step,
             history=self._history,
         )
@@ -251,6 +339,12 @@ class Monitor:
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:
                 warn_and_go_on(text)
+        if not self._await_prediction(PATIENCE_S) and self._pending is not None:
+            self._pending.close()
+            self._pending = None
+            self.notes = (*self.notes, _NOT_DONE)
+        self._write_layout()
+        self._flush()
         device = device_memory(recorder.meter.device)
         self._log(device, number)
         if self._exchange is not None:
@@ -265,6 +359,9 @@ class Monitor:
 
     def close(self) -> None:
         """Flush the writers and release the loop. Nothing is written or printed afterwards."""
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
         if self._history is not None:
             self._history.close()
         if self.writers is not None:
@@ -286,6 +383,18 @@ class Monitor:
         step, self._unlogged = self._unlogged, None
         if step is None:
             return
+        if self._pending is not None and len(self._waiting) < _MAX_WAITING:
+            self._waiting.append((step, device, number))
+        else:
+            self._log_point(step, device, number)
+
+    def _flush(self) -> None:
+        """Log the points that have waited for the prediction."""
+        waiting, self._waiting = self._waiting, []
+        for point in waiting:
+            self._log_point(*point)
+
+    def _log_point(self, step: StepMemory, device: DeviceMemory, number: int) -> None:
         predicted = self._predicted_steps.at(step.batch_size)
         if self.writers is not None:
             self.writers.log_scalars(scalars(step, predicted, device), number)
@@ -326,7 +435,7 @@ class Monitor:
         """Print the report, and log it with its pictures."""
         findings = self._health.findings if self._health else ()
         report = self._recorder.report(
-            self.prediction,
+            self._prediction,
             device=device,
             capacity_bytes=self._settings.capacity_bytes,
             headroom=self._settings.headroom,
@@ -348,7 +457,7 @@ class Monitor:
             self.writers.log_image(CURVE_IMAGE_TAG, number, batch_size_curve, advice, prediction)
         modules = self._recorder.modules
         if modules is not None:
-            predicted = predicted_modules(self.prediction, modules.batch_size)
+            predicted = predicted_modules(self._prediction, modules.batch_size)
             self._print(modules.to_text(predicted))
             self.writers.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
             self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)

@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -20,7 +21,8 @@ from memcallback.core.torch_private import (
 from memcallback.diagnose.out_of_memory.explain import OomContext, at_failed_size, explain
 from memcallback.diagnose.out_of_memory.observer import find_out_of_memory
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.prediction.predict import report_progress
+from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, run_isolated
+from memcallback.prediction.apart import report_progress
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.report.tensorboard import OUT_OF_MEMORY_TAG
 from memcallback.report.writers import Writers
@@ -82,6 +84,8 @@ def respond(
     prediction: StepPrediction | None = None,
     make_step: Callable[[], TrainingStep] | None = None,
     history: AllocatorHistory | None = None,
+    isolate: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> OutOfMemoryReport:
     """Print, write (Markdown and JSON) and log a report; find savings that would have helped.
 
@@ -104,7 +108,8 @@ def respond(
                 "room."
             )
     if isinstance(prediction, Prediction) and make_step is not None:
-        report = report.with_savings(_savings(report, prediction, make_step, print_fn))
+        rows = _savings(report, prediction, make_step, print_fn, isolate, timeout_s)
+        report = report.with_savings(rows)
         if report.savings:
             print_fn(report.savings_document().text().rstrip("\n"))
             _write(report, folder, name)
@@ -120,6 +125,8 @@ def _savings(
     prediction: Prediction,
     make_step: Callable[[], TrainingStep],
     print_fn: Callable[[str], None],
+    isolate: bool,
+    timeout_s: float,
 ) -> list[PlanRow]:
     rows: list[PlanRow] = []
     try:
@@ -131,8 +138,22 @@ def _savings(
             ),
             of="savings",
         )
+
+        def work(report: Callable[[Any], None]) -> None:
+            for row in rescues(make_step(), base, progress=lambda *done: report(done)):
+                report(row)
+
         # One by one: an interrupt keeps those before it.
-        rows.extend(rescues(make_step(), base, progress=progress))
+        def on_report(value: PlanRow | tuple[int, int]) -> None:
+            if isinstance(value, PlanRow):
+                rows.append(value)
+            else:
+                progress(*value)
+
+        if isolate and can_isolate():
+            run_isolated(work, timeout_s=timeout_s, on_report=on_report)
+        else:
+            work(on_report)
     except KeyboardInterrupt:
         pass
     except Exception as error:  # a model can fail on fake tensors; the real error goes on

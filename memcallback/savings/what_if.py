@@ -10,10 +10,14 @@ import torch
 
 from memcallback.batch_size.estimate import check_headroom, estimate
 from memcallback.core.errors import PredictionError
+from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import resolve, used_by_others_bytes
-from memcallback.prediction.predict import predict_once, predict_without_limits
+from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
+from memcallback.isolation.isolated import TIMEOUT_S
+from memcallback.prediction.apart import Progress, predict_apart
+from memcallback.prediction.predict import checked_step
+from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.candidates import Saving, left_out, savings_for, together
 from memcallback.savings.plan import Plan, PlanRow
@@ -32,7 +36,9 @@ def what_if(
     batch_size: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
     ranks: int | Sequence[Ranks] = (),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    isolate: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> Plan:
     """Predict what each saving of memory would buy and cost.
 
@@ -52,7 +58,9 @@ def what_if(
             `nn.Sequential`. Sizes and batch sizes are those of one rank, in a pipeline those of the
             stage that needs most.
         progress: Called after each saving that was tried alone, with the number tried and the
-            number of all.
+            number of all; if one takes long, every two seconds.
+        isolate: As for `predict`.
+        timeout_s: As for `predict`.
 
     Returns:
         The step as it is and with each saving.
@@ -64,16 +72,45 @@ def what_if(
     check_headroom(headroom)
     if isinstance(ranks, int):
         whole_number("ranks", ranks, "Leave it out for one device.", least=2)
-    base = predict_without_limits(step, device=resolve(device), batch_size=batch_size)
+    checked_step(step)
+    spec = resolve(device)
+    memory = local_memory(spec)
+    return predict_apart(
+        lambda progress: plan_here(
+            step,
+            device=spec,
+            memory=memory,
+            batch_size=batch_size,
+            headroom=headroom,
+            ranks=ranks,
+            progress=progress,
+        ),
+        isolate=isolate,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
+
+
+def plan_here(
+    step: TrainingStep,
+    *,
+    device: Device,
+    memory: DeviceMemory | None,
+    headroom: float,
+    progress: Progress,
+    batch_size: int | None = None,
+    ranks: int | Sequence[Ranks] = (),
+) -> Plan:
+    """Predict as `what_if` does, in this process, with what is used of a device of this machine."""
+    base = predict_here(step, device=device, batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
-    trial = _Trial(step, base, headroom, used_by_others_bytes(base.device))
+    trial = _Trial(step, base, headroom, used_by_others_bytes(base.device, memory))
     events = base.trace.at(base.batch_size).events
     savings = [*savings_for(step, base.batch_size, events), *over_ranks(jobs)]
     rows = []
     for number, saving in enumerate(savings, start=1):
         rows.append(trial.row(saving))
-        if progress is not None:
-            progress(number, len(savings))
+        progress(number, len(savings))
     plan = trial.plan(rows)
     helping = [pair for pair in zip(savings, rows, strict=True) if plan.helps(pair[1])]
     helping.sort(key=lambda pair: pair[1].rank)
@@ -122,9 +159,7 @@ class _Trial:
             caveats=(*self._base.caveats, *left_out(self._step)),
         )
 
-    def row(
-        self, saving: Saving, predict: Callable[..., Prediction] = predict_without_limits
-    ) -> PlanRow:
+    def row(self, saving: Saving, predict: Callable[..., Prediction] = predict_here) -> PlanRow:
         """The step with a saving, or why it cannot be predicted."""
         batch_size, rest = divmod(self._base.batch_size, saving.num_parts)
         row = PlanRow(

@@ -26,12 +26,17 @@ from memcallback.core.phase_spans import (
 from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import resolve
+from memcallback.devices.local import local_memory, resolve
 from memcallback.diagnose.out_of_memory.explain import OomContext
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.integrations.lightning.fit.fit_batch_size import fit_in_place
 from memcallback.integrations.lightning.fit.settings import FitSettings
-from memcallback.integrations.lightning.trainer.savings import TrainerSavings, compare_savings
+from memcallback.integrations.lightning.trainer.savings import (
+    TrainerSavings,
+    compare_savings,
+    device_to_compare_on,
+    warn_not_compared,
+)
 from memcallback.integrations.lightning.trainer.state import (
     is_logging_step,
     print_beside,
@@ -45,6 +50,8 @@ from memcallback.integrations.lightning.trainer.step import (
     copy_unsharded,
     step_of,
 )
+from memcallback.isolation.isolated import TIMEOUT_S
+from memcallback.prediction.predict_or_warn import device_or_error
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor, MonitorSettings, sample_interval
 from memcallback.record.oom_response import explain_or_warn, respond
@@ -173,6 +180,9 @@ class MemoryCallback(Callback):
         checkpoint: CheckpointOption | None = None,
         oom_snapshot: bool = False,
         warnings: bool | None = None,
+        wait_for_prediction: bool = False,
+        isolate: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if batch_size is not None and fit_batch_size:
             raise ValueError(
@@ -186,6 +196,9 @@ class MemoryCallback(Callback):
             headroom=headroom,
             batch_size=batch_size,
             predict=predict,
+            wait_for_prediction=wait_for_prediction,
+            isolate=isolate,
+            timeout_s=timeout_s,
             warnings=warnings,
             oom_snapshot=oom_snapshot,
         )
@@ -326,24 +339,47 @@ class MemoryCallback(Callback):
         return self._savings.complete(report, batch_size, accumulate)
 
     def _begin(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        """Predict the first step, with and without savings."""
+        """Begin to predict the first step, with and without savings."""
         assert self.recorder is not None
         assert self._monitor is not None
         monitor, device = self._monitor, self.recorder.meter.device
         make_step = self._maker_of_step(trainer, pl_module, batch)
-        monitor.begin(make_step, model=pl_module, batch=batch)
-        if isinstance(monitor.prediction, Prediction):
-            self._savings.predict_without(make_step, device)
-        if not self._compares_savings:
-            return
-        self.plan = compare_savings(
+        spec, headroom = device_or_error(device), self._settings.headroom
+        compared: Device | None = None
+        if self._compares_savings:
+            try:
+                compared = device_to_compare_on(device, self._settings.capacity_bytes)
+            except Exception as error:  # drivers fail in many ways, and training goes on
+                warn_not_compared(error)
+        memory = local_memory(compared) if compared is not None else None
+
+        def more(
+            prediction: StepPrediction | None, say: Callable[[str], None]
+        ) -> tuple[Prediction | None, Plan | None]:
+            without = plan = None
+            if isinstance(prediction, Prediction):
+                without = self._savings.predict_without(make_step, spec)
+            if compared is not None:
+                plan = compare_savings(
+                    make_step, device=compared, memory=memory, headroom=headroom, say=say
+                )
+            return without, plan
+
+        monitor.begin(
             make_step,
-            device=device,
-            capacity_bytes=self._settings.capacity_bytes,
-            headroom=self._settings.headroom,
-            print_fn=print_beside(pl_module),
+            model=pl_module,
+            batch=batch,
+            more=more,
+            on_predicted=lambda _, results: self._on_predicted(trainer, pl_module, results),
         )
-        if self.plan is not None and monitor.writers is not None:
+
+    def _on_predicted(self, trainer: Any, pl_module: Any, results: Any) -> None:
+        """Keep and show what was computed with the prediction; nothing if that failed."""
+        if results is None:
+            return
+        self._savings.prediction_without, self.plan = results
+        monitor = self._monitor
+        if self.plan is not None and monitor is not None and monitor.writers is not None:
             number = step_number(trainer)
             print_beside(pl_module)(self.plan.to_text())
             monitor.writers.log_text(WHAT_IF_TAG, self.plan.to_markdown(), number)

@@ -26,6 +26,8 @@ from memcallback.core.torch_private import (
     tree_map_only,
 )
 from memcallback.core.visible import visible_name
+from memcallback.isolation.isolated import TIMEOUT_S
+from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.textbook.layer_table import Layer, LayerTable
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import untouched_variables
@@ -36,6 +38,8 @@ def layers(
     *inputs: Any,
     input_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     autocast_dtype: torch.dtype | None = None,
+    isolate: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> LayerTable:
     """Tabulate the layers of a model without running it: a copy runs on fake tensors.
 
@@ -47,6 +51,8 @@ def layers(
             sizes, one for each input. The tensors have the dtype of the model's first
             floating-point parameter.
         autocast_dtype: Run under autocast with this dtype, such as torch.bfloat16.
+        isolate: As for `predict`.
+        timeout_s: As for `predict`.
 
     Returns:
         One row for each call of a layer, and the sums.
@@ -71,6 +77,14 @@ def layers(
             torch.empty(size, dtype=input_dtype(model), device="meta")
             for size in _sizes(input_size)
         )
+    return predict_apart(
+        lambda _: _layers(model, inputs, autocast_dtype), isolate=isolate, timeout_s=timeout_s
+    )
+
+
+def _layers(
+    model: nn.Module, inputs: tuple[Any, ...], autocast_dtype: torch.dtype | None
+) -> LayerTable:
     with untouched_globals(), untouched_variables(model, ()):
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake_model, fake_inputs = fake_copy((model, inputs), fake_mode)

@@ -7,6 +7,7 @@ import copy
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ from memcallback.step.copies.functions import FunctionCopies, hooks_of
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
+#: The fake modes of all copies that are alive.
+_modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
 #: The number of copies in progress, in all threads.
 _num_copying = 0
 _copying = threading.Lock()
@@ -62,7 +65,13 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
       copied, and refers to the copied part. Other functions are shared, with their closures.
     - Hooks of parameters are copied with them.
     """
+    _modes.add(fake_mode)
     return copy_with(obj, _FakeFactory(fake_mode))
+
+
+def live_modes() -> set[int]:
+    """The ids of the fake modes of copies that something still refers to."""
+    return set(map(id, _modes))
 
 
 @contextlib.contextmanager

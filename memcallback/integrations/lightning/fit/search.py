@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +51,9 @@ from memcallback.integrations.lightning.fit.trial import (
 )
 from memcallback.integrations.lightning.trainer.state import as_callback
 from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION, step_of
-from memcallback.prediction.predict_or_warn import predict_or_warn
+from memcallback.prediction.predict_or_warn import device_or_error, predict_or_warn
 from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.record.pending import PendingPrediction
 from memcallback.step.batch import infer_batch_size
 
 #: The smallest status of all ranks counts.
@@ -192,14 +194,25 @@ class FitSearch:
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
         self._is_inferred = infer_batch_size(probe.batch).batch_size == given
         with accumulating(self._trainer, self._accumulate):
-            self._prediction = predict_or_warn(
-                lambda: step_of(self._trainer, self._module, probe.batch, given),
-                device=self._device,
-                device_name=self._meter.device_name,
-                capacity_bytes=self._budget.capacity_bytes,
+            device = device_or_error(self._device)
+            pending = PendingPrediction(
+                lambda say: (
+                    predict_or_warn(
+                        lambda: step_of(self._trainer, self._module, probe.batch, given),
+                        device=device,
+                        device_name=self._meter.device_name,
+                        capacity_bytes=self._budget.capacity_bytes,
+                        say=say,
+                        without=LEAVES_OUT_PREDICTION,
+                    ),
+                    None,
+                ),
                 say=self._say,
                 without=LEAVES_OUT_PREDICTION,
             )
+            with closing(pending):
+                pending.wait(None)
+            self._prediction = pending.prediction
         return probe.batch_size, num_samples
 
     def _cap(self, num_samples: int | None) -> tuple[int | None, str]:

@@ -12,12 +12,13 @@ import torch
 
 from memcallback.core.errors import reason_of, warn_and_go_on
 from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.visible import visible_name
 from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
 from memcallback.devices.local import resolve
 from memcallback.devices.memory import cpu_memory
 from memcallback.integrations.lightning.trainer.state import lightning_of
-from memcallback.prediction import predict as tracing
+from memcallback.prediction.apart import report_progress
 from memcallback.prediction.predict_or_warn import traced
 from memcallback.prediction.prediction import Prediction
 from memcallback.report.report import Report
@@ -30,7 +31,7 @@ from memcallback.savings.checkpointing import (
 )
 from memcallback.savings.mixed_precision import CountingGradScaler, check_precision
 from memcallback.savings.plan import Plan
-from memcallback.savings.what_if import what_if
+from memcallback.savings.what_if import plan_here
 from memcallback.step.training_step import TrainingStep
 
 
@@ -156,18 +157,23 @@ class TrainerSavings:
 
     # What they save.
 
-    def predict_without(self, make_step: Callable[[], TrainingStep], device: torch.device) -> None:
-        """Predict the Trainer's step without the savings, if there are any."""
+    def predict_without(
+        self, make_step: Callable[[], TrainingStep], device: Device | Exception
+    ) -> Prediction | None:
+        """Predict the Trainer's step without the savings; None, or a warning, if that cannot be."""
+        if isinstance(device, Exception):
+            return None
         try:
             with self._removed_from(make_step()) as step:
                 if step is not None:
-                    self.prediction_without = traced(step, device, lambda _: None)
+                    return traced(step, device, lambda _: None)
         except ENDS as error:  # a model can fail on fake tensors, and training goes on
             raise_if_meant(error)
             warn_and_go_on(
                 "Cannot compare with and without memory savings: predicting the step without them "
                 f"failed. {reason_of(error)}"
             )
+        return None
 
     @contextmanager
     def _removed_from(self, step: TrainingStep) -> Iterator[TrainingStep | None]:
@@ -207,27 +213,32 @@ class TrainerSavings:
             yield f"Recomputed in the backward pass: {names} (checkpoint)."
 
 
+def device_to_compare_on(device: torch.device, capacity_bytes: int | None) -> Device:
+    """The training's device, with another capacity if one is given."""
+    if device.type == "cpu":
+        host_bytes = cpu_memory().capacity_bytes if capacity_bytes is None else capacity_bytes
+        return HostSpec(capacity_bytes=host_bytes)
+    here = resolve(device)
+    if capacity_bytes is None:
+        return here
+    assert isinstance(here, DeviceSpec)
+    # What others use of the device does not count against a capacity that was given.
+    return replace(here, capacity_bytes=capacity_bytes, local_index=None)
+
+
 def compare_savings(
     make_step: Callable[[], TrainingStep],
     *,
-    device: torch.device,
-    capacity_bytes: int | None,
+    device: Device,
+    memory: DeviceMemory | None,
     headroom: float,
-    print_fn: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> Plan | None:
     """Predict a Trainer's step with each saving; None, with a warning, if that fails."""
     try:
-        spec: Device | torch.device = device
-        if device.type == "cpu":
-            host_bytes = cpu_memory().capacity_bytes if capacity_bytes is None else capacity_bytes
-            spec = HostSpec(capacity_bytes=host_bytes)
-        elif capacity_bytes is not None:
-            here = resolve(device)
-            assert isinstance(here, DeviceSpec)
-            # What others use of the device does not count against a capacity that was given.
-            spec = replace(here, capacity_bytes=capacity_bytes, local_index=None)
-        progress = tracing.report_progress(
-            lambda part: print_fn(f"Trying savings before the first step: {part}."), of="savings"
+        progress = report_progress(lambda part: say(f"Trying savings: {part}."), of="savings")
+        return plan_here(
+            make_step(), device=device, memory=memory, headroom=headroom, progress=progress
         )
         return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
     except ENDS as error:  # a model can fail on fake tensors, and training goes on
@@ -236,7 +247,18 @@ def compare_savings(
             f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves "
             "them out."
         )
+    except ENDS as error:  # a model can fail on fake tensors, and training goes on
+        raise_if_meant(error)
+        warn_not_compared(error)
         return None
+
+
+def warn_not_compared(error: BaseException) -> None:
+    """Say why no savings are compared."""
+    warn_and_go_on(
+        f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves "
+        "them out."
+    )
 
 
 def _of_lightning(trainer: Any, module: str) -> Any:

@@ -1,0 +1,132 @@
+"""The child's side: it becomes harmless, runs the computation, and sends back the result."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from memcallback.core.errors import PredictionError
+from memcallback.isolation.harmless import become_harmless
+from memcallback.isolation.messages import SentError, send
+
+_Work = Callable[[Callable[[Any], None]], object]
+#: Whether this process is such a child.
+_is_child = False
+_QUICK_FORK_FAILED = (
+    "This process has trained on a device, after which PyTorch's autograd does not run in a forked "
+    "process, and this system has no fork that PyTorch does not notice ({}). isolate=False runs "
+    "the prediction in this process; or predict before training, or in a process of its own "
+    "(python -m memcallback predict ...)."
+)
+
+
+def is_in_child() -> bool:
+    """Whether this process is a child that computes for another one."""
+    return _is_child
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the child has of its parent: three descriptors, its number, and a time limit."""
+
+    control: int
+    result: int
+    stacks: int
+    parent: int
+    timeout_s: float
+
+
+def fork_quickly() -> int:
+    """Fork without the handlers that libraries have registered for it.
+
+    Autograd's makes every later backward pass in the child fail if devices were used before, since
+    its threads for them are gone. A prediction runs on fake tensors, which need none of them.
+    """
+    try:
+        # Of glibc 2.34, https://sourceware.org/glibc/manual/latest/html_node/Creating-a-Process.html
+        fork = ctypes.PyDLL(None)._Fork
+    except (OSError, AttributeError) as error:
+        raise OSError(_QUICK_FORK_FAILED.format(error)) from error
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    number: int = fork()
+    if number == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    if number < 0:
+        raise OSError(ctypes.get_errno(), "_Fork failed")
+    return number
+
+
+def serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: bool) -> NoReturn:
+    """Run the computation and end the process, whatever happens."""
+    try:
+        _serve(prepare, work, ends, is_quick=is_quick)
+    finally:
+        os._exit(1)
+
+
+def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: bool) -> None:
+    global _is_child
+    _is_child = True
+    # The parent's objects are never collected here, so that none of them runs its `__del__`.
+    gc.freeze()
+    # The threads of the pool are the parent's; a child that asks for them waits for ever.
+    torch.set_num_threads(1)
+    with suppress(Exception):  # what cannot be imported fails the work, with a reason
+        prepare()
+    become_harmless(
+        keep=(ends.control, ends.result, ends.stacks), parent=ends.parent, timeout_s=ends.timeout_s
+    )
+    faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
+    # A device that the parent uses cannot be used here; a usual fork makes PyTorch say so.
+    torch.cuda._is_in_bad_fork = lambda: True
+    warnings.showwarning = lambda message, category, *_: send(
+        ends.control, "warning", (str(message), category)
+    )
+    if not is_quick and not _can_run_backward():
+        send(ends.control, "retry")
+        return
+    try:
+        outcome: tuple[bool, object] = True, work(lambda value: send(ends.control, "report", value))
+        content = pickle.dumps(outcome)
+    except BaseException as error:  # nothing of the user's may end the process before it is sent
+        content = pickle.dumps((False, SentError.of(_as_prediction_error(error))))
+    left = memoryview(content)
+    while left:
+        left = left[os.write(ends.result, left) :]
+    with suppress(BrokenPipeError):
+        send(ends.control, "result")
+
+
+def _can_run_backward() -> bool:
+    """Whether autograd runs here; it refuses after a backward pass on a device in the parent."""
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            torch.ones((), requires_grad=True).clone().backward()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _as_prediction_error(error: BaseException) -> BaseException:
+    """What wants to end the process ends the prediction."""
+    if isinstance(error, Exception):
+        return error
+    failure = PredictionError(
+        f"The step wanted to end the process: {type(error).__name__}: {error}".rstrip(": ")
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,269 @@
+"""run_isolated(): runs a computation in a harmless child process, and waits for its result."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from memcallback.core.errors import PredictionError
+from memcallback.core.validation import described
+from memcallback.isolation.child import Ends, fork_quickly, is_in_child, serve
+from memcallback.isolation.messages import MessageReader
+from memcallback.isolation.stacks import line_in
+
+T = TypeVar("T")
+#: What a computation calls with a picklable value, on its way; the parent gets it.
+Report = Callable[[Any], None]
+
+#: How long a prediction may take before its process is killed. The slowest known takes 100 s.
+TIMEOUT_S = 600.0
+#: How often someone who waits is told so.
+TICK_S = 2.0
+#: How long a killed computation has to say which line was running.
+_LAST_WORDS_S = 2.0
+_OFF = "MEMCALLBACK_ISOLATE"
+_ISOLATE_FALSE = "isolate=False runs it in this process."
+
+
+def check_timeout(timeout_s: float) -> float:
+    """Refuse a time limit that is none."""
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise TypeError(f"timeout_s must be a number of seconds, got {described(timeout_s)}.")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be above 0, got {timeout_s}. Leave it out for 600 s.")
+    return float(timeout_s)
+
+
+def can_isolate() -> bool:
+    """Whether a computation can run in a child here: Linux, not in one, and not turned off."""
+    # Elsewhere a forked child may not use the system's libraries (macOS), or there is no fork.
+    return sys.platform == "linux" and not is_in_child() and os.environ.get(_OFF) != "0"
+
+
+def run_isolated(
+    work: Callable[[Report], T],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    on_report: Report = lambda value: None,
+    on_tick: Callable[[float], None] = lambda seconds: None,
+) -> T:
+    """Run `work(report)` in a child and return its result, or raise its error.
+
+    Call it where `can_isolate()`. `on_report` gets what the work reports, `on_tick` the seconds so
+    far, every two of them.
+    """
+    check_timeout(timeout_s)
+    with Isolated(work, timeout_s=timeout_s) as running:
+        while not running.wait(TICK_S, on_report):
+            on_tick(running.elapsed_s)
+        return running.result()
+
+
+class Isolated(Generic[T]):
+    """A computation that runs in a child process from now on.
+
+    A computation that takes longer than its time limit is killed; so is one that is closed. The
+    child ends with this process, whatever ends it. `prepare()` runs before the child becomes
+    harmless: for imports of libraries, which may make folders for their caches.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Report], T],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._work, self._prepare = work, prepare
+        self._timeout_s = timeout_s
+        self._start = monotonic()
+        self._owner = os.getpid()
+        self._pid: int | None = None
+        self._failure: BaseException | None = None
+        self._value: T
+        self._is_done = False
+        self._begin(is_quick=False)
+
+    def _begin(self, *, is_quick: bool) -> None:
+        # In memory and without a name: it ends with the last process that has it open.
+        self._result = os.memfd_create("memcallback")
+        self._control, control = os.pipe()
+        self._stacks, stacks = os.pipe()
+        os.set_blocking(self._control, False)
+        os.set_blocking(self._stacks, False)
+        self._reader = MessageReader(self._control)
+        ends = Ends(
+            control=control,
+            result=self._result,
+            stacks=stacks,
+            parent=os.getpid(),
+            timeout_s=self._timeout_s,
+        )
+        try:
+            self._pid = fork_quickly() if is_quick else _fork()
+        except OSError as error:
+            self._pid = None
+            self._finish(
+                PredictionError(
+                    f"No process can be started for the prediction: {error}. {_ISOLATE_FALSE}"
+                )
+            )
+        if self._pid == 0:
+            serve(self._prepare, self._work, ends, is_quick=is_quick)
+        os.close(control)
+        os.close(stacks)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the computation began."""
+        return monotonic() - self._start
+
+    def wait(self, seconds: float, on_report: Report = lambda value: None) -> bool:
+        """Wait for the end, at most so long; return whether it has come."""
+        until = monotonic() + seconds
+        while True:
+            self._read(on_report)
+            left = min(until, self._start + self._timeout_s) - monotonic()
+            if self._is_done or left <= 0:
+                return self._is_done
+            poll = select.poll()
+            poll.register(self._control, select.POLLIN)
+            poll.poll(1000 * left + 1)
+
+    def result(self) -> T:
+        """The result, once it is there; or raise what the computation raised."""
+        assert self._is_done, "wait for the end first"
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+    def close(self) -> None:
+        """Kill the computation if it still runs."""
+        if self._owner == os.getpid() and not self._is_done:
+            self._finish(PredictionError("The prediction was given up before it was done."))
+
+    def __enter__(self) -> Isolated[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A process that was forked meanwhile has a copy of this object, and no say.
+        with suppress(Exception):  # at the end of the interpreter anything may be gone
+            self.close()
+
+    def _read(self, on_report: Report) -> None:
+        """Take in what the child has sent."""
+        while not self._is_done:
+            message = self._reader.next()
+            if message is None:
+                break
+            kind, value = message
+            if kind == "report":
+                on_report(value)
+            elif kind == "warning":
+                text, category = value
+                warnings.warn(text, category, stacklevel=2)
+            elif kind == "retry":
+                # Autograd has used devices here, after which it refuses to run in a usual fork.
+                self._release()
+                self._begin(is_quick=True)
+            elif kind == "result":
+                self._take_result()
+        if self._is_done:
+            return
+        if self._reader.is_at_end:
+            self._finish(PredictionError(f"The prediction's process {self._death()}"))
+        elif self.elapsed_s > self._timeout_s:
+            self._finish(PredictionError(self._timeout_text()))
+
+    def _take_result(self) -> None:
+        os.lseek(self._result, 0, os.SEEK_SET)
+        try:
+            with open(self._result, "rb", closefd=False) as file:
+                is_value, content = pickle.load(file)
+        except Exception as error:  # classes of the user's unpickle as they like
+            self._finish(
+                PredictionError(
+                    f"The prediction's result cannot be read: {type(error).__name__}: {error}. "
+                    f"{_ISOLATE_FALSE}"
+                )
+            )
+            return
+        if is_value:
+            self._value = content
+        self._finish(None if is_value else content.restored())
+
+    def _finish(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        self._is_done = True
+        self._release()
+
+    def _release(self) -> None:
+        """End the child and close our ends."""
+        if self._pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            with suppress(ChildProcessError):  # the program waits for all its children itself
+                os.waitpid(self._pid, 0)
+        self._pid = None
+        os.close(self._control)
+        os.close(self._stacks)
+        os.close(self._result)
+
+    def _death(self) -> str:
+        """How the child has ended, as the end of a sentence."""
+        status = None
+        if self._pid:
+            with suppress(ChildProcessError):
+                _, status = os.waitpid(self._pid, 0)
+            self._pid = None
+        where = f" It was at {line}." if (line := line_in(self._read_stacks())) else ""
+        if status is None or not os.WIFSIGNALED(status):
+            return f"ended before it had a result.{where} {_ISOLATE_FALSE}"
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name
+        hint = " Its memory may have run out." if number == signal.SIGKILL else ""
+        return f"was ended by {name}.{hint}{where} Training is not affected."
+
+    def _timeout_text(self) -> str:
+        """Why the computation was ended, with the line that was running."""
+        line = ""
+        if self._pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGUSR1)
+            poll = select.poll()
+            poll.register(self._stacks, select.POLLIN)
+            poll.poll(1000 * _LAST_WORDS_S)
+            line = line_in(self._read_stacks())
+        where = f" It was running {line}." if line else ""
+        return (
+            f"The prediction took longer than {self._timeout_s:g} s and was ended.{where} A loop "
+            "on a value may not end there, since a prediction computes no values. "
+            "timeout_s=... gives it more time."
+        )
+
+    def _read_stacks(self) -> str:
+        parts = []
+        with suppress(BlockingIOError):
+            while part := os.read(self._stacks, 65536):
+                parts.append(part)
+                # The rest of a long dump may still be on its way.
+                select.select([self._stacks], [], [], 0.05)
+        return b"".join(parts).decode(errors="replace")
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads. What they may have locked is why the child has a time limit.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()

@@ -1,0 +1,76 @@
+"""predict_apart(): runs a prediction in a child process, or here with what can be done here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+from memcallback.core.errors import warn
+from memcallback.isolation.child import is_in_child
+from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, check_timeout, run_isolated
+from memcallback.prediction.leftovers import leftovers
+from memcallback.prediction.predict_here import load_tracer
+
+T = TypeVar("T")
+#: How often the progress of slow traces is reported.
+SLOW_S = 2.0
+#: Called with the number of traces done and of all.
+Progress = Callable[[int, int], None]
+
+
+def predict_apart(
+    work: Callable[[Progress], T],
+    *,
+    isolate: bool = True,
+    timeout_s: float = TIMEOUT_S,
+    progress: Progress | None = None,
+) -> T:
+    """Run `work(progress)`, which traces, in a child; the caller's progress is called here."""
+    check_timeout(timeout_s)
+    if not isolate or not can_isolate():
+        return _here(work, progress)
+    # What a child imports is gone with it.
+    load_tracer()
+    last: list[tuple[int, int]] = []
+
+    def on_report(done_of_all: tuple[int, int]) -> None:
+        last[:] = [done_of_all]
+        if progress is not None and done_of_all[0]:
+            progress(*done_of_all)
+
+    def on_tick(_: float) -> None:
+        if progress is not None and last:
+            progress(*last[0])
+
+    return run_isolated(
+        lambda report: work(lambda done, num_all: report((done, num_all))),
+        timeout_s=timeout_s,
+        on_report=on_report,
+        on_tick=on_tick,
+    )
+
+
+def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
+    """A `progress` for `predict` that reports as a part of a sentence, at most every 2 s."""
+    start = last = perf_counter()
+
+    def progress(num_done: int, num_all: int) -> None:
+        nonlocal last
+        now = perf_counter()
+        if now - last > SLOW_S:
+            last = now
+            say(f"{num_done} of {num_all} {of} after {now - start:.1f} s")
+
+    return progress
+
+
+def _here(work: Callable[[Progress], T], progress: Progress | None) -> T:
+    """Run it in this process, and warn of fake tensors that the user's program has kept."""
+    result = work(lambda done, num_all: progress(done, num_all) if progress and done else None)
+    for holder in () if is_in_child() else leftovers():
+        warn(
+            f"{holder} holds fake tensors of a prediction, which have no values. Empty it before "
+            "training, or leave isolate=False out: then the prediction runs in another process."
+        )
+    return result

@@ -1,0 +1,68 @@
+"""leftovers(): global variables of the user's program that hold fake tensors of a prediction."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from types import FrameType, ModuleType
+
+from memcallback.core.code_lines import is_library
+from memcallback.core.torch_private import FakeTensor
+from memcallback.step.copies.fakes import live_modes
+
+#: Objects that are searched below one global variable.
+_MAX_OBJECTS = 100_000
+
+
+def leftovers() -> list[str]:
+    """The variables, such as `train.mask_cache`; empty in nearly all cases, and then fast."""
+    if not live_modes():
+        return []
+    gc.collect()  # a trace is full of cycles
+    modes = live_modes()
+    if not modes:
+        return []
+    return [
+        f"{module.__name__}.{name}"
+        for module in _own_modules()
+        for name, value in list(vars(module).items())
+        if _holds_fakes(value, modes)
+    ]
+
+
+def _own_modules() -> list[ModuleType]:
+    """The modules of the user's program."""
+    return [
+        module
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
+        and (file := getattr(module, "__file__", None)) is not None
+        and not is_library(file)
+    ]
+
+
+def _holds_fakes(value: object, modes: set[int]) -> bool:
+    """Whether a fake tensor of one of these modes is among what a value refers to."""
+    seen = {id(value)}
+    queue = deque([value])
+    while queue and len(seen) < _MAX_OBJECTS:
+        current = queue.popleft()
+        if isinstance(current, FakeTensor) and id(current.fake_mode) in modes:
+            return True
+        for referent in gc.get_referents(current):
+            if id(referent) not in seen and _is_own(referent):
+                seen.add(id(referent))
+                queue.append(referent)
+    return False
+
+
+def _is_own(value: object) -> bool:
+    """Whether to search in a value: not in modules, nor in classes of libraries."""
+    if isinstance(value, (ModuleType, FrameType)):
+        return False
+    if isinstance(value, type):
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        return file is not None and not is_library(file)
+    # The globals of a function are searched as those of its module.
+    return not (isinstance(value, dict) and "__builtins__" in value)

@@ -1,0 +1,228 @@
+"""predict_here(): traces a step at several batch sizes, in this process, and replays it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memcallback.core.errors import PredictionError
+from memcallback.core.torch_private import FakeTensorMode, enable_record_function
+from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
+from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
+from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
+from memcallback.prediction.length_trace import (
+    LengthDependentPath,
+    SequenceLengthTrace,
+    lengths_to_trace,
+)
+from memcallback.prediction.prediction import Prediction
+from memcallback.step.copies.resizing import has_samples
+from memcallback.step.training_step import TrainingStep
+from memcallback.trace.traced_step import TracedStep
+
+#: One for the step, two to know every batch size.
+_NUM_TRACES = 3
+#: With other sequence lengths: two batch sizes at two more, and one at a fourth.
+_NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
+#: Begins the caveat that says why other batch sizes are unknown.
+ONLY = "Only batch size"
+
+
+def predict_here(
+    step: TrainingStep,
+    *,
+    device: Device,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    settings: AllocatorSettings | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    with_limits: bool = False,
+) -> Prediction:
+    """Predict as `predict` does, in this process; its two limits take about 20 replays more."""
+    spec = with_communication(device, step)
+    own_batch_size = step.check_predictable()
+    wanted = (
+        own_batch_size
+        if batch_size is None
+        else whole_number(
+            "batch_size", batch_size, f"Leave it out for the batch's own, {own_batch_size}."
+        )
+    )
+    length = step.sequence_length
+    if sequence_length is not None:
+        own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
+        length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
+    trace: BatchTrace | SequenceLengthTrace
+    if length is None:
+        trace = _batch_trace(Traces(step, spec, _NUM_TRACES, progress), wanted)
+    elif step.sequence_length is None:
+        raise ValueError(
+            f"sequence_length {length} was asked for, and the step does not say how long its "
+            "sequences are. Give it: sequence_length=... to TrainingStep."
+        )
+    else:
+        trace = _length_trace(
+            Traces(step, spec, _NUM_TRACES_WITH_LENGTHS, progress), wanted, length
+        )
+    return Prediction.of(trace, spec, batch_size=wanted, settings=settings, with_limits=with_limits)
+
+
+def with_communication(device: Device, step: TrainingStep) -> Device:
+    """The device with the memory of NCCL if the step has several ranks: the most that was seen."""
+    if isinstance(device, HostSpec) or step.ranks is None or step.ranks.world_size == 1:
+        return device
+    return replace(device, communication_bytes=NCCL_BYTES[1])
+
+
+def predict_once(
+    step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings
+) -> Prediction:
+    """Predict a step at one batch size alone: one trace."""
+    traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)
+    return Prediction.of(
+        BatchTrace.single(traced),
+        device,
+        batch_size=batch_size,
+        settings=settings,
+        with_limits=False,
+    )
+
+
+class Traces:
+    """Traces a step at several batch sizes and sequence lengths, and reports progress."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        spec: Device,
+        num_traces: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._step = step
+        self._card = spec if isinstance(spec, DeviceSpec) else None
+        self._num_traces = num_traces
+        self._num_done = 0
+        self._progress = progress
+        self._tracer = load_tracer()
+        self._bounds = self._tracer.Bounds()
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the batch can be resized to another number of samples."""
+        batch_size = self._step.batch_size.batch_size
+        return batch_size is not None and has_samples(self._step.batch, batch_size)
+
+    def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
+        """The trace at a batch size and sequence length."""
+        if self._progress is not None and not self._num_done:
+            self._progress(0, self._num_traces)
+        with quietly():
+            traced: TracedStep = self._tracer.trace(
+                self._tracer.TraceRequest(
+                    step=self._step,
+                    device=self._card,
+                    batch_size=batch_size,
+                    sequence_length=sequence_length,
+                    bounds=self._bounds,
+                )
+            )
+        self._num_done += 1
+        if self._progress is not None and self._num_done < self._num_traces:
+            self._progress(self._num_done, self._num_traces)
+        return traced
+
+
+def load_tracer() -> Any:
+    """The tracer's module, imported when a step is traced.
+
+    It needs private parts of PyTorch: one that is missing fails a prediction, not the import of a
+    callback.
+    """
+    try:
+        from memcallback.trace import tracer
+
+        FakeTensorMode()  # imports what it needs when the first one is made
+    except (ImportError, AttributeError) as error:
+        raise PredictionError(
+            f"PyTorch {torch.__version__} lacks a part that tracing needs: {error}. Use a release "
+            "of PyTorch that memcallback was tested with"
+        ) from error
+    return tracer
+
+
+def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = None) -> BatchTrace:
+    """The step's trace at any batch size; at one alone, if it takes another path at others."""
+    first = traces.at(batch_size, sequence_length)
+    if not traces.has_samples:
+        caveat = (
+            f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, "
+            "so none can be made larger."
+        )
+        return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
+    try:
+        second, check = (
+            traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size))
+        )
+        return BatchTrace.fit(first, second, check)
+    except (BatchDependentPath, PredictionError) as error:
+        reason = str(error).rstrip(".")
+    caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
+    return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
+
+
+def _far(batch_size: int) -> int:
+    """A batch size far enough to expose sizes that only look linear nearby."""
+    return 2 * batch_size + 3
+
+
+def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> SequenceLengthTrace:
+    """The step's trace at any sequence length; at one alone, if it takes another path at others."""
+    own = _batch_trace(traces, batch_size, sequence_length)
+    is_any = own.is_any_batch_size_known
+
+    def traced(length: int) -> BatchTrace:
+        first = traces.at(batch_size, length)
+        return (
+            BatchTrace.fit(first, traces.at(batch_size + 1, length))
+            if is_any
+            else BatchTrace.single(first)
+        )
+
+    _, second, third, last = lengths_to_trace(sequence_length)
+    try:
+        known = {sequence_length: own, second: traced(second), third: traced(third)}
+        return SequenceLengthTrace.fit(
+            known, (last, traces.at(_far(batch_size) if is_any else batch_size, last))
+        )
+    except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
+        reason = str(error).rstrip(".")
+    caveat = (
+        f"Only sequence length {sequence_length} is predicted, each other one needs traces of its "
+        f"own: {reason}."
+    )
+    return SequenceLengthTrace.single(replace(own, caveats=(*own.caveats, caveat)), sequence_length)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence user code on fake tensors: warnings, log messages, events in a user's profile.
+
+    A LightningModule warns at each `self.log` without a Trainer; PyTorch logs a failed operator.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    enable_record_function(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        enable_record_function(True)
+        logger.disabled = was_disabled
