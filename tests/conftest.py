@@ -15,6 +15,10 @@ from hypothesis import settings
 # oneDNN reads this when it is first used, here and in the programs that tests start.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+# Most tests of predictions look into them, which they can in this process alone. What concerns the
+# process of its own (tests/isolation, tests/untouched) turns it on.
+os.environ.setdefault("MEMCALLBACK_ISOLATE", "0")
+
 # Workers of pytest-xdist share the cores; threads of their own would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

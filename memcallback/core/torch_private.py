@@ -152,6 +152,18 @@ PARTS = {
     ),
     "RecordScope": _Part("torch._C._profiler", "RecordScope", _CPU),
     "is_zero_tensor": _Part("torch", "_is_zerotensor", _TRACE),
+    "disable_dispatch_modes": _Part(
+        "torch.utils._python_dispatch", "_disable_current_modes", "predictions inside of modes"
+    ),
+    "num_dispatch_modes": _Part("torch._C", "_len_torch_dispatch_stack", _TRACE, lambda: 0),
+    "num_function_modes": _Part("torch._C", "_len_torch_function_stack", _TRACE, lambda: 0),
+    "pop_function_mode": _Part(
+        "torch._C", "_pop_torch_function_stack", "predictions inside of modes"
+    ),
+    "push_function_mode": _Part(
+        "torch._C", "_push_on_torch_function_stack", "predictions inside of modes"
+    ),
+    "DeviceContext": _Part("torch.utils._device", "DeviceContext", "predictions inside of modes"),
     "record_memory_history": _Part(
         "torch.cuda.memory", "_record_memory_history", "allocator histories"
     ),

@@ -27,6 +27,7 @@ from memcallback.core.torch_private import (
     tree_leaves,
 )
 from memcallback.step.copies.functions import FunctionCopies, hooks_of
+from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def live_modes() -> set[int]:
 
 @contextlib.contextmanager
 def untouched_globals() -> Iterator[None]:
-    """Restore the random number generators, and keep `torch.compile` from compiling for fakes.
+    """Restore random generators, set modes aside, keep `torch.compile` from compiling for fakes.
 
     Covers Python's `random`, NumPy's global generator if NumPy is imported, and PyTorch's CPU
     generator. Enter it outside of any fake mode: inside, the generator's state would be a fake.
@@ -86,7 +87,7 @@ def untouched_globals() -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy else None
     torch_state = torch.get_rng_state()
     try:
-        with _eager():
+        with _eager(), without_modes():
             yield
     finally:
         random.setstate(python_state)

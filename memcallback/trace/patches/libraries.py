@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memcallback.core.errors import PredictionError
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
@@ -32,6 +33,22 @@ def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
         yield module, "seed", lambda: torch.default_generator.initial_seed()
     yield nn.Module, "_apply", _apply
     yield FakeTensor, "numpy", _numpy(assumed)
+    yield FakeTensor, "data_ptr", _no_address
+    if (triton := sys.modules.get("triton.runtime.jit")) is not None:
+        yield triton.JITFunction, "run", _no_launch
+
+
+def _no_address(tensor: torch.Tensor) -> int:
+    raise PredictionError(
+        "Tensor.data_ptr() is asked for: a prediction has no memory to give to compiled code"
+    )
+
+
+def _no_launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    name = getattr(getattr(kernel, "fn", None), "__name__", "?")
+    raise PredictionError(
+        f"The Triton kernel {name} would be launched: a prediction has no memory to give to it"
+    )
 
 
 def _apply(
