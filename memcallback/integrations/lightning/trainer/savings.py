@@ -240,13 +240,6 @@ def compare_savings(
         return plan_here(
             make_step(), device=device, memory=memory, headroom=headroom, progress=progress
         )
-        return what_if(make_step(), device=spec, headroom=headroom, progress=progress)
-    except ENDS as error:  # a model can fail on fake tensors, and training goes on
-        raise_if_meant(error)
-        warn_and_go_on(
-            f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves "
-            "them out."
-        )
     except ENDS as error:  # a model can fail on fake tensors, and training goes on
         raise_if_meant(error)
         warn_not_compared(error)
