@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ class TrainingStep:
                 what to do.
         """
         size = self.batch_size.batch_size
-        if size == 0 or (size is None and isinstance(self.batch, Sized) and not len(self.batch)):
+        is_container = isinstance(self.batch, (Mapping, list, tuple))
+        if size == 0 or (is_container and not self.batch):
             raise PredictionError(
                 f"The batch has 0 samples ({outline(self.batch)}), and a step of at least 1 is "
                 "predicted. Give a batch with samples."
