@@ -169,7 +169,7 @@ class TrainingStep:
         """
         size = self.batch_size.batch_size
         is_container = isinstance(self.batch, (Mapping, list, tuple))
-        if size == 0 or (is_container and not self.batch):
+        if size == 0 or (size is None and is_container and not self.batch):
             raise PredictionError(
                 f"The batch has 0 samples ({outline(self.batch)}), and a step of at least 1 is "
                 "predicted. Give a batch with samples."
