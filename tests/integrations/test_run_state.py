@@ -1,15 +1,23 @@
 """Everything that a training changes is put back, into the same objects."""
 
+import contextlib
+import copy
 import functools
+import io
+import itertools
 import random
+import signal
+import types
 from collections import OrderedDict, defaultdict, deque
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from memcallback.integrations.lightning.fit.run_state import RunState
 
@@ -261,7 +269,7 @@ def test_what_is_to_be_left_alone_is():
     assert logger.rows == [1]
 
 
-def test_a_running_iterator_is_not_turned_back():
+def test_an_iterator_of_the_users_own_class_is_turned_back():
     class Stream:
         position = 0
 
@@ -274,7 +282,242 @@ def test_a_running_iterator_is_not_turned_back():
 
     root = Owner(stream=Stream())
     restored(root, lambda root: next(root.stream))
-    assert next(root.stream) == 2
+    assert next(root.stream) == 1
+
+
+def twice():
+    yield from (1, 2)
+
+
+def trial(root, step):
+    """What a root looks like after a step in a trial."""
+    with RunState(root, device=CPU).trial():
+        step(root)
+    return root
+
+
+ITERATORS = {
+    "list": lambda: iter([1, 2, 3]),
+    "reversed": lambda: reversed([1, 2, 3]),
+    "range": lambda: iter(range(3)),
+    "dict": lambda: iter({1: 2, 3: 4}.items()),
+    "set": lambda: iter({1}),
+    "text": lambda: iter("abc"),
+    "enumerate": lambda: enumerate(iter([1, 2])),
+    "zip": lambda: zip(*[iter([1, 2, 3, 4])] * 2, strict=True),
+    "map": lambda: map(str, itertools.count()),
+    "call": lambda: iter([1, 2, 3].pop, 1),
+    "count": lambda: itertools.count(4, 2),
+    "first round": lambda: itertools.cycle(iter([1, 2])),
+    "chain": lambda: itertools.chain(iter([1, 2]), [3]),
+    "slice": lambda: itertools.islice(itertools.count(), 3, 9, 2),
+    "tee": lambda: itertools.tee(twice())[0],
+    "product": lambda: itertools.product([1, 2], [3]),
+    "method": lambda: itertools.count().__next__,
+    "partial": lambda: functools.partial(next, itertools.count()),
+    "used up": lambda: iter(()),
+}
+
+
+def all_of(value):
+    return [value() for _ in range(2)] if callable(value) else list(itertools.islice(value, 7))
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_gives_again_in_training_what_it_gave_in_a_trial(name):
+    given = []
+    value = ITERATORS[name]()
+    root = trial(Owner(value=value), lambda root: given.extend(all_of(root.value)))
+    assert root.value is value
+    assert all_of(value) == given == all_of(ITERATORS[name]())
+
+
+def test_a_generator_cannot_be_used_up_and_that_is_said():
+    root = Owner(numbers=twice(), held=[enumerate(twice())], method=twice().send, over=twice())
+    list(root.over)
+    for step, label in (
+        (lambda root: next(root.numbers), "attribute 'numbers' of Owner"),
+        (lambda root: list(root.held[0]), "attribute 'held' of Owner"),
+        (lambda root: root.method(None), "attribute 'method' of Owner"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=rf"takes items from {label}, a generator made by twice\(\) of test_run_state.py:"
+            r".* at .*test_run_state.py:\d+ in .* Python cannot wind it back",
+        ):
+            trial(root, step)
+    trial(root, lambda root: (list(root.over), iter(root.numbers), copy.deepcopy(root.numbers)))
+    assert list(root.numbers) == [1, 2]
+    assert list(root.held[0]) == [(0, 1), (1, 2)]
+    assert root.method(None) == 1
+
+
+def test_a_refusal_that_the_step_catches_is_raised_at_its_end():
+    root = Owner(numbers=twice())
+
+    def step(root):
+        with contextlib.suppress(ValueError):
+            next(root.numbers)
+
+    with pytest.raises(ValueError, match="Python cannot wind it back"):
+        trial(root, step)
+
+
+def test_files_that_are_read_are_read_again(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("1\n2\n3\n")
+    with path.open() as file, path.open() as running, path.open("a") as written:
+        next(running)
+        root = Owner(file=file, running=running, written=written, text=io.StringIO("4\n5\n"))
+        trial(root, lambda root: (next(root.file), root.text.write("6"), root.written.write("7")))
+        assert next(file) == "1\n"
+        assert next(root.text) == "4\n"
+        with pytest.raises(ValueError, match=r"attribute 'running' of Owner, a _io\.TextIOWrapper"):
+            trial(root, lambda root: next(root.running))
+        assert next(running) == "2\n"
+    assert path.read_text().endswith("3\n7")
+
+
+NUMBER, TENSOR, HELD = 1, torch.zeros(2), {}
+
+
+class Counted:
+    total = 0
+    seen: ClassVar = []
+
+
+def test_variables_and_classes_of_the_users_files_are_put_back():
+    tensor, own = TENSOR, types.ModuleType("own")
+    exec("number = 0\ndef add():\n    global number\n    number += 1", own.__dict__)
+
+    def step():
+        global NUMBER, TENSOR, NEW
+        NUMBER += 1
+        TENSOR.add_(1)
+        TENSOR = TENSOR + 1
+        NEW = 1
+        HELD["new"] = 1
+        Counted.total += 1
+        Counted.new = 1
+        Counted.seen.append(1)
+
+    state = RunState(device=CPU)
+    step()
+    assert (NUMBER, NEW, TENSOR.tolist()) == (2, 1, [2, 2])
+    state.restore()
+    assert (1, tensor, {}) == (NUMBER, TENSOR, HELD)
+    assert tensor.tolist() == [0, 0]
+    assert "NEW" not in globals()
+    assert (Counted.total, Counted.seen, hasattr(Counted, "new")) == (0, [], False)
+
+
+def test_what_a_trial_imports_and_compiles_stays():
+    state = RunState(device=CPU)
+    globals()["imported"] = types
+    state.restore()
+    assert globals().pop("imported") is types
+    globals()["compiled"] = torch.compile(compiled_later, backend="eager")
+    state = RunState(device=CPU)
+    assert globals()["compiled"](torch.ones(2)).tolist() == [2, 2]
+    state.restore()
+    assert globals().pop("compiled")(torch.ones(2)).tolist() == [2, 2]
+
+
+def compiled_later(values):
+    torch._dynamo.graph_break()
+    return values + len(HELD) + NUMBER
+
+
+def cached(**options):
+    return functools.lru_cache(**options)(lambda number: [number, random.random()])
+
+
+def test_an_empty_cache_is_empty_again_so_that_it_draws_the_same_numbers():
+    root = Owner(cached=cached())
+    restored(root, lambda root: root.cached(1))
+    assert root.cached.cache_info() == (0, 0, 128, 0)
+    first = root.cached(1)
+    restored(root, lambda root: root.cached(1).append("changed"))
+    assert root.cached(1) is first
+    assert len(first) == 2
+
+
+def test_a_cache_without_a_limit_keeps_what_it_had_and_nothing_else():
+    root = Owner(cached=cached(maxsize=None))
+    first = root.cached(1)
+    restored(root, lambda root: (root.cached(2), root.cached.cache_clear(), root.cached(3)))
+    assert root.cached.cache_info().currsize == 1
+    assert root.cached(1) is first
+
+
+def test_a_cache_with_a_limit_that_is_in_use_keeps_what_it_had_and_the_trials_results():
+    root = Owner(cached=cached(maxsize=3))
+    first = root.cached(1)
+    restored(root, lambda root: root.cached(2))
+    second = root.cached(2)
+    assert root.cached.cache_info()[1:] == (2, 3, 2)
+    assert root.cached(1) is first
+    assert root.cached(2) is second
+    assert [root.cached(number)[0] for number in range(10)] == list(range(10))
+    assert root.cached.cache_info().currsize == 3
+
+
+def test_a_module_of_a_graph_has_its_statistics_again():
+    norm = nn.BatchNorm1d(2)
+    root = Owner(model=torch.fx.symbolic_trace(nn.Sequential(norm)))
+    restored(root, lambda root: root.model(torch.randn(8, 2)))
+    assert int(root.model.get_buffer("0.num_batches_tracked")) == 0
+
+
+def test_what_is_too_large_for_a_copy_is_refused_unless_it_is_data(monkeypatch):
+    class Data(Dataset):
+        def __init__(self, images):
+            self.images = images
+
+    memory = psutil.virtual_memory()
+    images = np.zeros(10_000_000)
+    monkeypatch.setitem(HELD, "images", images)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=5 * 10**7))
+    with pytest.raises(
+        ValueError,
+        match=r"variable 'HELD' of test_run_state.py holds 76\.29 MiB, .* too little free memory",
+    ):
+        RunState(device=CPU)
+    RunState(Owner(data=Data(torch.from_numpy(images))), device=CPU)
+    monkeypatch.setitem(globals(), "LOADER", DataLoader(Data(images[1:])))
+    RunState(device=CPU)
+    monkeypatch.delitem(globals(), "LOADER")
+    images.flags.writeable = False
+    RunState(device=CPU)
+
+
+def test_an_object_that_fails_is_left_alone_and_the_others_are_put_back():
+    class Fails:
+        def __getattribute__(self, name):
+            raise ZeroDivisionError
+
+    class Refuses(list):
+        @property
+        def __class__(self):
+            raise ZeroDivisionError
+
+    root = Owner(one=Fails(), two=Refuses(), count=1)
+    restored(root, lambda root: setattr(root, "count", 2))
+    assert root.count == 1
+
+
+def test_a_signal_acts_when_everything_is_put_back():
+    class Interrupts(random.Random):
+        def setstate(self, state):
+            signal.raise_signal(signal.SIGINT)
+
+    root = Owner(before=[1], generator=Interrupts(), after=[1])
+    state = RunState(root, device=CPU)
+    root.before[0] = root.after[0] = 2
+    with pytest.raises(KeyboardInterrupt):
+        state.restore()
+    assert (root.before, root.after) == ([1], [1])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_of_a_dataset_attributes_and_generators_are_put_back_and_its_data_not_copied():

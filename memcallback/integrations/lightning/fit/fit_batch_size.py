@@ -15,6 +15,7 @@ from memcallback.integrations.lightning.fit.loaders import batch_size_settings, 
 from memcallback.integrations.lightning.fit.run_state import RunState
 from memcallback.integrations.lightning.fit.search import FitSearch
 from memcallback.integrations.lightning.fit.settings import FitSettings
+from memcallback.integrations.lightning.fit.signals import ended_by_sigterm
 from memcallback.integrations.lightning.trainer.state import as_callback, lightning_of, quiet_logger
 from memcallback.step.copies.fakes import untouched_globals
 from memcallback.step.lightning_private import (
@@ -53,11 +54,14 @@ def fit_batch_size(
     been run. Usually this takes one trial, without an error.
 
     Nothing else changes: parameters, buffers, optimizers, schedulers, callbacks, metrics, loops,
-    random generators and the attributes of Trainer, module and data module are restored bit by bit
-    into the same objects, the loggers get nothing, and nothing stays on disk. CUDA's peak
-    statistics are reset. Hooks of callbacks run up to `on_fit_start`; the module's hooks at the end
-    of training (`on_train_epoch_end`, `on_train_end`) do not run. `prepare_data` and `setup` run as
-    in `fit`, and what they write remains.
+    random generators, the attributes of Trainer, module and data module, and the global variables
+    and classes of your own files are restored bit by bit into the same objects, the loggers get
+    nothing, and nothing stays on disk. CUDA's peak statistics are reset. Hooks of callbacks run up
+    to `on_fit_start`; the module's hooks at the end of training (`on_train_epoch_end`,
+    `on_train_end`) do not run. `prepare_data` and `setup` run as in `fit`, and what they write
+    remains. The recipes (The largest batch, What a search puts back) have a table of all that is
+    put back, refused and not put back. An interrupt or a SIGTERM ends the search with everything
+    put back.
 
     Of other callbacks, a GradientAccumulationScheduler takes part with its largest number of
     batches per update. Callbacks that later change what trains, such as BaseFinetuning, cannot take
@@ -86,11 +90,12 @@ def fit_batch_size(
         it in `train_dataloaders`, to train with.
 
     Raises:
-        ValueError: If an argument is out of range, the batch size cannot be read or set, or nothing
-            limits it.
+        ValueError: If an argument is out of range, the batch size cannot be read or set, nothing
+            limits it, or a trial would use up an iterator that cannot be wound back.
         TypeError: If a number is of another type, `trainer` is no Trainer, or `datamodule` no
             LightningDataModule.
-        RuntimeError: If not even one sample fits.
+        RuntimeError: If not even one sample fits, or a SIGTERM ended the search and the program's
+            own handler of it returned.
         Exception: Errors of the module's own code, except out of memory.
 
     Examples:
@@ -132,7 +137,7 @@ def fit_batch_size(
     )
     finder = as_callback(trainer, Finder)(settings)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with ended_by_sigterm(), state.trial(), tempfile.TemporaryDirectory() as folder:
             unneeded = tuple(
                 getattr(import_module(f"{lightning}.callbacks"), name) for name in _UNNEEDED
             )
@@ -145,7 +150,6 @@ def fit_batch_size(
             set_root_folder(trainer, folder)
             trainer.fit(compiled, train_dataloaders, val_dataloaders, datamodule)
     finally:
-        state.restore()
         release_memory(device)
     if finder.error is not None:
         raise finder.error

@@ -41,6 +41,7 @@ from memcallback.integrations.lightning.fit.settings import (
     notes_on_callbacks,
     notes_on_updates,
 )
+from memcallback.integrations.lightning.fit.signals import ended_by_sigterm
 from memcallback.integrations.lightning.fit.trial import (
     Probe,
     TrialMeter,
@@ -121,7 +122,7 @@ class FitSearch:
     def find(self) -> FittedBatchSize:
         """Find the size, and restore everything, the batch size too."""
         any_size = BatchSizeBounds(multiple_of=self._settings.multiple_of)
-        with tempfile.TemporaryDirectory() as folder:
+        with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
             previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
             first_estimate = self._estimate(measured=None, elsewhere_bytes=self._elsewhere_bytes)
@@ -173,7 +174,7 @@ class FitSearch:
     def _look(self, folder: str) -> tuple[int, int | None]:
         """Predict from the first batch; return the current batch size and samples per epoch."""
         probe = as_callback(self._trainer, Probe)(self._meter, 0)
-        try:
+        with self._state.trial():
             check_loaders(self._trainer)
             run(
                 self._trainer,
@@ -183,8 +184,6 @@ class FitSearch:
                 folder=folder,
                 train_loaders=resized(self._given, None),
             )
-        finally:
-            self._state.restore()
         if probe.batch is None or probe.batch_size is None:
             raise ValueError(
                 "The training loader returns no batch, so there is nothing to try. Give it data, "
@@ -193,7 +192,8 @@ class FitSearch:
         num_samples: int | None = probe.num_samples
         given = probe.batch_size if num_samples is None else min(probe.batch_size, num_samples)
         self._is_inferred = infer_batch_size(probe.batch).batch_size == given
-        with accumulating(self._trainer, self._accumulate):
+        # A prediction in this process may change as much as a trial.
+        with self._state.trial(), accumulating(self._trainer, self._accumulate):
             device = device_or_error(self._device)
             pending = PendingPrediction(
                 lambda say: (
@@ -316,26 +316,26 @@ class FitSearch:
         )
         error: Exception | None = None
         try:
-            self._meter.begin(trainer.optimizers)
-            for setting in self._batch_size_settings:
-                setting.set(size)
-            try:
-                loaders = resized(self._given, size)
-                run(
-                    trainer,
-                    probe,
-                    num_updates=num_updates,
-                    accumulate=accumulate,
-                    folder=folder,
-                    train_loaders=loaders,
-                )
-            except Exception as caught:  # the user's step can fail in any way: it is the outcome
-                error = caught
-            self._meter.end()
-            return self._outcome_of(size, probe.num_run, error)
+            with self._state.trial():
+                self._meter.begin(trainer.optimizers)
+                for setting in self._batch_size_settings:
+                    setting.set(size)
+                try:
+                    run(
+                        trainer,
+                        probe,
+                        num_updates=num_updates,
+                        accumulate=accumulate,
+                        folder=folder,
+                        train_loaders=resized(self._given, size),
+                    )
+                    self._state.refusals.check()
+                except Exception as caught:  # the user's step can fail in any way: an outcome
+                    error = caught
+                self._meter.end()
+                return self._outcome_of(size, probe.num_run, error)
         finally:
             self._meter.end()
-            self._state.restore()
             release_memory(self._device)
             self._meter.forget_peaks()
 
