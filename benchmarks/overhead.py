@@ -3,11 +3,13 @@
 No callback, MemoryCallback and Lightning's DeviceStatsMonitor take turns in one run.
 
     python benchmarks/overhead.py [--device cuda]
+    python benchmarks/overhead.py --layers 100 --tensors 10000 --objects 1000000
 
 In each round every callback trains the same small network, where a step is so short that the cost
-shows. The cost is the round's step time with the callback less that without, and the figures are
-medians over rounds. Reads of the allocator and synchronisations are counted in a run of their own,
-so that counting is not timed.
+shows; with `--layers` a deeper one, and with `--tensors` and `--objects` in a process that holds
+so many more. The cost is the round's step time with the callback less that without, and the figures
+are medians over rounds. Reads of the allocator and synchronisations are counted in a run of their
+own, so that counting is not timed.
 
 The result goes to `benchmarks/results/<device>-<date>/` as JSON and Markdown.
 """
@@ -30,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,11 +92,15 @@ class Row:
 
 
 class Network(LightningModule):
-    """Two linear layers and Adam."""
+    """Linear layers, each but the last with a ReLU, and Adam."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, 10))
+        sizes = [NUM_FEATURES, *(64 for _ in range(num_layers - 1)), 10]
+        layers: list[nn.Module] = [nn.Linear(*pair) for pair in pairwise(sizes)]
+        self.network = nn.Sequential(
+            *(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1]
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss."""
@@ -102,6 +109,21 @@ class Network(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
         return torch.optim.Adam(self.parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained, and where.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        num_layers: Linear layers of the network.
+        num_steps: Timed steps of each fit.
+    """
+
+    device: str
+    num_layers: int
+    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -147,15 +169,15 @@ class Clock(Callback):
 
 
 def fit(
-    callback: str, interval: int, device: str, num_steps: int, counts: Counter[str] | None = None
+    callback: str, interval: int, setting: Setting, counts: Counter[str] | None = None
 ) -> Clock:
     """Train with a callback and the default TensorBoardLogger."""
-    clock = Clock(num_steps, counts if counts is not None else Counter())
+    clock = Clock(setting.num_steps, counts if counts is not None else Counter())
     torch.manual_seed(0)
     batch = torch.randn(BATCH_SIZE, NUM_FEATURES), torch.randint(0, 10, (BATCH_SIZE,))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(
-            accelerator="gpu" if device == "cuda" else device,
+            accelerator="gpu" if setting.device == "cuda" else setting.device,
             devices=1,
             max_epochs=1,
             default_root_dir=folder,
@@ -165,7 +187,9 @@ def fit(
             enable_checkpointing=False,
             callbacks=[clock, *CALLBACKS[callback]()],
         )
-        trainer.fit(Network(), SameBatch(batch, NUM_WARM_UP_STEPS + num_steps))
+        trainer.fit(
+            Network(setting.num_layers), SameBatch(batch, NUM_WARM_UP_STEPS + setting.num_steps)
+        )
     gc.collect()
     return clock
 
@@ -213,21 +237,21 @@ def counting() -> Iterator[Counter[str]]:
     )
 
 
-def count(callback: str, interval: int, device: str, num_steps: int) -> tuple[float, int]:
+def count(callback: str, interval: int, setting: Setting) -> tuple[float, int]:
     """Reads of the allocator in a step after the warm-up, and synchronisations in the whole fit."""
     with counting() as counts:
-        clock = fit(callback, interval, device, num_steps, counts)
+        clock = fit(callback, interval, setting, counts)
     num_reads = clock.counts_after[READ] - clock.counts_before[READ]
-    return num_reads / num_steps, counts[SYNCHRONISATION]
+    return num_reads / setting.num_steps, counts[SYNCHRONISATION]
 
 
-def measure(interval: int, device: str, num_steps: int, num_rounds: int) -> list[Row]:
+def measure(interval: int, setting: Setting, num_rounds: int) -> list[Row]:
     """All callbacks at one interval, round by round; each round begins with another callback."""
     times: dict[str, list[float]] = {name: [] for name in CALLBACKS}
     names = list(CALLBACKS)
     for number in range(-1, num_rounds):
         for name in names[number % 3 :] + names[: number % 3]:
-            step_us = fit(name, interval, device, num_steps).step_us
+            step_us = fit(name, interval, setting).step_us
             if number >= 0:  # the first round only loads what is loaded on first use
                 times[name].append(step_us)
         print(f"log_every_n_steps={interval}: round {number + 1} of {num_rounds}", file=sys.stderr)
@@ -236,7 +260,7 @@ def measure(interval: int, device: str, num_steps: int, num_rounds: int) -> list
         for name in names
     }
     ratios = [ours / theirs for ours, theirs in zip(costs[OURS], costs[THEIRS], strict=True)]
-    counted = {name: count(name, interval, device, num_steps) for name in names}
+    counted = {name: count(name, interval, setting) for name in names}
     return [
         Row(
             callback=name,
@@ -317,6 +341,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each fit")
+    parser.add_argument("--layers", type=int, default=2, help="linear layers of the network")
+    parser.add_argument("--tensors", type=int, default=0, help="tensors that live meanwhile")
+    parser.add_argument("--objects", type=int, default=0, help="objects that live meanwhile")
     parser.add_argument("--out", type=Path, help="the folder for overhead.json and overhead.md")
     return parser.parse_args()
 
@@ -329,12 +356,16 @@ def main() -> None:
     torch.set_num_threads(
         1
     )  # threads that wait for a core would be most of the time of so small a step
-    rows = [
-        row
-        for interval in INTERVALS
-        for row in measure(interval, options.device, options.steps, options.rounds)
-    ]
-    about = environment(options.device)
+    setting = Setting(device=options.device, num_layers=options.layers, num_steps=options.steps)
+    held: tuple[list[Tensor], list[list[Any]]] = (
+        [torch.empty(1) for _ in range(options.tensors)],
+        [[] for _ in range(options.objects)],  # empty lists, which a search of the heap visits
+    )
+    rows = [row for interval in INTERVALS for row in measure(interval, setting, options.rounds)]
+    about = environment(options.device) | {
+        "network": f"{options.layers} linear layers, {len(held[0]):,} other tensors and "
+        f"{len(held[1]):,} other objects alive"
+    }
     out = options.out or results_folder(about["device"].split(" (")[0])
     out.mkdir(parents=True, exist_ok=True)
     results = {

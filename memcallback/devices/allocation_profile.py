@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -42,12 +41,8 @@ _NEEDED = (*_STARTS, "disable_profiler", "is_profiler_on", "RecordScope")
 _lock = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """An allocation; with a negative size, a release."""
-
-    address: int
-    size_bytes: int
+#: Of an allocation, the address and the bytes; of a release, the bytes are negative.
+Change = tuple[int, int]
 
 
 class AllocationProfile:
@@ -86,7 +81,7 @@ class AllocationProfile:
         # A storage without a tensor is no operator: no mode and no observer of the user's sees it.
         self._marks.append(torch.UntypedStorage(_MARK_BYTES).data_ptr())
 
-    def end(self) -> list[list[Allocation]] | None:
+    def end(self) -> list[list[Change]] | None:
         """The allocations before each mark, since the one before; None if they are not known."""
         global _open
         with _lock:
@@ -166,19 +161,17 @@ def _start() -> None:
             del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _sections(events: Sequence[Any], marks: list[int]) -> list[list[Allocation]] | None:
+def _sections(events: Sequence[Any], marks: list[int]) -> list[list[Change]] | None:
     """Cut the events, which are in order, at the marks; None if they are not all there, once."""
     fields = [event.extra_fields for event in events if event.name == "[memory]"]
-    changes = [Allocation(one.ptr, one.alloc_size) for one in fields if one.device == _CPU]
+    changes = [(one.ptr, one.alloc_size) for one in fields if one.device == _CPU]
     # A mark is allocated and released at once.
     found = [
         position
         for position, (first, second) in enumerate(pairwise(changes))
-        if first.size_bytes == _MARK_BYTES
-        and second.size_bytes == -_MARK_BYTES
-        and first.address == second.address
+        if first[1] == _MARK_BYTES and second == (first[0], -_MARK_BYTES)
     ]
-    if [changes[position].address for position in found] != marks:
+    if [changes[position][0] for position in found] != marks:
         return None
     starts = [0, *(position + 2 for position in found)]
     return [changes[start:end] for start, end in zip(starts, found, strict=False)]

@@ -11,7 +11,7 @@ import torch
 
 from memcallback.core.errors import MissingPartError, warn_and_go_on
 from memcallback.core.step_memory import Holdings, MemoryStats
-from memcallback.devices.allocation_profile import Allocation, AllocationProfile
+from memcallback.devices.allocation_profile import AllocationProfile, Change
 from memcallback.devices.memory import (
     can_reset_peak_resident,
     reset_peak_resident,
@@ -259,7 +259,7 @@ class CpuMeter:
 
 
 def _live(
-    first: Holdings, held: list[Holdings | None], sections: list[list[Allocation]]
+    first: Holdings, held: list[Holdings | None], sections: list[list[Change]]
 ) -> Iterator[tuple[int, int]]:
     """Live bytes at each reading, and their peak since the reading before.
 
@@ -276,14 +276,13 @@ def _live(
             yield live, live
             continue
         peak = live
-        for event in section:
-            if event.size_bytes > 0:
-                live -= older.pop(event.address, 0)
-                younger[event.address] = event.size_bytes
-                live += event.size_bytes
+        for address, num_bytes in section:
+            if num_bytes > 0:
+                live += num_bytes - older.pop(address, 0)
+                younger[address] = num_bytes
                 peak = max(peak, live)
             else:
-                live -= younger.pop(event.address, 0) or older.pop(event.address, 0)
+                live -= younger.pop(address, 0) or older.pop(address, 0)
         if now is not None:
             for address in [address for address in older if address not in now.storages]:
                 live -= older.pop(address)

@@ -112,5 +112,5 @@ def test_operators_are_not_profiled():
     del kept
     profile.mark()
     allocated, released = profile.end()
-    assert [one.size_bytes for one in allocated] == [40]
-    assert [one.size_bytes for one in released] == [-40]
+    assert [num_bytes for _, num_bytes in allocated] == [40]
+    assert [num_bytes for _, num_bytes in released] == [-40]
