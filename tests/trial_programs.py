@@ -581,7 +581,7 @@ def run(name, how, accelerator):
     if name.startswith("terminated_and"):
         signal.signal(signal.SIGTERM, leave)
     if how == "callback":
-        callbacks = [mc.MemoryCallback(fit_batch_size=True, predict=False, device="1GiB")]
+        callbacks = [mc.MemoryCallback(fit_batch_size=True, device="1GiB")]
     trainer = Trainer(
         accelerator=accelerator,
         devices=1,
