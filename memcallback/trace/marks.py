@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from memcallback.core.types import Category, Phase
 from memcallback.step.holdings import states_of
 from memcallback.step.module_follower import ModuleFollower, module_infos
 from memcallback.step.pipeline import PipelineError
+from memcallback.trace.dispatch.blocks import Position
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.dispatch.placeholders import NoPlaceholder
 
@@ -39,6 +40,15 @@ def in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str,
         yield from in_order_of_moving(child, f"{name}.{child_name}" if name else child_name)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         yield name, tensor
+
+
+class Place(NamedTuple):
+    """A place in a trace, with what was counted up to there."""
+
+    position: Position
+    num_flops: int
+    sent_bytes: int
+    num_bounds: int
 
 
 class TraceMarks:
@@ -171,6 +181,21 @@ class TraceMarks:
         self._ledger.start_step()
         yield
         self._ledger.end_step()
+
+    def here(self) -> Place:
+        """What was recorded so far."""
+        mode = self._mode
+        return Place(self._ledger.here(), mode.num_flops, mode.sent_bytes, mode.bounds.num_asked)
+
+    def repeat(self, earlier: Place, last: Place, times: int) -> bool:
+        """Repeat what was recorded since `last` if it is as what is before; whether it is."""
+        if not self._ledger.repeat(earlier.position, last.position, times):
+            return False
+        mode = self._mode
+        mode.num_flops += times * (mode.num_flops - last.num_flops)
+        mode.sent_bytes += times * (mode.sent_bytes - last.sent_bytes)
+        mode.bounds.repeat(last.num_bounds, times)
+        return True
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

@@ -67,7 +67,7 @@ class FunctionCopies:
 
     def _empty(self, function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
         closure = tuple(
-            cells.setdefault(id(cell), CellType()) if self._holds(_contents(cell)) else cell
+            cells.setdefault(id(cell), CellType()) if self._holds(cell_contents(cell)) else cell
             for cell in function.__closure__ or ()
         )
         is_global = any(self._holds(function.__globals__[name]) for name in _global_names(function))
@@ -88,11 +88,11 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
     """Restore closure variables, and containers in variables, that functions write to."""
     all_functions = functions_of(model.modules(), functions)
     cells = {id(cell): cell for function in all_functions for cell in function.__closure__ or ()}
-    contents = {key: _contents(cell) for key, cell in cells.items()}
+    contents = {key: cell_contents(cell) for key, cell in cells.items()}
     containers = {
         id(value): (value, copy.copy(value))
         for function in all_functions
-        for value in _variables(function)
+        for value in outer_variables(function)
         if type(value) in _WRITABLE and value is not function.__globals__
     }
     try:
@@ -137,7 +137,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 def _children(value: object) -> list[Any] | None:
     """The contents of a function, container, optimizer or module; others may lead anywhere."""
     if isinstance(value, FunctionType):
-        return _variables(value)
+        return outer_variables(value)
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
@@ -151,10 +151,10 @@ def _children(value: object) -> list[Any] | None:
     return [*value.modules()] if isinstance(value, nn.Module) else None
 
 
-def _variables(function: FunctionType) -> list[Any]:
+def outer_variables(function: FunctionType) -> list[Any]:
     """The values of a function's outer variables; global functions only of the same module."""
     values = [
-        *map(_contents, function.__closure__ or ()),
+        *map(cell_contents, function.__closure__ or ()),
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
     ]
@@ -179,7 +179,7 @@ def _names(code: CodeType) -> Iterator[str]:
 _EMPTY = object()
 
 
-def _contents(cell: CellType) -> Any:
+def cell_contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:

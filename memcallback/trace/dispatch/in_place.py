@@ -11,7 +11,7 @@ import torch
 
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import FakeTensor, sequence_nr, storage_id, use_count
-from memcallback.trace.dispatch.ledger import Entry
+from memcallback.trace.dispatch.entries import Entry
 
 _aten = torch.ops.aten
 #: Operators that accumulate a gradient into new zeros -> the in-place operator on CUDA.

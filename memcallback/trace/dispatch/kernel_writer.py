@@ -17,7 +17,8 @@ from memcallback.core.types import Category
 from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import kernel_rule
-from memcallback.trace.dispatch.ledger import Entry, Ledger
+from memcallback.trace.dispatch.entries import Entry
+from memcallback.trace.dispatch.ledger import Ledger
 
 #: What cuBLASLt keeps for each handle and stream: measured on the CUDA build of PyTorch 2.11 for
 #: compute capability 7.5, 8.0 and 9.0.

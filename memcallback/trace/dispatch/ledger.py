@@ -27,69 +27,8 @@ from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category, Phase
 from memcallback.core.visible import visible_name
-
-
-class Entry:
-    """One allocation of a trace.
-
-    Attributes:
-        id: Its number; None for host memory, which is not in the trace.
-        size_bytes: The requested size.
-        category: What it is for; None until that is known.
-        operator: The operator that allocated it.
-        module: The module that was running.
-        phase: The phase in which it was allocated.
-        node: The number of the autograd node that was running; -1 for none.
-        is_freed: Whether it was freed.
-        is_truth: Whether it reads as True.
-        is_meta: Whether it is on the meta device.
-        origin: The tensor and the line that it was allocated for; None without a tensor.
-        stream: The CUDA stream that was current; 0 is the default one.
-    """
-
-    __slots__ = (
-        "category",
-        "id",
-        "is_freed",
-        "is_meta",
-        "is_truth",
-        "module",
-        "node",
-        "operator",
-        "origin",
-        "phase",
-        "reference",
-        "size_bytes",
-        "stream",
-    )
-
-    def __init__(
-        self,
-        id_: int | None,
-        size_bytes: int,
-        category: Category | None,
-        operator: str,
-        module: str,
-        phase: Phase | None,
-        stream: int,
-    ) -> None:
-        self.id = id_
-        self.size_bytes = size_bytes
-        self.category = category
-        self.operator = operator
-        self.module = module
-        self.phase = phase
-        self.stream = stream
-        self.node = -1
-        self.is_freed = False
-        self.is_truth = self.is_meta = False
-        self.reference: weakref.ref[torch.UntypedStorage] | None = None
-        self.origin: AllocationSource | None = None
-
-    @property
-    def is_host(self) -> bool:
-        """Whether it is host memory."""
-        return self.id is None
+from memcallback.trace.dispatch.blocks import Block, Position
+from memcallback.trace.dispatch.entries import Entry
 
 
 class Ledger:
@@ -273,6 +212,46 @@ class Ledger:
     def close(self) -> None:
         """Record nothing more: what disappears from now on is live at the end of the trace."""
         self._by_storage.clear()
+
+    def here(self) -> Position:
+        """Where the next row goes, and the numbers that come next."""
+        return Position(
+            len(self._rows),
+            self._num_entries,
+            self._num_temporaries,
+            len(self._calls),
+            len(self._marks),
+        )
+
+    def repeat(self, earlier: Position, last: Position, times: int) -> bool:
+        """Repeat what was recorded from `last` on if it is the same as what is before, or do not.
+
+        The copies come first, and what was recorded itself is renumbered to be the last of all:
+        its tensors may still be alive.
+        """
+        before, block = self._block(earlier, last), self._block(last, self.here())
+        description = block.described()
+        if description is None or description != before.described() or before.has_live():
+            return False
+        del self._rows[last.row :], self._calls[last.call :], self._marks[last.mark :]
+        for number in range(times + 1):
+            # Last, as the copies are numbered from its own numbers.
+            moved = block.copied(number) if number < times else block.renumbered(times)
+            self._rows += moved.rows
+            self._calls += moved.calls
+            self._marks += moved.marks
+        self._num_entries += times * block.size.entry
+        self._num_temporaries += times * block.size.temporary
+        return True
+
+    def _block(self, start: Position, end: Position) -> Block:
+        return Block(
+            start,
+            end,
+            self._rows[start.row : end.row],
+            self._calls[start.call : end.call],
+            self._marks[start.mark : end.mark],
+        )
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:

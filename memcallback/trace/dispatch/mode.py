@@ -124,7 +124,7 @@ class TraceMode(FakeTensorMode):
         self.follow_streams: Callable[[], None] | None = None
         self.keeps_numbers = False
         self.in_flight = InFlight()
-        self._bounds = bounds or Bounds()
+        self.bounds = bounds or Bounds()
         self._is_inside = False
         self._is_in_backward = False
         self._is_in_wrapper = False
@@ -332,7 +332,7 @@ class TraceMode(FakeTensorMode):
         except DataDependentOutputException:
             return self._read_value(call)
         except DynamicOutputShapeException:
-            call = call.returning(placeholder_result(call, self._bounds))
+            call = call.returning(placeholder_result(call, self.bounds))
             self.assumed[
                 f"{name} has a shape that depends on values: the largest possible was assumed"
             ] = None

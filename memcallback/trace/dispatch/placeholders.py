@@ -11,7 +11,7 @@ import torch
 
 from memcallback.core.tensors import dense_parts, sparse_tensor
 from memcallback.cuda.op_call import OpCall
-from memcallback.trace.dispatch.ledger import Entry
+from memcallback.trace.dispatch.entries import Entry
 
 _aten = torch.ops.aten
 
@@ -105,18 +105,25 @@ class Bounds:
 
     def __init__(self) -> None:
         self._is_growing: list[bool] = []
-        self._num_asked = 0
+        self.num_asked = 0
 
     def restart(self) -> None:
         """Begin a trace."""
-        self._num_asked = 0
+        self.num_asked = 0
+
+    def repeat(self, start: int, times: int) -> None:
+        """Take the choices since `start` so many times again, as the trace does."""
+        choices = self._is_growing[start : self.num_asked]
+        if self.num_asked == len(self._is_growing):
+            self._is_growing += choices * times
+        self.num_asked += times * len(choices)
 
     def smaller(self, growing: int, fixed: int) -> int:
         """Return min(growing, fixed) in the first trace, and the same choice in later ones."""
-        if self._num_asked == len(self._is_growing):
+        if self.num_asked == len(self._is_growing):
             self._is_growing.append(growing < fixed)
-        self._num_asked += 1
-        return growing if self._is_growing[self._num_asked - 1] else fixed
+        self.num_asked += 1
+        return growing if self._is_growing[self.num_asked - 1] else fixed
 
 
 def placeholder_result(call: OpCall, bounds: Bounds) -> Any:

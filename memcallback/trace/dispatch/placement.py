@@ -10,7 +10,7 @@ import torch
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import DisableTorchFunction, FakeTensor, FakeTensorMode
 from memcallback.cuda.op_call import OpCall, tensors_of
-from memcallback.trace.dispatch.ledger import Entry
+from memcallback.trace.dispatch.entries import Entry
 
 
 class Placement:

@@ -14,6 +14,7 @@ from memcallback.step.pipeline import Pipeline
 from memcallback.trace.loops.manual import manual_step
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.loops.pipeline import pipelined_step
+from memcallback.trace.loops.repeats import Repeats
 from memcallback.trace.marks import TraceMarks
 
 
@@ -34,8 +35,20 @@ def run_window(training: Training) -> None:
     elif len(step.losses) > 1:
         _alternating_step(training)
     else:
-        for number in range(step.accumulate):
-            _automatic_step(training, is_first=number == 0, is_last=number == step.accumulate - 1)
+        _accumulate(training)
+
+
+def _accumulate(training: Training) -> None:
+    """The batches of one update; those in the middle are repeated once they are all the same."""
+    last, number = training.step.accumulate - 1, 0
+    repeats = Repeats(training)
+    while number <= last:
+        _automatic_step(training, is_first=number == 0, is_last=number == last)
+        number += 1
+        if 1 < number < last:
+            number += repeats.after_middle_batch(last - number)
+        elif number == 1:
+            repeats.begin(last)
 
 
 def _automatic_step(training: Training, *, is_first: bool, is_last: bool) -> None:
