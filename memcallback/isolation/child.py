@@ -57,7 +57,7 @@ def fork_quickly() -> int:
         # Of glibc 2.34, https://sourceware.org/glibc/manual/latest/html_node/Creating-a-Process.html
         fork = ctypes.PyDLL(None)._Fork
     except (OSError, AttributeError) as error:
-        raise OSError(_QUICK_FORK_FAILED.format(error)) from error
+        raise PredictionError(_QUICK_FORK_FAILED.format(error)) from error
     python = ctypes.pythonapi
     python.PyOS_BeforeFork()
     number: int = fork()
@@ -85,6 +85,11 @@ def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: 
     gc.freeze()
     # The threads of the pool are the parent's; a child that asks for them waits for ever.
     torch.set_num_threads(1)
+    if not is_quick:
+        runs_backward = _can_run_backward()
+        send(ends.control, "begun" if runs_backward else "refused")
+        if not runs_backward:
+            return
     with suppress(Exception):  # what cannot be imported fails the work, with a reason
         prepare()
     become_harmless(
@@ -96,9 +101,6 @@ def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: 
     warnings.showwarning = lambda message, category, *_: send(
         ends.control, "warning", (str(message), category)
     )
-    if not is_quick and not _can_run_backward():
-        send(ends.control, "retry")
-        return
     try:
         outcome: tuple[bool, object] = True, work(lambda value: send(ends.control, "report", value))
         content = pickle.dumps(outcome)

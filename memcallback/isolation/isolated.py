@@ -27,6 +27,8 @@ Report = Callable[[Any], None]
 TIMEOUT_S = 600.0
 #: How often someone who waits is told so.
 TICK_S = 2.0
+#: How long a child may take to say that it has begun; it takes milliseconds.
+_BEGIN_S = 10.0
 #: How long a killed computation has to say which line was running.
 _LAST_WORDS_S = 2.0
 _OFF = "MEMCALLBACK_ISOLATE"
@@ -82,7 +84,7 @@ class Isolated(Generic[T]):
         timeout_s: float = TIMEOUT_S,
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        self._work, self._prepare = work, prepare
+        # Nothing of the work is kept: a step would keep its batch on the device.
         self._timeout_s = timeout_s
         self._start = monotonic()
         self._owner = os.getpid()
@@ -90,9 +92,24 @@ class Isolated(Generic[T]):
         self._failure: BaseException | None = None
         self._value: T
         self._is_done = False
-        self._begin(is_quick=False)
+        self._begin(prepare, work, is_quick=False)
+        # At once, before the training goes on and changes what is to be predicted.
+        if not self._is_done and self._first_message() == "refused":
+            # Autograd has used devices here, after which it refuses to run in a usual fork.
+            self._release()
+            self._begin(prepare, work, is_quick=True)
 
-    def _begin(self, *, is_quick: bool) -> None:
+    def _first_message(self) -> str:
+        """Whether autograd runs in the child: `begun` or `refused`; empty if it has died."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.poll(1000 * _BEGIN_S)
+        message = self._reader.next()
+        return "" if message is None else message[0]
+
+    def _begin(
+        self, prepare: Callable[[], object], work: Callable[[Report], T], *, is_quick: bool
+    ) -> None:
         # In memory and without a name: it ends with the last process that has it open.
         self._result = os.memfd_create("memcallback")
         self._control, control = os.pipe()
@@ -109,15 +126,13 @@ class Isolated(Generic[T]):
         )
         try:
             self._pid = fork_quickly() if is_quick else _fork()
+        except PredictionError as error:
+            self._finish(error)
         except OSError as error:
-            self._pid = None
-            self._finish(
-                PredictionError(
-                    f"No process can be started for the prediction: {error}. {_ISOLATE_FALSE}"
-                )
-            )
+            text = f"No process can be started for the prediction: {error}. {_ISOLATE_FALSE}"
+            self._finish(PredictionError(text))
         if self._pid == 0:
-            serve(self._prepare, self._work, ends, is_quick=is_quick)
+            serve(prepare, work, ends, is_quick=is_quick)
         os.close(control)
         os.close(stacks)
 
@@ -173,10 +188,6 @@ class Isolated(Generic[T]):
             elif kind == "warning":
                 text, category = value
                 warnings.warn(text, category, stacklevel=2)
-            elif kind == "retry":
-                # Autograd has used devices here, after which it refuses to run in a usual fork.
-                self._release()
-                self._begin(is_quick=True)
             elif kind == "result":
                 self._take_result()
         if self._is_done:

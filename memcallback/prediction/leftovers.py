@@ -10,6 +10,7 @@ from types import FrameType, ModuleType
 from memcallback.core.code_lines import is_library
 from memcallback.core.torch_private import FakeTensor
 from memcallback.step.copies.fakes import live_modes
+from memcallback.step.copies.program import own_modules
 
 #: Objects that are searched below one global variable.
 _MAX_OBJECTS = 100_000
@@ -25,20 +26,9 @@ def leftovers() -> list[str]:
         return []
     return [
         f"{module.__name__}.{name}"
-        for module in _own_modules()
+        for module in own_modules()
         for name, value in list(vars(module).items())
         if _holds_fakes(value, modes)
-    ]
-
-
-def _own_modules() -> list[ModuleType]:
-    """The modules of the user's program."""
-    return [
-        module
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
-        and (file := getattr(module, "__file__", None)) is not None
-        and not is_library(file)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.torch_private import FakeTensorMode, enable_record_function
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
+from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
 from memcallback.prediction.length_trace import (
@@ -23,6 +24,7 @@ from memcallback.prediction.length_trace import (
     lengths_to_trace,
 )
 from memcallback.prediction.prediction import Prediction
+from memcallback.step.copies.program import untouched_program
 from memcallback.step.copies.resizing import has_samples
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.traced_step import TracedStep
@@ -123,7 +125,8 @@ class Traces:
         """The trace at a batch size and sequence length."""
         if self._progress is not None and not self._num_done:
             self._progress(0, self._num_traces)
-        with quietly():
+        # In another process nothing runs beside the trace.
+        with quietly(), untouched_program() if is_in_child() else nullcontext():
             traced: TracedStep = self._tracer.trace(
                 self._tracer.TraceRequest(
                     step=self._step,

@@ -1,0 +1,100 @@
+"""untouched_program(): gives the global variables of the user's files back what they held."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+from memcallback.core.code_lines import is_library
+
+_CONTAINERS = (dict, list, set, deque)
+#: A larger one holds data rather than what a step keeps.
+_MAX_ITEMS = 10_000
+_LRU_CACHE: Any = type(functools.lru_cache(len))
+_Restore = Callable[[], object]
+
+
+@contextmanager
+def untouched_program() -> Iterator[None]:
+    """Restore global variables, class attributes and caches of the user's files at the end.
+
+    So each trace of a step finds the caches and counters that the training will find. For a process
+    without other threads, which may be changing the same variables.
+    """
+    restores = [restore for module in own_modules() for restore in _of_namespace(module)]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def own_modules() -> list[ModuleType]:
+    """The modules of the user's program, not those of installed packages."""
+    return [
+        module
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
+        and (file := getattr(module, "__file__", None)) is not None
+        and not is_library(file)
+    ]
+
+
+def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
+    """Restore the variables of a module or class, and what those of them hold that is its own."""
+    before = dict(vars(owner))
+    yield lambda: _restore_names(owner, before)
+    for value in before.values():
+        if isinstance(value, _LRU_CACHE):
+            yield _of_cache(value)
+        elif isinstance(value, _CONTAINERS):
+            yield from _of_container(value)
+        elif isinstance(value, type) and value.__module__ == _name_of(owner):
+            yield from _of_namespace(value)
+
+
+def _name_of(owner: ModuleType | type) -> str | None:
+    # A class inside of a class is restored with the module alone.
+    return owner.__name__ if isinstance(owner, ModuleType) else None
+
+
+def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
+    now = vars(owner)
+    for name in [name for name in now if name not in before]:
+        with suppress(AttributeError, TypeError):  # attributes that a class guards
+            delattr(owner, name)
+    for name, value in before.items():
+        if now.get(name) is not value:
+            with suppress(AttributeError, TypeError):
+                setattr(owner, name, value)
+
+
+def _of_container(container: Any) -> Iterator[_Restore]:
+    if len(container) > _MAX_ITEMS:
+        return
+    before = type(container).copy(container)
+
+    def restore() -> None:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+    yield restore
+    for value in list(before.values()) if isinstance(before, dict) else list(before):
+        if isinstance(value, _CONTAINERS):
+            yield from _of_container(value)
+
+
+def _of_cache(cache: Any) -> _Restore:
+    """What a cache has taken in is in no list: it forgets all, and computes it again when asked."""
+    size = cache.cache_info().currsize
+
+    def restore() -> None:
+        if cache.cache_info().currsize != size:
+            cache.cache_clear()
+
+    return restore
