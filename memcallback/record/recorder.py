@@ -83,8 +83,10 @@ class MemoryRecorder:
         sample_every_n_steps: At least 1.
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see
             `AllocatorMeter`).
-        use_profiler: Whether a CPU is read through PyTorch's profiler, of which a thread can have
-            one at a time; else only the resident size is read.
+        use_profiler: Whether a CPU is read through PyTorch's profiler, of which a process can have
+            one at a time: ours does not begin beside another, and ends where another starts. Else
+            only the resident size is read. A later profile with `profile_memory=True` also sees the
+            releases of what was allocated in sampled steps.
         per_module: Whether sampled steps are also read wherever another module begins to run,
             forward and backward (see `modules`). Each reading takes about 50 µs on the host
             (benchmarks/per_module.py); other steps have no hooks.
