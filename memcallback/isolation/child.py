@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import itertools
+import operator
 import os
 import pickle
 import signal
@@ -20,6 +22,8 @@ from memcallback.core.errors import PredictionError
 from memcallback.isolation.harmless import become_harmless
 from memcallback.isolation.messages import SentError, send
 
+#: Calls a function, in C.
+_CALL = operator.methodcaller("__call__")
 _Work = Callable[[Callable[[Any], None]], object]
 #: Whether this process is such a child.
 _is_child = False
@@ -59,12 +63,14 @@ def fork_quickly() -> int:
     except (OSError, AttributeError) as error:
         raise PredictionError(_QUICK_FORK_FAILED.format(error)) from error
     python = ctypes.pythonapi
+    after = {0: python.PyOS_AfterFork_Child}
     python.PyOS_BeforeFork()
-    number: int = fork()
-    if number == 0:
-        python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
+    # From here to the end of PyOS_AfterFork_*, no line of Python may run: if another thread has
+    # asked for the interpreter's lock, the child would hand it over and wait for ever for a thread
+    # that is not there. So iterators, which are in C, call the one and then the other.
+    numbers, kept = itertools.tee(map(_CALL, [fork]))
+    next(map(_CALL, map(after.get, numbers, itertools.repeat(python.PyOS_AfterFork_Parent))))
+    number: int = next(kept)
     if number < 0:
         raise OSError(ctypes.get_errno(), "_Fork failed")
     return number

@@ -49,7 +49,9 @@ def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
     """Restore the variables of a module or class, and what those of them hold that is its own."""
     before = dict(vars(owner))
     yield lambda: _restore_names(owner, before)
-    for value in before.values():
+    for name, value in before.items():
+        if name == "__builtins__":  # Python's own names, in every module but the first
+            continue
         if isinstance(value, _LRU_CACHE):
             yield _of_cache(value)
         elif isinstance(value, _CONTAINERS):
