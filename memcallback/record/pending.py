@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.isolation.isolated import TIMEOUT_S, Isolated, can_isolate
 from memcallback.prediction.apart import SLOW_S, predict_apart
 from memcallback.prediction.predict_here import load_tracer
@@ -47,7 +48,8 @@ class PendingPrediction:
             return
         try:
             self._take(predict_apart(lambda _: work(say), isolate=False))
-        except Exception as error:  # user code on fakes fails in any way, and training goes on
+        except ENDS as error:  # user code on fakes fails in any way, and training goes on
+            raise_if_meant(error)
             self._fail(error)
 
     def wait(self, seconds: float | None) -> bool:
@@ -58,7 +60,8 @@ class PendingPrediction:
             try:
                 if running.wait(min(SLOW_S, math.inf if seconds is None else seconds), self._say):
                     self._take(running.result())
-            except Exception as error:
+            except Exception as error:  # as above; but a time limit may end the waiting
+                raise_if_meant(error)
                 self._fail(error)
             if not self.is_done and running.elapsed_s > self._next_s:
                 self._next_s = 2 * running.elapsed_s

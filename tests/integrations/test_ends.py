@@ -102,6 +102,29 @@ def test_a_signal_that_arrives_in_a_hook_of_ours_ends_the_training(tmp_path, mon
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_arrives_in_a_trial_ends_the_search_for_a_batch_size(tmp_path):
+    class Slow(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            if not isinstance(batch[0], FakeTensor):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                while True:  # until the handler runs
+                    pass
+            return super().training_step(batch, batch_idx)
+
+    def stop(number, frame):
+        raise Stopped
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    callback = mc.MemoryCallback(predict=False, fit_batch_size=True, device="24GiB")
+    try:
+        with pytest.raises(Stopped):
+            fit(tmp_path, Slow(), callback)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert callback.fitted is None
+    assert callback.recorder is None  # the training did not begin
+
+
 def test_ctrl_c_in_a_hook_of_ours_ends_the_training(tmp_path, monkeypatch):
     def on_step(*_, **__):
         signal.raise_signal(signal.SIGINT)

@@ -15,6 +15,7 @@ import torch
 from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
 from memcallback.core.files import inside, place_of
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.phase_spans import (
     begin_backward,
     begin_update,
@@ -272,7 +273,7 @@ class MemoryCallback(Callback):
             self._savings.checkpoint(pl_module)
         self._is_broken = False  # whatever failed in an earlier fit
         if self._fits_batch_size:
-            with faults_as_warnings("The batch size that was found could not be printed."):
+            with faults_as_warnings("The search for a batch size has failed."):
                 self._fit_batch_size(trainer, pl_module)
 
     def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
@@ -282,7 +283,8 @@ class MemoryCallback(Callback):
         )
         try:
             self.fitted = fit_in_place(trainer, pl_module, settings, print_beside(pl_module))
-        except Exception as error:  # also the step's own, which training will meet again
+        except ENDS as error:  # also the step's own, which training will meet again
+            raise_if_meant(error)
             warn_and_go_on(
                 "No batch size was found, and training goes on with the size as it is. "
                 f"{type(error).__name__}: {error}"

@@ -26,6 +26,7 @@ from memcallback.batch_size.fitted import (
     Trial,
     nothing_fits,
 )
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.out_of_memory.errors import is_out_of_memory, let_go, release_memory
@@ -331,6 +332,7 @@ class FitSearch:
                     )
                     self._state.refusals.check()
                 except Exception as caught:  # the user's step can fail in any way: an outcome
+                    raise_if_meant(caught)
                     error = caught
                 self._meter.end()
                 return self._outcome_of(size, probe.num_run, error)
