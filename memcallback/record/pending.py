@@ -82,7 +82,7 @@ class PendingPrediction:
         self.prediction, self.more = result
         self.is_done = True
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.is_done = True
         warn_and_go_on(
             f"Memory is recorded but not predicted. {reason_of(error)} {self._without} turns the "
