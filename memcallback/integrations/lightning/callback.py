@@ -102,9 +102,10 @@ class MemoryCallback(Callback):
     CPU only the steps of the first three updates and of the logging interval are recorded.
 
     Values go to every logger of the Trainer (`memcallback.report.tensorboard` lists the tags);
-    without a logger, to a TensorBoard run under the Trainer's root directory. A report is printed
-    once the first steady step is known, and at the end. In a job of several ranks each records
-    itself; rank zero logs and prints for all, including the range over the ranks.
+    without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
+    fsspec address. A report is printed once the first steady step is known, and at the end. In a
+    job of several ranks each records itself; rank zero logs and prints for all, including the range
+    over the ranks. A copy of the callback, by pickle too, has its settings and results.
 
     Args:
         batch_size: Samples in a batch; by default inferred from it.
