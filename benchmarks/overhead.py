@@ -48,7 +48,8 @@ from memcallback import MemoryCallback, __version__
 NONE, OURS, THEIRS = "none", "MemoryCallback", "DeviceStatsMonitor"
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     NONE: list,
-    OURS: lambda: [MemoryCallback()],
+    # A prediction beside the steps would be timed with them.
+    OURS: lambda: [MemoryCallback(wait_for_prediction=True)],
     THEIRS: lambda: [DeviceStatsMonitor()],
 }
 #: Lightning's default interval, and the one at which every step is logged.
