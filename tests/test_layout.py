@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "core": "",
     "isolation": "core",
     "devices": "core",
-    "step": "core",
+    "step": "core isolation",
     "cuda": "core devices",
     "trace": "core devices step cuda",
     "prediction": "core isolation devices step trace",

@@ -74,6 +74,26 @@ def line_here() -> CodeLine | None:
     return line_of(sys._getframe(1))
 
 
+def own_line_here() -> CodeLine | None:
+    """The innermost running line of the program, else of a library; None if there is neither."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            return line_at(frame)
+        frame = frame.f_back
+    return line_of(sys._getframe(1))
+
+
+def own_line_of_error(traceback: TracebackType | None) -> CodeLine | None:
+    """The innermost line of the program in a traceback; None if there is none."""
+    own = [
+        (frame, number)
+        for frame, number in frames_of(traceback)
+        if not is_library(frame.f_code.co_filename)
+    ]
+    return line_at(*own[-1]) if own else None
+
+
 def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
     """The innermost line outside the frameworks in a traceback; None if there is none."""
     own = [

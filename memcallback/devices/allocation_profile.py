@@ -56,11 +56,7 @@ class AllocationProfile:
         self._patches = ExitStack()
 
     def begin(self) -> bool:
-        """Begin, unless somebody else profiles; whether it did.
-
-        Raises:
-            MissingPartError: If this PyTorch lacks a part of its profiler.
-        """
+        """Begin, unless somebody else profiles; whether it did. A missing part of PyTorch raises."""
         global _open
         require(*_NEEDED)
         with _lock, ExitStack() as patches:

@@ -251,7 +251,7 @@ class MemoryTrainerCallback(TrainerCallback):
         if record.is_interrupted:
             # A Trainer has no hook for exceptions.
             self._monitor.note_interruption(sys.exc_info()[0])
-            self._finish(self._state)
+            self._finish(self._state, is_interrupted=True)
             return
         self._monitor.on_step(
             record,
@@ -290,10 +290,10 @@ class MemoryTrainerCallback(TrainerCallback):
         if self._state.is_world_process_zero:
             print_here(text)
 
-    def _finish(self, state: Any) -> None:
+    def _finish(self, state: Any, *, is_interrupted: bool = False) -> None:
         if self._monitor is not None and self._watch is not None:
             self._watch.close()
-            self._monitor.finish(state.global_step)
+            self._monitor.finish(state.global_step, is_interrupted=is_interrupted)
             self._release()
 
     def _release(self) -> None:

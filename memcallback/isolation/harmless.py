@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from memcallback.core.code_lines import line_here
+from memcallback.core.code_lines import own_line_here
 from memcallback.core.units import GiB, MiB
 from memcallback.isolation.syscalls import forbid_syscalls
 
@@ -225,7 +225,7 @@ def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
             thing = repr(arguments[1])
     else:
         return
-    line = line_here()
+    line = own_line_here()
     raise OutsideError(
         f"{line or 'The step'} {deed} {thing}. A prediction changes nothing outside of its process"
     )

@@ -11,6 +11,7 @@ from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, check_timeout, run_isolated
 from memcallback.prediction.leftovers import leftovers
 from memcallback.prediction.predict_here import load_tracer
+from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
 #: How often the progress of slow traces is reported.
@@ -67,7 +68,8 @@ def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[
 
 def _here(work: Callable[[Progress], T], progress: Progress | None) -> T:
     """Run it in this process, and warn of fake tensors that the user's program has kept."""
-    result = work(lambda done, num_all: progress(done, num_all) if progress and done else None)
+    with without_modes():
+        result = work(lambda done, num_all: progress(done, num_all) if progress and done else None)
     for holder in () if is_in_child() else leftovers():
         warn(
             f"{holder} holds fake tensors of a prediction, which have no values. Empty it before "

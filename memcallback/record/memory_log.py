@@ -143,7 +143,7 @@ class MemoryLog:
     ) -> None:
         if kind is not None:
             self._fail(kind, error)
-        self.close()
+        self._finish(is_interrupted=kind is not None)
 
     @fail_safe
     def _fail(self, kind: type[BaseException], error: BaseException | None) -> None:
@@ -212,13 +212,13 @@ class MemoryLog:
 
     def close(self) -> None:
         """Print the last report, and close the run."""
-        self._finish()
+        self._finish(is_interrupted=False)
 
     @fail_safe
-    def _finish(self) -> None:
+    def _finish(self, *, is_interrupted: bool) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._monitor.finish(self._recorder.num_updates)
+            self._monitor.finish(self._recorder.num_updates, is_interrupted=is_interrupted)
             self._release()
 
     def _release(self) -> None:

@@ -327,8 +327,10 @@ class Monitor:
         name = kind.__name__ if kind else "an exception"
         self.notes = (*self.notes, f"The last step ended with {name}.")
 
-    def finish(self, number: int, *, is_short_on_purpose: bool = False) -> None:
-        """Log the last point and write the last report."""
+    def finish(
+        self, number: int, *, is_short_on_purpose: bool = False, is_interrupted: bool = False
+    ) -> None:
+        """Log the last point and write the last report; if interrupted, wait for nothing."""
         recorder = self._recorder
         if recorder.largest is None and recorder.warm_up:
             text = (
@@ -339,7 +341,8 @@ class Monitor:
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:
                 warn_and_go_on(text)
-        if not self._await_prediction(PATIENCE_S) and self._pending is not None:
+        patience_s = 0 if is_interrupted else PATIENCE_S
+        if not self._await_prediction(patience_s) and self._pending is not None:
             self._pending.close()
             self._pending = None
             self.notes = (*self.notes, _NOT_DONE)

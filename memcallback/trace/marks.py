@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memcallback.core.allocation_trace import Event, PhaseEnd, PhaseStart
-from memcallback.core.code_lines import frames_of
+from memcallback.core.code_lines import frames_of, own_line_of_error
 from memcallback.core.errors import PredictionError
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.phase_spans import PhaseSpan, phase_of
@@ -80,6 +80,8 @@ class TraceMarks:
         ]
         if module := self._failed_module(error):
             where.append(f"in module {module!r}")
+        if line := own_line_of_error(error.__traceback__):
+            where.append(f"at {line}")
         if self._mode.operator and not self._mode.operator.startswith("profiler::"):
             where.append(f"after or at operator {self._mode.operator}")
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")

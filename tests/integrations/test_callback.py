@@ -564,7 +564,8 @@ class CallsNumPy(training.Automatic):
 
 def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
     pattern = (
-        r"could not be traced, in the forward, after or at operator aten::bincount: .*minlength, "
+        r"could not be traced, in the forward, at \S+test_callback\.py:\d+ "
+        r"in training_step, after or at operator aten::bincount: .*minlength, "
         r"which is used instead. Falling back to a rough formula"
     )
     with pytest.warns(MemoryWarning, match=pattern) as warned:

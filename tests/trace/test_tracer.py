@@ -424,8 +424,8 @@ class FailsLater(nn.Linear):
 def test_an_operator_of_another_phase_is_not_what_failed():
     with pytest.raises(
         PredictionError,
-        match=r"^The step could not be traced, in the forward, in module '0': KeyError: 'later'\. "
-        r"Give",
+        match=r"^The step could not be traced, in the forward, in module '0', "
+        r"at tests/trace/test_tracer\.py:\d+ in forward: KeyError: 'later'\. Give",
     ):
         on_card(nn.Sequential(FailsLater(32, 10)), vectors())
 
@@ -440,7 +440,8 @@ def test_what_ran_before_the_step_is_not_what_failed():
 
     with pytest.raises(
         PredictionError,
-        match=r"^The step could not be traced, before the first phase: ZeroDivisionError: division "
+        match=r"^The step could not be traced, before the first phase, "
+        r"at tests/trace/test_tracer\.py:\d+ in configure_optimizers: ZeroDivisionError: division "
         r"by zero\.",
     ):
         trace(TraceRequest(TrainingStep.from_lightning(Module(), vectors()), CARD))

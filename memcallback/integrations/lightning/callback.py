@@ -55,7 +55,7 @@ from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.predict_or_warn import device_or_error
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor, MonitorSettings, sample_interval
-from memcallback.record.oom_response import explain_or_warn, respond
+from memcallback.record.oom_response import explain_or_warn, is_new_shortage, respond
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
@@ -493,6 +493,8 @@ class MemoryCallback(Callback):
 
     def _explain(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
         if self._is_running and self.recorder is not None and self._monitor is not None:
+            if not is_new_shortage(error):
+                return
             report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
             if report is not None:
                 make_step = self._maker_of_step(trainer, pl_module, self.recorder.open_batch)
@@ -520,15 +522,19 @@ class MemoryCallback(Callback):
             return
         if self.recorder.end_step(is_interrupted=True) is not None:
             self._monitor.note_interruption(type(exception))
-        self._finish(trainer)
+        self._finish(trainer, is_interrupted=True)
 
-    def _finish(self, trainer: Any) -> None:
+    def _finish(self, trainer: Any, *, is_interrupted: bool = False) -> None:
         if self._monitor is None:
             return
         self._is_running = False
         # Lightning has counted the last batch already.
         number = max(0, step_number(trainer) - 1)
-        self._monitor.finish(number, is_short_on_purpose=bool(trainer.fast_dev_run))
+        self._monitor.finish(
+            number,
+            is_short_on_purpose=bool(trainer.fast_dev_run),
+            is_interrupted=is_interrupted,
+        )
         self._release()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -17,7 +17,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
-from memcallback.core.tensors import dense_parts, fake_with_values, jagged_like, sparse_tensor
+from memcallback.core.tensors import (
+    dense_parts,
+    fake_with_values,
+    jagged_like,
+    sparse_tensor,
+    walk,
+)
 from memcallback.core.torch_private import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -26,11 +32,16 @@ from memcallback.core.torch_private import (
     storage_id,
     tree_leaves,
 )
+from memcallback.core.units import MiB
+from memcallback.isolation.child import is_in_child
 from memcallback.step.copies.functions import FunctionCopies, hooks_of
 from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
+#: What is not copied where it need not be: arrays of so many bytes, containers of so many items.
+_LARGE_BYTES, _LARGE_LENGTH = MiB, 10_000
+_DATA_CONTAINERS = (dict, list, tuple, set, frozenset)
 #: The fake modes of all copies that are alive.
 _modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
 #: The number of copies in progress, in all threads.
@@ -59,7 +70,7 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
       LightningModule is `cpu`.
     - A module compiled by `torch.compile` is replaced by the module inside.
     - A dataset or data loader that is an attribute of a module is shared with the original, since
-      it can be as large as the data.
+      it can be as large as the data; in a process of its own large plain data too.
     - An object that cannot be deep-copied (a lock, an open file, a Python generator) is shared with
       the original; its owner is copied.
     - A function that refers to a part of a copied module (a hook with its module in a closure) is
@@ -307,8 +318,30 @@ def _to_share(obj: object) -> list[Any]:
         value
         for module in _modules_of(obj)
         for value in vars(module).values()
-        if isinstance(value, (Dataset, DataLoader))
+        if isinstance(value, (Dataset, DataLoader)) or (is_in_child() and _is_large_data(value))
     ]
+
+
+def _is_large_data(value: object) -> bool:
+    """Whether a value is an array or container of plain data that takes long to copy.
+
+    In a process of its own the trace may change it: nobody else sees that.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return bool(value.nbytes > _LARGE_BYTES and not value.dtype.hasobject)
+    is_large = isinstance(value, _DATA_CONTAINERS) and len(value) > _LARGE_LENGTH
+    return is_large and all(map(_is_plain, walk([value], _items)))
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (str, bytes, int, float, complex, _DATA_CONTAINERS))
+
+
+def _items(value: object) -> list[Any] | None:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else None
 
 
 def _compiled_modules(obj: object) -> list[Any]:
