@@ -56,7 +56,7 @@ class AllocationProfile:
         self._patches = ExitStack()
 
     def begin(self) -> bool:
-        """Begin, unless somebody else profiles; whether it did. A missing part of PyTorch raises."""
+        """Begin, unless somebody else profiles; whether it did. A missing part raises."""
         global _open
         require(*_NEEDED)
         with _lock, ExitStack() as patches:
