@@ -70,13 +70,16 @@ class MemoryTrainerCallback(TrainerCallback):
             `memcallback.predict`; by default that of the device that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
-        predict: Whether to predict the step before it first runs.
+        predict: Whether to predict the step.
         loss: The loss as a function of the model and its inputs, for the prediction; needed if the
             Trainer does not use the loss that the model returns.
         per_module: Whether to record by module too (see `MemoryCallback`).
         warnings: Whether to warn of unhealthy memory (see `MemoryCallback`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
             has its own peak.
+        wait_for_prediction: Whether the first step waits for the prediction (see `MemoryCallback`).
+        isolate: As for `memcallback.predict`.
+        timeout_s: As for `memcallback.predict`.
 
     Attributes:
         recorder: The recorder of the current or last training; None before.
@@ -131,7 +134,7 @@ class MemoryTrainerCallback(TrainerCallback):
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """The prediction of the current or last training; None if there is none."""
+        """The prediction of the current or last training, waited for up to 30 s; None if there is none."""
         return self._results.prediction
 
     @property

@@ -49,6 +49,9 @@ class MemoryLog:
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
         warnings: Whether to warn of unhealthy memory (see `MemoryCallback`).
+        wait_for_prediction: Whether the first step waits for the prediction (see `MemoryCallback`).
+        isolate: As for `memcallback.predict`.
+        timeout_s: As for `memcallback.predict`.
 
     Raises:
         ValueError: If the device is unknown or has no known size; or if a number is out of range.
@@ -169,7 +172,7 @@ class MemoryLog:
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """The prediction; None if there is none."""
+        """The prediction, waited for up to 30 s; None if there is none."""
         return self._results.prediction
 
     @property

@@ -113,7 +113,7 @@ class MemoryCallback(Callback):
             `memcallback.predict`; by default that of the device that trains.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
-        predict: Whether to predict the step before it first runs.
+        predict: Whether to predict the step.
         what_if: Whether to predict the step with each memory saving too, which takes about twenty
             times as long; the table is printed, and logged as text and picture.
         per_module: Whether to record by module too, on the steps on which held bytes are counted;
@@ -146,6 +146,10 @@ class MemoryCallback(Callback):
             tensors every tenth step at most. A CPU has no such values, and each search there can
             take seconds. So None, the default, warns on all devices but a CPU; True warns there
             too.
+        wait_for_prediction: Whether the first step waits for the prediction. By default training
+            goes on, and the prediction is there some steps later.
+        isolate: Whether to predict in a child process, as `memcallback.predict` does.
+        timeout_s: Seconds, above 0, after which the child is killed.
 
     The three savings hold for one fit; afterwards Trainer and module are as before.
 
@@ -217,7 +221,7 @@ class MemoryCallback(Callback):
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """The prediction of the current or last fit; None if there is none."""
+        """The prediction of the current or last fit, waited for up to 30 s; None if there is none."""
         return self._results.prediction
 
     @property
