@@ -134,7 +134,7 @@ class MemoryTrainerCallback(TrainerCallback):
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """The prediction of the current or last training, waited for up to 30 s; None if there is none."""
+        """The prediction of the current or last training, awaited for up to 30 s, or None."""
         return self._results.prediction
 
     @property

@@ -221,7 +221,7 @@ class MemoryCallback(Callback):
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """The prediction of the current or last fit, waited for up to 30 s; None if there is none."""
+        """The prediction of the current or last fit, awaited for up to 30 s, or None."""
         return self._results.prediction
 
     @property
