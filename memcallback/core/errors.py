@@ -37,6 +37,10 @@ class PredictionError(RuntimeError):
         super().__init__(visible(message))
 
 
+class CompiledCodeError(PredictionError):
+    """A step hands memory to compiled code, and a prediction has none to give."""
+
+
 class MissingPartError(PredictionError):
     """The installed PyTorch or Lightning lacks a private part that was about to be used."""
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from memcallback.core.errors import PredictionError, reason_of, warn_and_go_on
+from memcallback.core.errors import CompiledCodeError, PredictionError, reason_of, warn_and_go_on
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import StepMemory
@@ -45,6 +45,9 @@ def predict_or_warn(
         if isinstance(device, Exception):
             raise device
         return traced(step, device, say)
+    except CompiledCodeError as error:  # the textbook law would run that code
+        _warn_unpredicted(reason_of(error), without)
+        return None
     except ENDS as error:  # whatever a user's model does on fake tensors, training goes on
         raise_if_meant(error)
         reason = reason_of(error)

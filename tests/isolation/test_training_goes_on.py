@@ -201,6 +201,14 @@ def test_a_fake_tensor_has_no_address(isolate):
     step = mc.TrainingStep(model, torch.ones(4, 8), loss=reading, optimizer=optimizer)
     with pytest.raises(mc.PredictionError, match="no memory to give to compiled code"):
         mc.predict(step, device="24GiB", isolate=isolate)
+    with pytest.warns(MemoryWarning, match="not predicted.*no memory to give to compiled code"):
+        mc.MemoryLog(
+            mc.MemoryRecorder(model, optimizer),
+            step,
+            log_dir=None,
+            isolate=isolate,
+            wait_for_prediction=True,
+        )
 
 
 def test_every_function_that_predicts_leaves_the_program_alone():

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memcallback.core.errors import PredictionError
+from memcallback.core.errors import CompiledCodeError
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
@@ -39,14 +39,14 @@ def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
 
 
 def _no_address(tensor: torch.Tensor) -> int:
-    raise PredictionError(
+    raise CompiledCodeError(
         "Tensor.data_ptr() is asked for: a prediction has no memory to give to compiled code"
     )
 
 
 def _no_launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
     name = getattr(getattr(kernel, "fn", None), "__name__", "?")
-    raise PredictionError(
+    raise CompiledCodeError(
         f"The Triton kernel {name} would be launched: a prediction has no memory to give to it"
     )
 
