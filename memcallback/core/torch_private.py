@@ -241,6 +241,14 @@ def is_any_profiler_on() -> bool:
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
 
 
+def refuse_cuda() -> None:
+    """Have every use of CUDA fail in this process, a fork of one that may have used it.
+
+    PyTorch does so in a usual fork; in another one the driver would be asked.
+    """
+    torch.cuda._is_in_bad_fork = lambda: True
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The number of a storage: equal for all tensors that share it, fake tensors too."""
     number: int = storage._cdata

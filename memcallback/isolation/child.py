@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import torch
 
 from memcallback.core.errors import PredictionError
-from memcallback.isolation.harmless import become_harmless
+from memcallback.core.torch_private import refuse_cuda
+from memcallback.isolation.harmless import become_harmless, detach
 from memcallback.isolation.messages import SentError, send
 
 #: Calls a function, in C.
@@ -91,19 +92,21 @@ def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: 
     gc.freeze()
     # The threads of the pool are the parent's; a child that asks for them waits for ever.
     torch.set_num_threads(1)
-    if not is_quick:
+    detach(
+        keep=(ends.control, ends.result, ends.stacks), parent=ends.parent, timeout_s=ends.timeout_s
+    )
+    if is_quick:
+        send(ends.control, "begun")
+    else:
         runs_backward = _can_run_backward()
         send(ends.control, "begun" if runs_backward else "refused")
         if not runs_backward:
             return
     with suppress(Exception):  # what cannot be imported fails the work, with a reason
         prepare()
-    become_harmless(
-        keep=(ends.control, ends.result, ends.stacks), parent=ends.parent, timeout_s=ends.timeout_s
-    )
+    become_harmless()
     faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
-    # A device that the parent uses cannot be used here; a usual fork makes PyTorch say so.
-    torch.cuda._is_in_bad_fork = lambda: True
+    refuse_cuda()
     warnings.showwarning = lambda message, category, *_: send(
         ends.control, "warning", (str(message), category)
     )

@@ -1,4 +1,4 @@
-"""become_harmless(): takes from a forked process what could reach outside it."""
+"""detach() and become_harmless(): take from a forked process what could reach outside it."""
 
 from __future__ import annotations
 
@@ -62,13 +62,20 @@ class OutsideError(PermissionError):
     """The user's step wanted to change something outside of the process that predicts it."""
 
 
-def become_harmless(*, keep: Collection[int], parent: int, timeout_s: float) -> None:
-    """Give up whatever reaches outside this forked process, but for some descriptors."""
+def detach(*, keep: Collection[int], parent: int, timeout_s: float) -> None:
+    """Give up what this forked process shares with its parent, but for some descriptors.
+
+    The parent waits for it, so that the copies of shared memory are of this moment.
+    """
     _reset_signals(timeout_s)
     _end_with(parent)
-    _yield_to_others()
     _close_descriptors(keep)
     _unshare_memory()
+
+
+def become_harmless() -> None:
+    """Refuse from now on whatever reaches outside this process, and stand back for the others."""
+    _yield_to_others()
     # An import would write the bytecode.
     sys.dont_write_bytecode = True
     sys.addaudithook(_forbid)

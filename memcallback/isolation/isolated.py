@@ -98,6 +98,8 @@ class Isolated(Generic[T]):
             # Autograd has used devices here, after which it refuses to run in a usual fork.
             self._release()
             self._begin(prepare, work, is_quick=True)
+            if not self._is_done:
+                self._first_message()
 
     def _first_message(self) -> str:
         """Whether autograd runs in the child: `begun` or `refused`; empty if it has died."""
