@@ -43,13 +43,14 @@ def is_in_child() -> bool:
 
 @dataclass(frozen=True)
 class Ends:
-    """What the child has of its parent: three descriptors, its number, and a time limit."""
+    """What the child has of its parent: three descriptors, its number, and how it is to run."""
 
     control: int
     result: int
     stacks: int
     parent: int
     timeout_s: float
+    is_background: bool
 
 
 def fork_quickly() -> int:
@@ -104,13 +105,14 @@ def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: 
             return
     with suppress(Exception):  # what cannot be imported fails the work, with a reason
         prepare()
-    become_harmless()
     faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
+    faulthandler.enable(file=ends.stacks)
     refuse_cuda()
     warnings.showwarning = lambda message, category, *_: send(
         ends.control, "warning", (str(message), category)
     )
     try:
+        become_harmless(is_background=ends.is_background)
         outcome: tuple[bool, object] = True, work(lambda value: send(ends.control, "report", value))
         content = pickle.dumps(outcome)
     except BaseException as error:  # nothing of the user's may end the process before it is sent
@@ -126,7 +128,7 @@ def _can_run_backward() -> bool:
     """Whether autograd runs here; it refuses after a backward pass on a device in the parent."""
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            torch.ones((), requires_grad=True).clone().backward()
+            torch.ones((), device="cpu", requires_grad=True).clone().backward()
         except RuntimeError:
             return False
     return True

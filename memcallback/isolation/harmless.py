@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import re
 import resource
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memcallback.core.code_lines import own_line_here
+from memcallback.core.errors import PredictionError
 from memcallback.core.units import GiB, MiB
 from memcallback.isolation.syscalls import forbid_syscalls
 
@@ -26,6 +28,7 @@ _GRACE_S = 30
 #: Shared memory up to this size is copied, a larger piece can only be read.
 _MAX_COPIED_BYTES = 64 * MiB
 _LEAST_MEMORY_BYTES = GiB
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 #: Audit events (https://docs.python.org/3/library/audit_events.html) -> what they do.
 _FORBIDDEN = {
@@ -40,6 +43,10 @@ _FORBIDDEN = {
     "os.chown": "changes",
     "os.utime": "changes",
     "os.setxattr": "changes",
+    "os.removexattr": "changes",
+    "fcntl.flock": "locks descriptor",
+    "fcntl.lockf": "locks descriptor",
+    "resource.prlimit": "limits process",
     "shutil.rmtree": "removes",
     "shutil.move": "moves",
     "socket.connect": "connects to",
@@ -73,20 +80,31 @@ def detach(*, keep: Collection[int], parent: int, timeout_s: float) -> None:
     _unshare_memory()
 
 
-def become_harmless() -> None:
-    """Refuse from now on whatever reaches outside this process, and stand back for the others."""
-    _yield_to_others()
+def become_harmless(*, is_background: bool) -> None:
+    """Refuse from now on whatever reaches outside this process.
+
+    In the background, besides a training, take the lowest priority.
+    """
+    _limit_memory()
+    if is_background:
+        os.nice(19)
     # An import would write the bytecode.
     sys.dont_write_bytecode = True
     sys.addaudithook(_forbid)
-    forbid_syscalls()
+    if not forbid_syscalls():
+        raise PredictionError(
+            f"This system ({platform.machine()}, Linux {platform.release()}) cannot keep compiled "
+            "code from changing files, for which a prediction needs seccomp. isolate=False runs it "
+            "in this process"
+        )
 
 
 def _reset_signals(timeout_s: float) -> None:
     """Let signals end the process, rather than run the handlers of the training."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) or number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
 
@@ -98,9 +116,8 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _yield_to_others() -> None:
-    """Take the lowest priority, and a part of the free memory; be the first to be killed for it."""
-    os.nice(19)
+def _limit_memory() -> None:
+    """Take at most a part of the free memory, and be the first to be killed for it."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

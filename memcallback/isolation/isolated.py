@@ -7,6 +7,7 @@ import pickle
 import select
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,12 +26,15 @@ Report = Callable[[Any], None]
 
 #: How long a prediction may take before its process is killed. The slowest known takes 100 s.
 TIMEOUT_S = 600.0
+#: Kernels count no longer times.
+_LONGEST_S = 30 * 24 * 3600
 #: How often someone who waits is told so.
 TICK_S = 2.0
 #: How long a child may take to say that it has begun; it takes milliseconds.
 _BEGIN_S = 10.0
 #: How long a killed computation has to say which line was running.
 _LAST_WORDS_S = 2.0
+_LAST_MOMENT_MS = 50
 _OFF = "MEMCALLBACK_ISOLATE"
 _ISOLATE_FALSE = "isolate=False runs it in this process."
 
@@ -39,8 +43,11 @@ def check_timeout(timeout_s: float) -> float:
     """Refuse a time limit that is none."""
     if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
         raise TypeError(f"timeout_s must be a number of seconds, got {described(timeout_s)}.")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be above 0, got {timeout_s}. Leave it out for 600 s.")
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ValueError(
+            f"timeout_s must be above 0 and at most {_LONGEST_S:,} (a month), got {timeout_s}. "
+            f"Leave it out for {TIMEOUT_S:g} s."
+        )
     return float(timeout_s)
 
 
@@ -74,7 +81,8 @@ class Isolated(Generic[T]):
 
     A computation that takes longer than its time limit is killed; so is one that is closed. The
     child ends with this process, whatever ends it. `prepare()` runs before the child becomes
-    harmless: for imports of libraries, which may make folders for their caches.
+    harmless: for imports of libraries, which may make folders for their caches. In the background
+    it has the lowest priority.
     """
 
     def __init__(
@@ -83,9 +91,11 @@ class Isolated(Generic[T]):
         *,
         timeout_s: float = TIMEOUT_S,
         prepare: Callable[[], object] = lambda: None,
+        is_background: bool = False,
     ) -> None:
         # Nothing of the work is kept: a step would keep its batch on the device.
         self._timeout_s = timeout_s
+        self._is_background = is_background
         self._start = monotonic()
         self._owner = os.getpid()
         self._pid: int | None = None
@@ -112,31 +122,42 @@ class Isolated(Generic[T]):
     def _begin(
         self, prepare: Callable[[], object], work: Callable[[Report], T], *, is_quick: bool
     ) -> None:
-        # In memory and without a name: it ends with the last process that has it open.
-        self._result = os.memfd_create("memcallback")
-        self._control, control = os.pipe()
-        self._stacks, stacks = os.pipe()
-        os.set_blocking(self._control, False)
-        os.set_blocking(self._stacks, False)
-        self._reader = MessageReader(self._control)
-        ends = Ends(
-            control=control,
-            result=self._result,
-            stacks=stacks,
-            parent=os.getpid(),
-            timeout_s=self._timeout_s,
-        )
+        ours: list[int] = []
+        theirs: list[int] = []
+        # A handler of the training's must not run in the child, which sets them all aside first.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self._pid = fork_quickly() if is_quick else _fork()
-        except PredictionError as error:
-            self._finish(error)
-        except OSError as error:
+            ours.append(_unnamed_file())
+            for _ in range(2):
+                reading, writing = os.pipe()
+                ours.append(reading)
+                theirs.append(writing)
+                os.set_blocking(reading, False)
+            ends = Ends(
+                control=theirs[0],
+                result=ours[0],
+                stacks=theirs[1],
+                parent=os.getpid(),
+                timeout_s=self._timeout_s,
+                is_background=self._is_background,
+            )
+            number = fork_quickly() if is_quick else _fork()
+            if number == 0:
+                serve(prepare, work, ends, is_quick=is_quick)
+        except (OSError, PredictionError) as error:
+            for descriptor in ours:
+                os.close(descriptor)
             text = f"No process can be started for the prediction: {error}. {_ISOLATE_FALSE}"
-            self._finish(PredictionError(text))
-        if self._pid == 0:
-            serve(prepare, work, ends, is_quick=is_quick)
-        os.close(control)
-        os.close(stacks)
+            self._failure = error if isinstance(error, PredictionError) else PredictionError(text)
+            self._is_done = True
+        else:
+            self._pid = number
+            self._result, self._control, self._stacks = ours
+            self._reader = MessageReader(self._control)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for descriptor in theirs:
+                os.close(descriptor)
 
     @property
     def elapsed_s(self) -> float:
@@ -194,10 +215,19 @@ class Isolated(Generic[T]):
                 self._take_result()
         if self._is_done:
             return
-        if self._reader.is_at_end:
+        if self._reader.is_at_end or self._has_died():
             self._finish(PredictionError(f"The prediction's process {self._death()}"))
         elif self.elapsed_s > self._timeout_s:
             self._finish(PredictionError(self._timeout_text()))
+
+    def _has_died(self) -> bool:
+        """Whether the child has ended, though a process that was forked meanwhile has its pipe."""
+        assert self._pid
+        try:
+            how = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return self._reader.is_empty
+        return how is not None and self._reader.is_empty
 
     def _take_result(self) -> None:
         os.lseek(self._result, 0, os.SEEK_SET)
@@ -224,29 +254,35 @@ class Isolated(Generic[T]):
     def _release(self) -> None:
         """End the child and close our ends."""
         if self._pid:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            with suppress(ChildProcessError):  # the program waits for all its children itself
-                os.waitpid(self._pid, 0)
-        self._pid = None
-        os.close(self._control)
-        os.close(self._stacks)
-        os.close(self._result)
+            self._reap()
+        for descriptor in (self._control, self._stacks, self._result):
+            os.close(descriptor)
+
+    def _reap(self) -> int | None:
+        """End the child, and return how it had ended; None if it had not, or nobody knows."""
+        number, self._pid = self._pid, None
+        assert number
+        # The program may wait for all its children itself; the number may be another's then.
+        with suppress(ChildProcessError):
+            ended, status = os.waitpid(number, os.WNOHANG)
+            if ended:
+                return status
+            os.kill(number, signal.SIGKILL)
+            os.waitpid(number, 0)
+        return None
 
     def _death(self) -> str:
         """How the child has ended, as the end of a sentence."""
-        status = None
-        if self._pid:
-            with suppress(ChildProcessError):
-                _, status = os.waitpid(self._pid, 0)
-            self._pid = None
-        where = f" It was at {line}." if (line := line_in(self._read_stacks())) else ""
+        # It closes its end of the pipe a moment before it has ended.
+        select.poll().poll(_LAST_MOMENT_MS)
+        status = self._reap()
+        line = line_in(self._read_stacks())
+        where = f" It was at {line}." if line else ""
         if status is None or not os.WIFSIGNALED(status):
             return f"ended before it had a result.{where} {_ISOLATE_FALSE}"
         number = os.WTERMSIG(status)
-        name = signal.Signals(number).name
-        hint = " Its memory may have run out." if number == signal.SIGKILL else ""
-        return f"was ended by {name}.{hint}{where} Training is not affected."
+        hint = " Perhaps memory ran out." if number == signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(number).name}.{hint}{where} Training is not affected."
 
     def _timeout_text(self) -> str:
         """Why the computation was ended, with the line that was running."""
@@ -258,10 +294,14 @@ class Isolated(Generic[T]):
             poll.register(self._stacks, select.POLLIN)
             poll.poll(1000 * _LAST_WORDS_S)
             line = line_in(self._read_stacks())
-        where = f" It was running {line}." if line else ""
+        where = (
+            f" It was running {line}. A loop on a value may not end there, since a prediction "
+            "computes no values."
+            if line
+            else ""
+        )
         return (
-            f"The prediction took longer than {self._timeout_s:g} s and was ended.{where} A loop "
-            "on a value may not end there, since a prediction computes no values. "
+            f"The prediction took longer than {self._timeout_s:g} s and was ended.{where} "
             "timeout_s=... gives it more time."
         )
 
@@ -271,8 +311,18 @@ class Isolated(Generic[T]):
             while part := os.read(self._stacks, 65536):
                 parts.append(part)
                 # The rest of a long dump may still be on its way.
-                select.select([self._stacks], [], [], 0.05)
+                poll = select.poll()
+                poll.register(self._stacks, select.POLLIN)
+                poll.poll(_LAST_MOMENT_MS)
         return b"".join(parts).decode(errors="replace")
+
+
+def _unnamed_file() -> int:
+    """A file that ends with the last process that has it open."""
+    if hasattr(os, "memfd_create"):  # some builds of Python lack it
+        return os.memfd_create("memcallback")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _fork() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import struct
 import traceback
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ class MessageReader:
         self._descriptor = descriptor
         self._content = b""
         self.is_at_end = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come that is not read."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return not self._content and not any(events & select.POLLIN for _, events in poll.poll(0))
 
     def next(self) -> tuple[str, Any] | None:
         """The next message; None if no whole one has come."""
@@ -76,7 +84,7 @@ class SentError:
     def of(cls, error: BaseException) -> SentError:
         """The error, as far as it can be pickled."""
         chain = [error]
-        while (cause := chain[-1].__cause__) is not None:
+        while (cause := chain[-1].__cause__) is not None and cause not in chain:
             chain.append(cause)
         return cls(
             tuple(map(_picklable, chain)),

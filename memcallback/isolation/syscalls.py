@@ -42,7 +42,9 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
             "pidfd_send_signal": 424, "fork": 57, "vfork": 58, "clone": 56, "clone3": 435,
             "execve": 59, "execveat": 322, "ptrace": 101, "process_vm_writev": 311,
             "shmget": 29, "shmat": 30, "shmctl": 31, "semop": 65, "semctl": 66, "msgsnd": 69,
-            "io_uring_setup": 425,
+            "io_uring_setup": 425, "fchmod": 91, "fchown": 93, "sendmmsg": 307, "fsetxattr": 190,
+            "lremovexattr": 198, "fremovexattr": 199, "semtimedop": 220, "msgctl": 71,
+            "flock": 73, "setpriority": 141, "sched_setaffinity": 203, "prlimit64": 302,
         },
     ),
     "aarch64": (
@@ -56,7 +58,9 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
             "pidfd_send_signal": 424, "clone": 220, "clone3": 435, "execve": 221,
             "execveat": 281, "ptrace": 117, "process_vm_writev": 271, "shmget": 194,
             "shmat": 196, "shmctl": 195, "semop": 193, "semctl": 191, "msgsnd": 189,
-            "io_uring_setup": 425,
+            "io_uring_setup": 425, "fchmod": 52, "fchown": 55, "sendmmsg": 269, "fsetxattr": 7,
+            "lremovexattr": 15, "fremovexattr": 16, "semtimedop": 192, "msgctl": 187,
+            "flock": 32, "setpriority": 140, "sched_setaffinity": 122, "prlimit64": 261,
         },
     ),
 }  # fmt: skip
@@ -103,6 +107,8 @@ def _filter(architecture: int, calls: dict[str, int]) -> Iterator[tuple[int, int
             yield from _unless(number, 1 if name == "open" else 2, _IF_SET, _WRITING, refused)
         elif name == "clone":  # threads may start
             yield from _unless(number, 0, _IF_SET, _CLONE_THREAD, refused, is_allowed_if=True)
+        elif name in ("prlimit64", "sched_setaffinity"):  # of this process, which libraries ask
+            yield from _unless(number, 0, _IF_EQUAL, 0, refused, is_allowed_if=True)
         elif name == "tgkill":  # a process may end itself, as abort() does
             yield from _unless(number, 0, _IF_EQUAL, os.getpid(), refused, is_allowed_if=True)
         else:

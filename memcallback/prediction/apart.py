@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
-from memcallback.core.errors import warn
+from memcallback.core.errors import warn_and_go_on
 from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, check_timeout, run_isolated
 from memcallback.prediction.leftovers import leftovers
@@ -68,11 +68,15 @@ def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[
 
 def _here(work: Callable[[Progress], T], progress: Progress | None) -> T:
     """Run it in this process, and warn of fake tensors that the user's program has kept."""
-    with without_modes():
-        result = work(lambda done, num_all: progress(done, num_all) if progress and done else None)
-    for holder in () if is_in_child() else leftovers():
-        warn(
-            f"{holder} holds fake tensors of a prediction, which have no values. Empty it before "
-            "training, or leave isolate=False out: then the prediction runs in another process."
-        )
-    return result
+    try:
+        with without_modes():
+            return work(
+                lambda done, num_all: progress(done, num_all) if progress and done else None
+            )
+    finally:
+        for holder in () if is_in_child() else leftovers():
+            warn_and_go_on(
+                f"{holder} holds fake tensors of a prediction, which have no values. Empty it "
+                "before training. On Linux a prediction runs in a process of its own "
+                "(isolate=True), and leaves nothing behind."
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import torch
@@ -157,6 +158,7 @@ class Monitor:
         self._predicted_steps = PredictedSteps(None)
         #: The prediction that is being made, and what to do when it is there.
         self._pending: PendingPrediction | None = None
+        self._patience_s = PATIENCE_S
         self._on_predicted: OnPredicted = nothing_to_do
         #: Points that wait for the prediction.
         self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
@@ -215,13 +217,18 @@ class Monitor:
             without=settings.without_prediction,
             isolate=settings.isolate,
             timeout_s=settings.timeout_s,
+            is_background=not settings.wait_for_prediction,
         )
+        self._patience_s = PATIENCE_S
         self._await_prediction(None if settings.wait_for_prediction else 0)
 
     @property
     def prediction(self) -> StepPrediction | None:
         """The prediction, if need be awaited for up to 30 s; None if there is none."""
-        self._await_prediction(PATIENCE_S)
+        start = monotonic()
+        self._await_prediction(self._patience_s)
+        # Whoever waits next has the rest of it.
+        self._patience_s = max(0.0, self._patience_s - (monotonic() - start))
         return self._prediction
 
     def _await_prediction(self, seconds: float | None) -> bool:
@@ -341,7 +348,7 @@ class Monitor:
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:
                 warn_and_go_on(text)
-        patience_s = 0 if is_interrupted else PATIENCE_S
+        patience_s = 0 if is_interrupted else self._patience_s
         if not self._await_prediction(patience_s) and self._pending is not None:
             self._pending.close()
             self._pending = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from memcallback.core.errors import reason_of, warn_and_go_on
@@ -36,18 +37,24 @@ class PendingPrediction:
         without: str,
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
+        is_background: bool = True,
     ) -> None:
-        self._say, self._without = say, without
+        self._print, self._without = say, without
         self.is_done = False
         self.prediction: Any = None
         self.more: Any = None
         self._next_s = SLOW_S
         self._running: Isolated[tuple[Any, Any]] | None = None
-        if isolate and can_isolate():
-            self._running = Isolated(work, timeout_s=timeout_s, prepare=load_tracer)
-            return
         try:
-            self._take(predict_apart(lambda _: work(say), isolate=False))
+            if isolate and can_isolate():
+                self._running = Isolated(
+                    work,
+                    timeout_s=timeout_s,
+                    prepare=load_tracer,
+                    is_background=is_background,
+                )
+            else:
+                self._take(predict_apart(lambda _: work(say), isolate=False))
         except ENDS as error:  # user code on fakes fails in any way, and training goes on
             raise_if_meant(error)
             self._fail(error)
@@ -71,6 +78,10 @@ class PendingPrediction:
                 if seconds <= 0:
                     break
         return self.is_done
+
+    def _say(self, text: str) -> None:
+        with suppress(Exception):  # a screen that is gone takes no prediction with it
+            self._print(text)
 
     def close(self) -> None:
         """Give it up if it has not ended."""

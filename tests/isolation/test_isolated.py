@@ -227,9 +227,9 @@ def test_it_does_not_run_in_itself():
     assert run_isolated(lambda report: can_isolate()) is False
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_a_time_limit_is_above_zero(timeout_s):
-    with pytest.raises(ValueError, match="timeout_s must be above 0, got"):
+    with pytest.raises(ValueError, match="timeout_s must be above 0 and at most"):
         run_isolated(lambda report: None, timeout_s=timeout_s)
 
 

@@ -87,15 +87,19 @@ def hanging(model, batch):
 
 
 def test_a_prediction_that_hangs_is_ended_and_its_line_named(tmp_path):
-    model, optimizer, log = watched(tmp_path, hanging, timeout_s=1)
-    train(model, optimizer)
+    def record():
+        model, optimizer, log = watched(tmp_path, hanging, timeout_s=1)
+        train(model, optimizer)
+        log.close()
+        return log
+
     line = hanging.__code__.co_firstlineno
     with pytest.warns(
         MemoryWarning,
         match=rf"(?s)recorded but not predicted.*longer than 1 s.*test_training_goes_on\.py:"
         rf"({line + 1}|{line + 2}) in hanging",
     ):
-        log.close()
+        log = record()
     assert log.prediction is None
     assert log.report.measured is not None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -12,9 +12,11 @@ from typing import Any
 
 from memcallback.core.code_lines import is_library
 
-_CONTAINERS = (dict, list, set, deque)
+#: Kinds of one's own restore themselves, or not: their methods may do anything.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: A larger one holds data rather than what a step keeps.
 _MAX_ITEMS = 10_000
+_MAX_CONTAINERS = 10_000
 _LRU_CACHE: Any = type(functools.lru_cache(len))
 _Restore = Callable[[], object]
 
@@ -26,7 +28,8 @@ def untouched_program() -> Iterator[None]:
     So each trace of a step finds the caches and counters that the training will find. For a process
     without other threads, which may be changing the same variables.
     """
-    restores = [restore for module in own_modules() for restore in _of_namespace(module)]
+    seen: set[int] = set()
+    restores = [restore for module in own_modules() for restore in _of_namespace(module, seen)]
     try:
         yield
     finally:
@@ -45,7 +48,7 @@ def own_modules() -> list[ModuleType]:
     ]
 
 
-def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
+def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore]:
     """Restore the variables of a module or class, and what those of them hold that is its own."""
     before = dict(vars(owner))
     yield lambda: _restore_names(owner, before)
@@ -54,10 +57,10 @@ def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
             continue
         if isinstance(value, _LRU_CACHE):
             yield _of_cache(value)
-        elif isinstance(value, _CONTAINERS):
-            yield from _of_container(value)
+        elif type(value) in _CONTAINERS:
+            yield from _of_container(value, seen)
         elif isinstance(value, type) and value.__module__ == _name_of(owner):
-            yield from _of_namespace(value)
+            yield from _of_namespace(value, seen)
 
 
 def _name_of(owner: ModuleType | type) -> str | None:
@@ -76,10 +79,12 @@ def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
                 setattr(owner, name, value)
 
 
-def _of_container(container: Any) -> Iterator[_Restore]:
-    if len(container) > _MAX_ITEMS:
+def _of_container(container: Any, seen: set[int]) -> Iterator[_Restore]:
+    """Restore a container and those in it, each once."""
+    if id(container) in seen or len(container) > _MAX_ITEMS or len(seen) > _MAX_CONTAINERS:
         return
-    before = type(container).copy(container)
+    seen.add(id(container))
+    before = container.copy()
 
     def restore() -> None:
         container.clear()
@@ -87,8 +92,8 @@ def _of_container(container: Any) -> Iterator[_Restore]:
 
     yield restore
     for value in list(before.values()) if isinstance(before, dict) else list(before):
-        if isinstance(value, _CONTAINERS):
-            yield from _of_container(value)
+        if type(value) in _CONTAINERS:
+            yield from _of_container(value, seen)
 
 
 def _of_cache(cache: Any) -> _Restore:

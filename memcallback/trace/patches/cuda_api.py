@@ -131,10 +131,10 @@ def _memory_functions(device: DeviceSpec) -> Functions:
     return {
         **dict.fromkeys(_READ_MEMORY, lambda *args, **kwargs: 0),
         **dict.fromkeys(_CHANGE_MEMORY, _nothing),
-        "memory_stats": lambda *args: defaultdict(int),
+        "memory_stats": lambda *args, **kwargs: defaultdict(int),
         "memory_summary": lambda *args, **kwargs: "",
-        "mem_get_info": lambda *args: free_and_total,
-        "get_memory_info": lambda *args: free_and_total,
+        "mem_get_info": lambda *args, **kwargs: free_and_total,
+        "get_memory_info": lambda *args, **kwargs: free_and_total,
     }
 
 
