@@ -11,6 +11,7 @@ from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, check_timeout, run_isolated
 from memcallback.prediction.leftovers import leftovers
 from memcallback.prediction.predict_here import load_tracer
+from memcallback.step.copies.fakes import live_modes
 from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
@@ -68,13 +69,14 @@ def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[
 
 def _here(work: Callable[[Progress], T], progress: Progress | None) -> T:
     """Run it in this process, and warn of fake tensors that the user's program has kept."""
+    known = live_modes()
     try:
         with without_modes():
             return work(
                 lambda done, num_all: progress(done, num_all) if progress and done else None
             )
     finally:
-        for holder in () if is_in_child() else leftovers():
+        for holder in () if is_in_child() else leftovers(known):
             warn_and_go_on(
                 f"{holder} holds fake tensors of a prediction, which have no values. Empty it "
                 "before training. On Linux a prediction runs in a process of its own "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections import deque
+from collections.abc import Collection
 from types import FrameType, ModuleType
 
 from memcallback.core.code_lines import is_library
-from memcallback.core.torch_private import FakeTensor
+from memcallback.core.torch_private import FakeTensor, FakeTensorMode
 from memcallback.step.copies.fakes import live_modes
 from memcallback.step.copies.program import own_modules
 
@@ -16,12 +17,15 @@ from memcallback.step.copies.program import own_modules
 _MAX_OBJECTS = 100_000
 
 
-def leftovers() -> list[str]:
-    """The variables, such as `train.mask_cache`; empty in nearly all cases, and then fast."""
-    if not live_modes():
+def leftovers(known: Collection[FakeTensorMode]) -> list[str]:
+    """The variables, such as `train.mask_cache`; empty in nearly all cases, and then fast.
+
+    Fake tensors of modes that were known before are not searched for.
+    """
+    if not live_modes().difference(known):
         return []
     gc.collect()  # a trace is full of cycles
-    modes = live_modes()
+    modes = {id(mode) for mode in live_modes().difference(known)}
     if not modes:
         return []
     return [

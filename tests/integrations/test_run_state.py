@@ -245,7 +245,7 @@ def test_every_random_generator_is_put_back():
 
 
 def test_modes_of_pytorch_are_put_back():
-    state = RunState(device=CPU)
+    state = RunState(Counted(), device=CPU)
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
     state.restore()
@@ -401,7 +401,7 @@ def test_variables_and_classes_of_the_users_files_are_put_back():
         Counted.new = 1
         Counted.seen.append(1)
 
-    state = RunState(device=CPU)
+    state = RunState(Counted(), device=CPU)
     step()
     assert (NUMBER, NEW, TENSOR.tolist()) == (2, 1, [2, 2])
     state.restore()
@@ -412,12 +412,12 @@ def test_variables_and_classes_of_the_users_files_are_put_back():
 
 
 def test_what_a_trial_imports_and_compiles_stays():
-    state = RunState(device=CPU)
+    state = RunState(Counted(), device=CPU)
     globals()["imported"] = types
     state.restore()
     assert globals().pop("imported") is types
     globals()["compiled"] = torch.compile(compiled_later, backend="eager")
-    state = RunState(device=CPU)
+    state = RunState(Counted(), device=CPU)
     assert globals()["compiled"](torch.ones(2)).tolist() == [2, 2]
     state.restore()
     assert globals().pop("compiled")(torch.ones(2)).tolist() == [2, 2]
@@ -482,13 +482,13 @@ def test_what_is_too_large_for_a_copy_is_refused_unless_it_is_data(monkeypatch):
         ValueError,
         match=r"variable 'HELD' of test_run_state.py holds 76\.29 MiB, .* too little free memory",
     ):
-        RunState(device=CPU)
+        RunState(Counted(), device=CPU)
     RunState(Owner(data=Data(torch.from_numpy(images))), device=CPU)
     monkeypatch.setitem(globals(), "LOADER", DataLoader(Data(images[1:])))
-    RunState(device=CPU)
+    RunState(Counted(), device=CPU)
     monkeypatch.delitem(globals(), "LOADER")
     images.flags.writeable = False
-    RunState(device=CPU)
+    RunState(Counted(), device=CPU)
 
 
 def test_an_object_that_fails_is_left_alone_and_the_others_are_put_back():

@@ -41,6 +41,7 @@ def left(how, accelerator, *names):
     program = [sys.executable, trial_programs.__file__]
     command = [*program, "--accelerator", accelerator, how, *names]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    environment.pop("MEMCALLBACK_ISOLATE", None)  # as by default
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     assert [line["name"] for line in lines] == [*names], ended.stderr

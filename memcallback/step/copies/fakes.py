@@ -81,9 +81,9 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     return copy_with(obj, _FakeFactory(fake_mode))
 
 
-def live_modes() -> set[int]:
-    """The ids of the fake modes of copies that something still refers to."""
-    return set(map(id, _modes))
+def live_modes() -> weakref.WeakSet[FakeTensorMode]:
+    """The fake modes of copies that something still refers to."""
+    return weakref.WeakSet(_modes)
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ class RunState:
         self._later: list[_Found] = []
         with _without_collection():
             self._visit([_Found(root, f"the {type(root).__name__}", False) for root in roots])
-            for file, variables in users_modules():
+            for file, variables in users_modules(list(self._is_visited)):
                 self._namespace(variables, file)
             while self._datasets or self._later:
                 later, self._later = self._later, []

@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
 from memcallback.core.code_lines import is_library
 
 
-def users_modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield file name and variables of each imported module of the user's, and of `__main__`."""
-    for name, module in list(sys.modules.items()):
-        if issubclass(type(module), ModuleType) and _is_users(module):
+def users_modules(kinds: Iterable[type]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield file name and variables of the user's modules that a training with such classes is of.
+
+    Those are `__main__`, the modules of the classes, what they import, and what lies in the same
+    folders or below: another program in this process, such as other tests, is left alone.
+    """
+    modules = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if issubclass(type(module), ModuleType) and _is_users(module)
+    }
+    pending = {"__main__"} | {part.__module__ for kind in kinds for part in kind.__mro__}
+    found: set[str] = set()
+    while pending := (pending & modules.keys()) - found:
+        found |= pending
+        folders = {_folder_of(modules[name]) for name in pending} - {""}
+        pending = {name for module in map(modules.get, pending) for name in _imported(module)}
+        pending |= {
+            name
+            for name, module in modules.items()
+            if any(_folder_of(module).startswith(folder) for folder in folders)
+        }
+    for name, module in modules.items():
+        if name in found:
             variables = vars(module)
             yield str(variables.get("__file__") or name).rpartition("/")[2], variables
+
+
+def _folder_of(module: Any) -> str:
+    """The folder of a module's file, with a separator at its end; empty without a file."""
+    folder, separator, _ = str(vars(module).get("__file__") or "").rpartition("/")
+    return folder + separator
+
+
+def _imported(module: Any) -> Iterator[str]:
+    """The names of the modules from which a module's variables are."""
+    for value in list(vars(module).values()):
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, (type, FunctionType)):
+            yield value.__module__
 
 
 def is_users_function(function: FunctionType) -> bool:
