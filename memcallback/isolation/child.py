@@ -49,6 +49,7 @@ class Ends:
     result: int
     stacks: int
     parent: int
+    is_of_main_thread: bool
     timeout_s: float
     is_background: bool
 
@@ -94,7 +95,10 @@ def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: 
     # The threads of the pool are the parent's; a child that asks for them waits for ever.
     torch.set_num_threads(1)
     detach(
-        keep=(ends.control, ends.result, ends.stacks), parent=ends.parent, timeout_s=ends.timeout_s
+        keep=(ends.control, ends.result, ends.stacks),
+        parent=ends.parent,
+        is_of_main_thread=ends.is_of_main_thread,
+        timeout_s=ends.timeout_s,
     )
     if is_quick:
         send(ends.control, "begun")

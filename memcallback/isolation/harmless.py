@@ -10,6 +10,8 @@ import re
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,8 @@ from memcallback.isolation.syscalls import forbid_syscalls
 _libc = ctypes.CDLL(None, use_errno=True)
 #: linux/prctl.h
 _PR_SET_PDEATHSIG = 1
+#: How often a child of another thread looks whether its parent is there.
+_WATCH_S = 0.5
 #: More time than the parent gives, which kills with a reason.
 _GRACE_S = 30
 #: Shared memory up to this size is copied, a larger piece can only be read.
@@ -69,13 +73,15 @@ class OutsideError(PermissionError):
     """The user's step wanted to change something outside of the process that predicts it."""
 
 
-def detach(*, keep: Collection[int], parent: int, timeout_s: float) -> None:
+def detach(
+    *, keep: Collection[int], parent: int, is_of_main_thread: bool, timeout_s: float
+) -> None:
     """Give up what this forked process shares with its parent, but for some descriptors.
 
     The parent waits for it, so that the copies of shared memory are of this moment.
     """
     _reset_signals(timeout_s)
-    _end_with(parent)
+    _end_with(parent, is_of_main_thread=is_of_main_thread)
     _close_descriptors(keep)
     _unshare_memory()
 
@@ -109,11 +115,21 @@ def _reset_signals(timeout_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+def _end_with(parent: int, *, is_of_main_thread: bool) -> None:
+    """End this process when its parent does."""
+    if is_of_main_thread:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+    else:
+        # For the kernel the thread that forked is the parent, and it may end long before.
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(1)
 
 
 def _limit_memory() -> None:

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -138,6 +139,7 @@ class Isolated(Generic[T]):
                 result=ours[0],
                 stacks=theirs[1],
                 parent=os.getpid(),
+                is_of_main_thread=threading.current_thread() is threading.main_thread(),
                 timeout_s=self._timeout_s,
                 is_background=self._is_background,
             )

@@ -351,3 +351,16 @@ def test_the_standard_streams_are_not_written(capfd):
     outcome(lambda: os.write(1, b"from the child"))
     print("after")
     assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_a_computation_outlives_the_thread_that_began_it():
+    """`nn.DataParallel` runs a forward pass in threads of its own."""
+    begun = []
+    thread = threading.Thread(
+        target=lambda: begun.append(Isolated(lambda report: report(1) or sum(range(10**6))))
+    )
+    thread.start()
+    thread.join()
+    with begun[0] as running:
+        assert running.wait(60)
+        assert running.result() == sum(range(10**6))
