@@ -14,7 +14,7 @@ def users_modules(kinds: Iterable[type]) -> Iterator[tuple[str, dict[str, Any]]]
     """Yield file name and variables of the user's modules that a training with such classes is of.
 
     Those are `__main__`, the modules of the classes, what they import, and what lies in the same
-    folders or below: another program in this process, such as other tests, is left alone.
+    folders: another program in this process, such as other tests, is left alone.
     """
     modules = {
         name: module
@@ -27,11 +27,7 @@ def users_modules(kinds: Iterable[type]) -> Iterator[tuple[str, dict[str, Any]]]
         found |= pending
         folders = {_folder_of(modules[name]) for name in pending} - {""}
         pending = {name for module in map(modules.get, pending) for name in _imported(module)}
-        pending |= {
-            name
-            for name, module in modules.items()
-            if any(_folder_of(module).startswith(folder) for folder in folders)
-        }
+        pending |= {name for name, module in modules.items() if _folder_of(module) in folders}
     for name, module in modules.items():
         if name in found:
             variables = vars(module)
