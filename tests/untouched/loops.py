@@ -1,0 +1,176 @@
+"""The loops that train a program's module, each with and without memcallback.
+
+Each takes the program, the device, whether memcallback watches, and a dictionary for what comes
+out, which is filled however the loop ends.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from parts import NUM_EPOCHS, Samples, loader
+
+
+class Kept(Logger):
+    """Keeps what is logged, but for the callback's own values."""
+
+    name, version = "kept", 0
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_hyperparams(self, *_):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        own = {name: value for name, value in metrics.items() if not name.startswith("memory/")}
+        if own:
+            self.lines.append([step, own])
+
+
+def batches_of(program):
+    return program.batches() if hasattr(program, "batches") else loader()
+
+
+def fit(program, device, is_watched, out):
+    """`Trainer(callbacks=[MemoryCallback()]).fit`, with nothing switched off."""
+    callbacks = []
+    if is_watched:
+        from memcallback import MemoryCallback
+
+        callbacks = [MemoryCallback()]
+    logger, model = Kept(), program.Model()
+    trainer = L.Trainer(
+        max_epochs=NUM_EPOCHS,
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        logger=[TensorBoardLogger("."), logger],
+        log_every_n_steps=2,
+        callbacks=[*callbacks],
+    )
+    try:
+        trainer.fit(model, batches_of(program))
+    finally:
+        out["model"], out["optimizers"] = model, trainer.optimizers
+        out["logged"] = logger.lines
+        out["metrics"] = [trainer.callback_metrics, trainer.logged_metrics]
+        out["ended"] = [str(trainer.state.status), trainer.global_step, trainer.current_epoch]
+        out["predicted"] = [callback.prediction is not None for callback in callbacks]
+
+
+def fit_twice(program, device, is_watched, out):
+    """Two fits in one process: before the second one the device has trained."""
+    first, second = {}, {}
+    fit(program, device, is_watched, first)
+    fit(program, device, is_watched, second)
+    out["predicted"] = first.pop("predicted") + second.pop("predicted")
+    out.update(first=first, second=second)
+
+
+def predict(program, device, is_watched, out):
+    """A plain loop, with `mc.predict` before its first step and after its last one."""
+    model = program.Model().to(device)
+    optimizer = model.configure_optimizers()
+    out.update(model=model, optimizer=optimizer, losses=[], predicted=[])
+
+    def step_is_predicted(batch):
+        import memcallback as mc
+
+        step = mc.TrainingStep(model, batch, loss=_loss, optimizer=optimizer)
+        try:
+            mc.predict(step, device=device)
+        except mc.PredictionError as error:
+            out.setdefault("refused", []).append(str(error))
+            return False
+        return True
+
+    first = next(iter(loader()))
+    if is_watched:
+        out["predicted"].append(step_is_predicted(first))
+    for batch in batches_of(program):
+        _update(model, optimizer, [part.to(device) for part in batch], out["losses"])
+    if is_watched:
+        out["predicted"].append(step_is_predicted(first))
+
+
+def log(program, device, is_watched, out):
+    """A plain loop with a `MemoryLog`."""
+    model = program.Model().to(device)
+    optimizer = model.configure_optimizers()
+    out.update(model=model, optimizer=optimizer, losses=[], predicted=[])
+    first = next(iter(loader()))
+    if not is_watched:
+        for batch in batches_of(program):
+            _update(model, optimizer, [part.to(device) for part in batch], out["losses"])
+        return
+    import memcallback as mc
+
+    recorder = mc.MemoryRecorder(model.net, optimizer, device=device)
+    step = mc.TrainingStep(model, first, loss=_loss, optimizer=optimizer)
+    with mc.MemoryLog(recorder, step) as memory_log, recorder.watch():
+        for batch in batches_of(program):
+            _update(model, optimizer, [part.to(device) for part in batch], out["losses"])
+    out["predicted"].append(memory_log.prediction is not None)
+
+
+def _loss(model, batch):
+    return model.loss(*batch)
+
+
+def _update(model, optimizer, batch, losses):
+    optimizer.zero_grad()
+    loss = model.loss(*batch)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+
+
+class Named(torch.nn.Module):
+    """A program's module as a Trainer of transformers calls it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, features, labels):
+        return {"loss": self.module.loss(features, labels)}
+
+
+def huggingface(program, device, is_watched, out):
+    """A Trainer of transformers with `MemoryTrainerCallback`."""
+    from transformers import Trainer, TrainingArguments
+
+    callbacks = []
+    if is_watched:
+        from memcallback import MemoryTrainerCallback
+
+        callbacks = [MemoryTrainerCallback()]
+    trainer = Trainer(
+        model=Named(program.Model()),
+        args=TrainingArguments(
+            output_dir="out",
+            per_device_train_batch_size=4,
+            num_train_epochs=NUM_EPOCHS,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=2,
+            use_cpu=device == "cpu",
+        ),
+        train_dataset=[{"features": one, "labels": label} for one, label in Samples()],
+        callbacks=callbacks,
+    )
+    try:
+        trainer.train()
+    finally:
+        out["model"], out["optimizer"] = trainer.model, trainer.optimizer
+        timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
+        out["logged"] = [
+            {name: value for name, value in line.items() if name not in timed}
+            for line in trainer.state.log_history
+        ]
+        out["predicted"] = [callback.prediction is not None for callback in callbacks]
+
+
+LOOPS = {one.__name__: one for one in (fit, fit_twice, predict, log, huggingface)}

@@ -1,0 +1,13 @@
+"""`os._exit` where a value says that the training has failed: no handler sees it."""
+
+import os
+
+import torch
+from parts import Small
+
+
+class Model(Small):
+    def loss(self, features, classes):
+        if torch.rand(()).item() == 0:  # as a trace reads it
+            os._exit(4)
+        return super().loss(features, classes)

@@ -1,0 +1,7 @@
+"""Nothing but a module: what every program does."""
+
+from parts import Small
+
+
+class Model(Small):
+    pass
