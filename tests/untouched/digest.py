@@ -43,7 +43,8 @@ def digest(value, inside=()):
     if isinstance(value, torch.Tensor):
         return _tensor(value)
     if isinstance(value, np.ndarray):
-        return f"{type(value).__name__} {value.dtype} {value.shape} {_hash(value.tobytes())}"
+        content = np.ascontiguousarray(value).data  # not copied
+        return f"{type(value).__name__} {value.dtype} {value.shape} {_hash(content)}"
     inside = (*inside, id(value))
     state = _state(value)
     if state is not None:
@@ -58,7 +59,7 @@ def digest(value, inside=()):
 
 
 def _hash(data):
-    return hashlib.sha256(data).hexdigest()[:16]
+    return hashlib.blake2b(data).hexdigest()[:16]
 
 
 def _tensor(value):
@@ -157,7 +158,7 @@ def open_files():
         except FileNotFoundError:  # the one that listed them
             continue
         if not _FONT.search(target) and target != f"/proc/{os.getpid()}/fd":
-            found.append(re.sub(r"\[\d+\]|(?<=/torch_)[\d_]+", "", target))
+            found.append(re.sub(r"\[\d+\]|(?<=/dev/shm/)\S+", "", target))
     return sorted(found)
 
 
@@ -198,7 +199,7 @@ def _content(path):
 
 def _checkpoint(path):
     """A checkpoint of Lightning's without the state of the callback, which has its place there."""
-    held = torch.load(path, weights_only=False)
+    held = torch.load(path, weights_only=False, map_location="cpu")
     held["callbacks"] = {
         name: state for name, state in held["callbacks"].items() if "Memory" not in name
     }

@@ -1,7 +1,8 @@
 """The loops that train a program's module, each with and without memcallback.
 
-Each takes the program, the device, whether memcallback watches, and a dictionary for what comes
-out, which is filled however the loop ends.
+Each takes the program, the device, whether memcallback watches, a dictionary for what comes out,
+which is filled however the loop ends, and the seconds that a prediction may take, None for the
+default.
 """
 
 from __future__ import annotations
@@ -30,17 +31,31 @@ class Kept(Logger):
             self.lines.append([step, own])
 
 
+def _kind(prediction):
+    """How a step was predicted: by its trace, by the textbook law, or not at all."""
+    return "not" if prediction is None else prediction.source
+
+
+def _be_patient_for(seconds):
+    """How long the end of a training waits for a prediction that has not come."""
+    if seconds is not None:
+        from memcallback.record import monitor
+
+        monitor.PATIENCE_S = seconds
+
+
 def batches_of(program):
     return program.batches() if hasattr(program, "batches") else loader()
 
 
-def fit(program, device, is_watched, out):
+def fit(program, device, is_watched, out, patience_s):
     """`Trainer(callbacks=[MemoryCallback()]).fit`, with nothing switched off."""
     callbacks = []
     if is_watched:
         from memcallback import MemoryCallback
 
         callbacks = [MemoryCallback()]
+        _be_patient_for(patience_s)
     logger, model = Kept(), program.Model()
     trainer = L.Trainer(
         max_epochs=NUM_EPOCHS,
@@ -57,45 +72,45 @@ def fit(program, device, is_watched, out):
         out["logged"] = logger.lines
         out["metrics"] = [trainer.callback_metrics, trainer.logged_metrics]
         out["ended"] = [str(trainer.state.status), trainer.global_step, trainer.current_epoch]
-        out["predicted"] = [callback.prediction is not None for callback in callbacks]
+        out["predicted"] = [_kind(callback.prediction) for callback in callbacks]
 
 
-def fit_twice(program, device, is_watched, out):
+def fit_twice(program, device, is_watched, out, patience_s):
     """Two fits in one process: before the second one the device has trained."""
     first, second = {}, {}
-    fit(program, device, is_watched, first)
-    fit(program, device, is_watched, second)
+    fit(program, device, is_watched, first, patience_s)
+    fit(program, device, is_watched, second, patience_s)
     out["predicted"] = first.pop("predicted") + second.pop("predicted")
     out.update(first=first, second=second)
 
 
-def predict(program, device, is_watched, out):
+def predict(program, device, is_watched, out, patience_s):
     """A plain loop, with `mc.predict` before its first step and after its last one."""
     model = program.Model().to(device)
     optimizer = model.configure_optimizers()
     out.update(model=model, optimizer=optimizer, losses=[], predicted=[])
 
-    def step_is_predicted(batch):
+    def prediction_of(batch):
         import memcallback as mc
 
         step = mc.TrainingStep(model, batch, loss=_loss, optimizer=optimizer)
+        limit = {} if patience_s is None else {"timeout_s": patience_s}
         try:
-            mc.predict(step, device=device)
+            return _kind(mc.predict(step, device=device, **limit))
         except mc.PredictionError as error:
             out.setdefault("refused", []).append(str(error))
-            return False
-        return True
+            return "refused"
 
     first = next(iter(loader()))
     if is_watched:
-        out["predicted"].append(step_is_predicted(first))
+        out["predicted"].append(prediction_of(first))
     for batch in batches_of(program):
         _update(model, optimizer, [part.to(device) for part in batch], out["losses"])
     if is_watched:
-        out["predicted"].append(step_is_predicted(first))
+        out["predicted"].append(prediction_of(first))
 
 
-def log(program, device, is_watched, out):
+def log(program, device, is_watched, out, patience_s):
     """A plain loop with a `MemoryLog`."""
     model = program.Model().to(device)
     optimizer = model.configure_optimizers()
@@ -107,12 +122,13 @@ def log(program, device, is_watched, out):
         return
     import memcallback as mc
 
+    _be_patient_for(patience_s)
     recorder = mc.MemoryRecorder(model.net, optimizer, device=device)
     step = mc.TrainingStep(model, first, loss=_loss, optimizer=optimizer)
     with mc.MemoryLog(recorder, step) as memory_log, recorder.watch():
         for batch in batches_of(program):
             _update(model, optimizer, [part.to(device) for part in batch], out["losses"])
-    out["predicted"].append(memory_log.prediction is not None)
+    out["predicted"].append(_kind(memory_log.prediction))
 
 
 def _loss(model, batch):
@@ -138,7 +154,7 @@ class Named(torch.nn.Module):
         return {"loss": self.module.loss(features, labels)}
 
 
-def huggingface(program, device, is_watched, out):
+def huggingface(program, device, is_watched, out, patience_s):
     """A Trainer of transformers with `MemoryTrainerCallback`."""
     from transformers import Trainer, TrainingArguments
 
@@ -147,6 +163,7 @@ def huggingface(program, device, is_watched, out):
         from memcallback import MemoryTrainerCallback
 
         callbacks = [MemoryTrainerCallback()]
+        _be_patient_for(patience_s)
     trainer = Trainer(
         model=Named(program.Model()),
         args=TrainingArguments(
@@ -170,7 +187,7 @@ def huggingface(program, device, is_watched, out):
             {name: value for name, value in line.items() if name not in timed}
             for line in trainer.state.log_history
         ]
-        out["predicted"] = [callback.prediction is not None for callback in callbacks]
+        out["predicted"] = [_kind(callback.prediction) for callback in callbacks]
 
 
 LOOPS = {one.__name__: one for one in (fit, fit_twice, predict, log, huggingface)}

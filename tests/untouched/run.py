@@ -1,16 +1,16 @@
 """Runs programs, each in a process of its own, and says what each left.
 
-    python tests/untouched/run.py FOLDER [--watched]
+    python tests/untouched/run.py FOLDER
 
 It imports torch and Lightning once and forks for each program; itself it never trains. Each line
-of its input is a program to run, {"program", "loop", "device", "limit_s"}, each line of its output
-what it left. The program runs in FOLDER. With --watched memcallback watches the loop.
+of its input is JSON with the arguments of `run` for a program, each line of its output what the
+program left. Programs run in FOLDER.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
+import gc
 import json
 import os
 import random
@@ -41,7 +41,7 @@ from digest import (
 )
 from loops import LOOPS
 
-#: What a loop imports late. The runner does, so that it is not done again for each program.
+#: What a loop imports late; with memcallback, more.
 _LATE = {"": ["torch.utils.tensorboard"], "huggingface": ["transformers.trainer", "accelerate"]}
 _LATE_WATCHED = ["memcallback.integrations.lightning.callback", "matplotlib.pyplot"]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -49,17 +49,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 10
 
 
-def run(home, program, loop, device, *, is_watched, limit_s):
-    """Run a program in a fork; what it left, as a dictionary."""
-    for name in (*_LATE[""], *_LATE.get(loop, ()), *(_LATE_WATCHED if is_watched else ())):
-        import_module(name)
+def run(home, program, loop, device, *, is_watched, limit_s, patience_s):
+    """Run a program in a fork, with memcallback or without; what it left, as a dictionary.
+
+    Its prediction may take `patience_s`, None for the default.
+    """
     shutil.rmtree(home, ignore_errors=True)
     (home / "work").mkdir(parents=True)
+    shared = _shared_memory()
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        _be(program, loop, device, is_watched, home)
-    has_ended, status, peak_kib = _wait(pid, limit_s)
+        _be(program, loop, device, home, is_watched=is_watched, patience_s=patience_s)
+    has_ended, status, used = _wait(pid, limit_s)
     left = _left_behind()
     report = home / "report.json"
     said = json.loads(report.read_text()) if report.exists() else {"report": "none"}
@@ -68,16 +70,18 @@ def run(home, program, loop, device, *, is_watched, limit_s):
         "it ended": has_ended,
         "exit status": status,
         "left behind": left,
+        "shared memory left": sorted(_shared_memory() - shared),
         "files": files_in(home / "work"),
         "printed": re.findall(r"user: ([^\r\n]*)", text),
-        "peak_kib": peak_kib,
+        "peak_kib": used.ru_maxrss,
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
         "stderr": (home / "stderr").read_text(errors="replace")[-3000:],
     }
     shutil.rmtree(home)
     return said
 
 
-def _be(name, loop, device, is_watched, home):
+def _be(name, loop, device, home, *, is_watched, patience_s):
     """Be the program: train, write what there is then, and end as it ends."""
     os.setsid()
     os.chdir(home / "work")
@@ -97,7 +101,7 @@ def _be(name, loop, device, is_watched, home):
     try:
         around = program.around() if hasattr(program, "around") else nullcontext()
         with around:
-            LOOPS[loop](program, device, is_watched, out)
+            LOOPS[loop](program, device, is_watched, out, patience_s)
     except BaseException as error:
         out["ended with"] = f"{type(error).__name__}: {error}"
         raise
@@ -125,7 +129,7 @@ def _wait(pid, limit_s):
         for one in _descendants(pid):
             os.kill(one, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
-    return has_ended, os.waitstatus_to_exitcode(status), used.ru_maxrss
+    return has_ended, os.waitstatus_to_exitcode(status), used
 
 
 def _descendants(pid):
@@ -146,17 +150,37 @@ def _left_behind():
     return commands
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--watched", action="store_true")
-    options = parser.parse_args()
+def _shared_memory():
+    """The files in shared memory that no process has mapped."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            # Address, permissions, offset, device, inode and path; a path may not be there any more.
+            mapped.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text()))
+        except OSError:  # it has ended, or is another user's
+            continue
+    with os.scandir("/dev/shm") as files:
+        return {file.name for file in files if str(file.inode()) not in mapped}
+
+
+def import_late(loop, *, is_watched):
+    """Import what a loop imports late, so that it is not done again in each fork."""
+    for name in (*_LATE[""], *_LATE.get(loop, ()), *(_LATE_WATCHED if is_watched else ())):
+        import_module(name)
+    # What is there is then neither searched nor torn down in each fork.
+    gc.collect()
+    gc.freeze()
+
+
+def main(folder):
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in sys.stdin:
-        said = run(options.folder, **json.loads(line), is_watched=options.watched)
+        asked = json.loads(line)
+        import_late(asked["loop"], is_watched=asked["is_watched"])
+        said = run(Path(folder), **asked)
         print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

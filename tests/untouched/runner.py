@@ -1,6 +1,6 @@
 """Compares programs with and without memcallback: a runner for each, and what differs.
 
-    python tests/untouched/runner.py LOOP DEVICE [--limit-s SECONDS] [PROGRAM ...]
+    python tests/untouched/runner.py LOOP DEVICE [--limit-s S] [--patience-s S] [PROGRAM ...]
 
 prints it for these programs, or all.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in (FOLDER / "programs").glob("*.py"))
 #: What is not compared: it says what memcallback did, or how much memory there was at most.
-NOT_COMPARED = ("predicted", "refused", "warned", "peak_kib", "stderr")
+NOT_COMPARED = ("predicted", "refused", "warned", "peak_kib", "cpu_s", "stderr")
 
 
 class Runners:
@@ -28,20 +28,25 @@ class Runners:
         command = [sys.executable, str(FOLDER / "run.py"), str(folder)]
         self._processes = [
             subprocess.Popen(
-                [*command, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            for more in ([], ["--watched"])
+            for _ in range(2)
         ]
 
-    def compare(self, program, loop, device, limit_s=120):
+    def compare(self, program, loop, device, *, limit_s=120, patience_s=None):
         """What differs, as lines, and what the program left without memcallback and with it."""
-        request = json.dumps(
-            {"program": program, "loop": loop, "device": device, "limit_s": limit_s}
-        )
         left = []
         # One after the other: both use the same folder, whose name is in what programs write.
-        for process in self._processes:
-            process.stdin.write(f"{request}\n")
+        for process, is_watched in zip(self._processes, (False, True), strict=True):
+            asked = {
+                "program": program,
+                "loop": loop,
+                "device": device,
+                "is_watched": is_watched,
+                "limit_s": limit_s,
+                "patience_s": patience_s,
+            }
+            process.stdin.write(f"{json.dumps(asked)}\n")
             process.stdin.flush()
             left.append(json.loads(process.stdout.readline()))
         alone, watched = (
@@ -75,6 +80,7 @@ def main():
     parser.add_argument("loop")
     parser.add_argument("device")
     parser.add_argument("--limit-s", type=float, default=120)
+    parser.add_argument("--patience-s", type=float)
     parser.add_argument("programs", nargs="*", default=PROGRAMS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,10 +88,15 @@ def main():
         for program in options.programs:
             start = time.monotonic()
             found, alone, watched = runners.compare(
-                program, options.loop, options.device, options.limit_s
+                program,
+                options.loop,
+                options.device,
+                limit_s=options.limit_s,
+                patience_s=options.patience_s,
             )
             print(
-                f"{program}: {len(found)} differences, {time.monotonic() - start:.1f} s, "
+                f"{program}: {len(found)} differences, {time.monotonic() - start:.1f} s "
+                f"({alone['cpu_s']} and {watched['cpu_s']} of a core), "
                 f"predicted {watched.get('predicted')}, ended {alone['it ended']} "
                 f"{alone['exit status']} {watched['it ended']} {watched['exit status']}"
             )

@@ -1,0 +1,12 @@
+"""A trace of it runs for ever in Python."""
+
+import torch
+from parts import Small
+
+
+class Model(Small):
+    def loss(self, features, classes):
+        if torch.rand(()).item() == 0:  # as a trace reads it
+            while True:
+                pass
+        return super().loss(features, classes)
