@@ -204,4 +204,3 @@ def _checkpoint(path):
         name: state for name, state in held["callbacks"].items() if "Memory" not in name
     }
     return digest(held)
-

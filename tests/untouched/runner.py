@@ -27,9 +27,7 @@ class Runners:
     def __init__(self, folder):
         command = [sys.executable, str(FOLDER / "run.py"), str(folder)]
         self._processes = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
 
@@ -50,8 +48,7 @@ class Runners:
             process.stdin.flush()
             left.append(json.loads(process.stdout.readline()))
         alone, watched = (
-            {name: value for name, value in one.items() if name not in NOT_COMPARED}
-            for one in left
+            {name: value for name, value in one.items() if name not in NOT_COMPARED} for one in left
         )
         return differences(alone, watched), *left
 

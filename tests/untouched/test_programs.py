@@ -119,7 +119,8 @@ def test_so_is_a_plain_loop_with_a_prediction_before_and_after_it(runners, progr
 
 @on_each_device
 @pytest.mark.parametrize(
-    "program", ["exits_on_a_value", "flop_counter", "loop_on_random", "lru_cache_mask", "saves_best"]
+    "program",
+    ["exits_on_a_value", "flop_counter", "loop_on_random", "lru_cache_mask", "saves_best"],
 )
 def test_so_is_a_plain_loop_with_a_memory_log(runners, program, device):
     check(runners, program, "log", device)
@@ -137,7 +138,7 @@ def test_so_is_a_trainer_of_transformers(runners, program, device):
 @pytest.mark.parametrize("program", ENDED_BY_SIGNAL)
 def test_a_signal_ends_training_and_trace_at_once(runners, program):
     # Without a limit: a callback that waited for the trace would not end.
-    found, alone, watched = runners.compare(program, "fit", "cpu", patience_s=NEVER_S)
+    found, alone, _ = runners.compare(program, "fit", "cpu", patience_s=NEVER_S)
     assert found == []
     assert alone["exit status"] == ENDED_BY_SIGNAL[program]
     assert alone["process"]["ran"]["steps"] < NUM_STEPS if "process" in alone else True
