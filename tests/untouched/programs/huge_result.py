@@ -1,6 +1,5 @@
 """A module whose name is so long that a prediction of it takes megabytes."""
 
-import torch
 from parts import Small
 from torch import nn
 
