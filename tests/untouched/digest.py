@@ -14,6 +14,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -166,10 +167,8 @@ def children_of(pid):
     """The processes that a process has started and that have not been waited for."""
     found = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
+        with suppress(OSError):  # the thread has ended meanwhile
             found += map(int, thread.read_text().split())
-        except OSError:  # the thread has ended meanwhile
-            continue
     return found
 
 

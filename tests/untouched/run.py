@@ -21,12 +21,9 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
-
-FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER), str(FOLDER / "programs")]
 
 import numpy as np
 import torch
@@ -40,6 +37,8 @@ from digest import (
     random_state,
 )
 from loops import LOOPS
+
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
 #: What a loop imports late; with memcallback, more.
 _LATE = {"": ["torch.utils.tensorboard"], "huggingface": ["transformers.trainer", "accelerate"]}
@@ -154,11 +153,9 @@ def _shared_memory():
     """The files in shared memory that no process has mapped."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            # Address, permissions, offset, device, inode and path; a path may not be there any more.
+        with suppress(OSError):  # it has ended, or is another user's
+            # Address, permissions, offset, device, inode and path, which may be gone.
             mapped.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text()))
-        except OSError:  # it has ended, or is another user's
-            continue
     with os.scandir("/dev/shm") as files:
         return {file.name for file in files if str(file.inode()) not in mapped}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,8 +27,18 @@ class Runners:
 
     def __init__(self, folder):
         command = [sys.executable, str(FOLDER / "run.py"), str(folder)]
+        # In the default configuration.
+        environment = {
+            name: value for name, value in os.environ.items() if name != "MEMCALLBACK_ISOLATE"
+        }
         self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
             for _ in range(2)
         ]
 
