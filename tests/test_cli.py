@@ -296,6 +296,7 @@ class StandIn:
 def tracing(monkeypatch):
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "memcallback.prediction.predict", stand_in)
+    monkeypatch.setattr("memcallback.prediction.apart.report_progress", stand_in.report_progress)
     return stand_in
 
 
