@@ -5,11 +5,11 @@
 Needs no GPU and no PyTorch. Two kinds of histories, each with 10,000, 100,000 and 1,000,000 events:
 
 - *training*: a trace of three training steps of a model that is the deeper the longer the history
-  is, so that more stands at once: activations of a few sizes taken in the forward pass and given
-  back in the backward pass, temporaries in between, gradients, Adam.
+  is, so that more is allocated at once: activations of a few sizes, made in the forward pass and
+  freed in the backward pass, temporaries in between, gradients, Adam.
 - *random*: sizes from 1 byte to 64 MiB, each as likely on a logarithmic scale, freed in any order;
-  of the events a twentieth stands at once. Free blocks of all sizes are many: the worst that a pool
-  can be asked.
+  as many blocks are allocated at once as a twentieth of the events. There are many free blocks of
+  all sizes, which is the worst case for a pool.
 
 *Replay* is what a prediction does: `memcallback.prediction.replay.replay`, with the figures of
 every phase. *Allocator* is `CachingAllocator` alone. Both stand beside a bare loop that keeps a

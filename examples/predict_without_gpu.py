@@ -1,6 +1,6 @@
-"""The memory of training a small GPT on two cards that need not be there.
+"""Predict the memory of training a small GPT on two cards, without a GPU.
 
-Which one fits, and how large the batch may be.
+On which it fits, and how large the batch may be.
 
     python examples/predict_without_gpu.py
 

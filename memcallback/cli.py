@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_predict(commands: Any) -> None:
     parser = commands.add_parser(
         "predict",
-        help="the memory of a training step on a card that need not be there",
+        help="the memory of a training step on any card, without a GPU",
         description="Predict the memory of a training step, allocated and reserved, phase by "
         "phase. No GPU is needed.",
     )
@@ -97,7 +97,7 @@ def _predict(arguments: argparse.Namespace) -> Prediction:
 def _add_suggest(commands: Any) -> None:
     parser = commands.add_parser(
         "suggest",
-        help="the largest batch size that fits on a card that need not be there",
+        help="the largest batch size that fits on any card, without a GPU",
         description="Suggest the largest batch size whose predicted reserved peak, with headroom, "
         "stays within a card. No GPU is needed.",
     )

@@ -22,7 +22,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.apart import Progress, predict_apart
+from memcallback.prediction.apart import TraceProgress, predict_apart
 from memcallback.prediction.batch_trace import BatchDependentPath
 from memcallback.prediction.predict import checked_step
 from memcallback.prediction.predict_here import ONLY, Traces, predict_here
@@ -47,7 +47,7 @@ def suggest_batch_size(
     world_size: int | None = None,
     measured: StepMemory | None = None,
     sequence_lengths: Iterable[object] | None = None,
-    progress: Progress | None = None,
+    progress: TraceProgress | None = None,
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> BatchSizeAdvice:
@@ -143,7 +143,7 @@ def _suggest(
     step: TrainingStep,
     devices: Sequence[Device],
     wanted: _Wanted,
-    progress: Progress,
+    progress: TraceProgress,
     *,
     is_list: bool,
 ) -> BatchSizeAdvice:
@@ -272,7 +272,7 @@ def _kinds_of(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) 
 
 
 def _for_one(
-    kind: _RankKind, wanted: _Wanted, bounds: BatchSizeBounds, progress: Progress
+    kind: _RankKind, wanted: _Wanted, bounds: BatchSizeBounds, progress: TraceProgress
 ) -> tuple[Estimate, dict[int, int]]:
     """The estimate for a rank on its device, and the batch size at each sequence length."""
     step, device, measured = kind.step, kind.device, wanted.measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ _FRAMEWORKS = (
     "memcallback",
 )
 _PACKAGES = ("site-packages", "dist-packages")
+#: A line of a stack that `faulthandler` has dumped.
+_DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,16 @@ def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
     return line_at(*own[-1]) if own else None
 
 
+def own_line_in(dump: str) -> CodeLine | None:
+    """The innermost line of the program, else of a library, in a stack of `faulthandler`."""
+    lines = [
+        CodeLine(_short_path(path), int(number), function, path)
+        for path, number, function in _DUMPED.findall(dump)
+        if not is_framework(path)
+    ]
+    return next((line for line in lines if not is_library(line.path)), lines[0] if lines else None)
+
+
 def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     """The frames of a traceback with their line numbers, outermost first."""
     while traceback is not None:
@@ -148,7 +161,7 @@ def line_at(frame: FrameType, number: int | None = None) -> CodeLine:
     """The current line of a frame."""
     code = frame.f_code
     return CodeLine(
-        short_path(code.co_filename),
+        _short_path(code.co_filename),
         frame.f_lineno if number is None else number,
         code.co_name,
         code.co_filename,
@@ -163,7 +176,8 @@ def _absolute(path: str) -> str:
 
 
 @cache
-def short_path(path: str) -> str:
+def _short_path(path: str) -> str:
+    """A file's path for people, as `CodeLine.file` has it."""
     full = _absolute(path)
     for name in _PACKAGES:
         _, found, after = full.partition(f"{os.sep}{name}{os.sep}")

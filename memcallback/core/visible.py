@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 #: Control characters, but for tabs and line ends, and marks that reorder letters or end lines: a
-#: terminal obeys them, so a name could clear it or hide what stands there.
+#: terminal obeys them, so a name could clear it or hide other text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 

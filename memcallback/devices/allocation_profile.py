@@ -105,7 +105,7 @@ class AllocationProfile:
             disable_profiler()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # nobody is there to be told, and PyTorch may be gone
+        with suppress(Exception):  # nobody would read of it, and PyTorch may be gone
             self.end()
 
 

@@ -23,7 +23,7 @@ from memcallback.core.torch_private import refuse_cuda
 from memcallback.isolation.harmless import become_harmless, detach
 from memcallback.isolation.messages import SentError, send
 
-#: Calls a function, in C.
+#: Calls the function that it gets, without Python code, in which another thread could get the GIL.
 _CALL = operator.methodcaller("__call__")
 _Work = Callable[[Callable[[Any], None]], object]
 #: Whether this process is such a child.

@@ -15,17 +15,18 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+from memcallback.core.code_lines import own_line_in
 from memcallback.core.errors import PredictionError
 from memcallback.core.validation import described
 from memcallback.isolation.child import Ends, fork_quickly, is_in_child, serve
 from memcallback.isolation.messages import MessageReader
-from memcallback.isolation.stacks import line_in
 
 T = TypeVar("T")
 #: What a computation calls with a picklable value, on its way; the parent gets it.
 Report = Callable[[Any], None]
 
-#: How long a prediction may take before its process is killed. The slowest known takes 100 s.
+#: How long a prediction may take before its process is killed: several times what the
+#: slowest known, the UNet of diffusers, takes.
 TIMEOUT_S = 600.0
 #: Kernels count no longer times.
 _LONGEST_S = 30 * 24 * 3600
@@ -278,7 +279,7 @@ class Isolated(Generic[T]):
         # It closes its end of the pipe a moment before it has ended.
         select.poll().poll(_LAST_MOMENT_MS)
         status = self._reap()
-        line = line_in(self._read_stacks())
+        line = own_line_in(self._read_stacks())
         where = f" It was at {line}." if line else ""
         if status is None or not os.WIFSIGNALED(status):
             return f"ended before it had a result.{where} {_ISOLATE_FALSE}"
@@ -288,14 +289,14 @@ class Isolated(Generic[T]):
 
     def _timeout_text(self) -> str:
         """Why the computation was ended, with the line that was running."""
-        line = ""
+        line = None
         if self._pid:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGUSR1)
             poll = select.poll()
             poll.register(self._stacks, select.POLLIN)
             poll.poll(1000 * _LAST_WORDS_S)
-            line = line_in(self._read_stacks())
+            line = own_line_in(self._read_stacks())
         where = (
             f" It was running {line}. A loop on a value may not end there, since a prediction "
             "computes no values."

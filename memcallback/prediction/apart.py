@@ -8,25 +8,29 @@ from typing import TypeVar
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.isolation.child import is_in_child
-from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, check_timeout, run_isolated
+from memcallback.isolation.isolated import (
+    TICK_S,
+    TIMEOUT_S,
+    can_isolate,
+    check_timeout,
+    run_isolated,
+)
 from memcallback.prediction.leftovers import leftovers
 from memcallback.prediction.predict_here import load_tracer
 from memcallback.step.copies.fakes import live_modes
 from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
-#: How often the progress of slow traces is reported.
-SLOW_S = 2.0
 #: Called with the number of traces done and of all.
-Progress = Callable[[int, int], None]
+TraceProgress = Callable[[int, int], None]
 
 
 def predict_apart(
-    work: Callable[[Progress], T],
+    work: Callable[[TraceProgress], T],
     *,
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
-    progress: Progress | None = None,
+    progress: TraceProgress | None = None,
 ) -> T:
     """Run `work(progress)`, which traces, in a child; the caller's progress is called here."""
     check_timeout(timeout_s)
@@ -60,14 +64,14 @@ def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[
     def progress(num_done: int, num_all: int) -> None:
         nonlocal last
         now = perf_counter()
-        if now - last > SLOW_S:
+        if now - last > TICK_S:
             last = now
             say(f"{num_done} of {num_all} {of} after {now - start:.1f} s")
 
     return progress
 
 
-def _here(work: Callable[[Progress], T], progress: Progress | None) -> T:
+def _here(work: Callable[[TraceProgress], T], progress: TraceProgress | None) -> T:
     """Run it in this process, and warn of fake tensors that the user's program has kept."""
     known = live_modes()
     try:

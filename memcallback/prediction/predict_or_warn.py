@@ -39,14 +39,14 @@ def predict_or_warn(
         step.check_predictable()
     except ENDS as error:  # a loop's plugins and a module's optimizers can be of any kind
         raise_if_meant(error)
-        _warn_unpredicted(reason_of(error), without)
+        warn_unpredicted(reason_of(error), without)
         return None
     try:
         if isinstance(device, Exception):
             raise device
         return traced(step, device, say)
     except CompiledCodeError as error:  # the textbook law would run that code
-        _warn_unpredicted(reason_of(error), without)
+        warn_unpredicted(reason_of(error), without)
         return None
     except ENDS as error:  # whatever a user's model does on fake tensors, training goes on
         raise_if_meant(error)
@@ -55,7 +55,7 @@ def predict_or_warn(
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
     except ENDS as error:  # the model's code runs again
         raise_if_meant(error)
-        _warn_unpredicted(reason, without)
+        warn_unpredicted(reason, without)
         return None
     warn_and_go_on(f"{reason} Falling back to a rough formula (upper bound with a lower bound).")
     return law
@@ -89,7 +89,8 @@ def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Pr
     return prediction
 
 
-def _warn_unpredicted(reason: str, without: str) -> None:
+def warn_unpredicted(reason: str, without: str) -> None:
+    """Warn that a training has no prediction, why, and what turns the attempt off."""
     warn_and_go_on(
         f"Memory is recorded but not predicted. {reason} {without} turns the prediction off."
     )

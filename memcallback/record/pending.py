@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from memcallback.core.errors import reason_of, warn_and_go_on
+from memcallback.core.errors import reason_of
 from memcallback.core.interruptions import ENDS, raise_if_meant
-from memcallback.isolation.isolated import TIMEOUT_S, Isolated, can_isolate
-from memcallback.prediction.apart import SLOW_S, predict_apart
+from memcallback.isolation.isolated import TICK_S, TIMEOUT_S, Isolated, can_isolate
+from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.predict_here import load_tracer
+from memcallback.prediction.predict_or_warn import warn_unpredicted
 
 #: How long somebody who needs it waits for a prediction beside which the training has run: longer
 #: than nearly every prediction takes, and short against a training.
@@ -43,7 +44,7 @@ class PendingPrediction:
         self.is_done = False
         self.prediction: Any = None
         self.more: Any = None
-        self._next_s = SLOW_S
+        self._next_s = TICK_S
         self._running: Isolated[tuple[Any, Any]] | None = None
         try:
             if isolate and can_isolate():
@@ -65,7 +66,7 @@ class PendingPrediction:
         while running is not None and not self.is_done:
             before_s = running.elapsed_s
             try:
-                if running.wait(min(SLOW_S, math.inf if seconds is None else seconds), self._say):
+                if running.wait(min(TICK_S, math.inf if seconds is None else seconds), self._say):
                     self._take(running.result())
             except Exception as error:  # as above; but a time limit may end the waiting
                 raise_if_meant(error)
@@ -95,7 +96,4 @@ class PendingPrediction:
 
     def _fail(self, error: BaseException) -> None:
         self.is_done = True
-        warn_and_go_on(
-            f"Memory is recorded but not predicted. {reason_of(error)} {self._without} turns the "
-            "prediction off."
-        )
+        warn_unpredicted(reason_of(error), self._without)

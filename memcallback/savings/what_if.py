@@ -15,7 +15,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.apart import Progress, predict_apart
+from memcallback.prediction.apart import TraceProgress, predict_apart
 from memcallback.prediction.predict import checked_step
 from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
@@ -36,7 +36,7 @@ def what_if(
     batch_size: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
     ranks: int | Sequence[Ranks] = (),
-    progress: Progress | None = None,
+    progress: TraceProgress | None = None,
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Plan:
@@ -97,7 +97,7 @@ def plan_here(
     device: Device,
     memory: DeviceMemory | None,
     headroom: float,
-    progress: Progress,
+    progress: TraceProgress,
     batch_size: int | None = None,
     ranks: int | Sequence[Ranks] = (),
 ) -> Plan:

@@ -1,6 +1,4 @@
-"""The long run of generated programs: what passed is not run again, what failed is told with the
-smallest program.
-"""
+"""The long run of generated programs runs none again that passed, and reports failures small."""
 
 import json
 import sys

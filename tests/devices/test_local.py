@@ -10,7 +10,7 @@ from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.units import GiB, MiB
 from memcallback.devices import local
 from memcallback.devices.catalogue import find_device
-from memcallback.devices.local import resolve, used_by_others_bytes
+from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 
 
 def properties(**changes):
@@ -109,15 +109,16 @@ def test_a_local_device_knows_what_others_use_of_it_and_another_one_does_not(car
         capacity_bytes=79 * GiB, used_bytes=9 * GiB, reserved_bytes=GiB, other_processes_bytes=GiB
     )
     monkeypatch.setattr(local, "device_memory", lambda device: seen.append(device) or memory)
-    assert used_by_others_bytes(here) == 8 * GiB
+    assert used_by_others_bytes(here, local_memory(here)) == 8 * GiB
     assert resolve(here) is here
     # A context that is not open yet counts as much as is assumed of it.
     before = DeviceMemory(capacity_bytes=79 * GiB, used_bytes=GiB, other_processes_bytes=GiB)
     monkeypatch.setattr(local, "device_memory", lambda device: before)
-    assert used_by_others_bytes(here) == GiB + here.context_bytes
+    assert used_by_others_bytes(here, local_memory(here)) == GiB + here.context_bytes
     assert seen == [torch.device("cuda", 1)]
     for other in ("A100", "24GiB", "cpu"):
-        assert used_by_others_bytes(resolve(other)) is None
+        device = resolve(other)
+        assert used_by_others_bytes(device, local_memory(device)) is None
 
 
 def test_a_capacity_is_asked_for_where_it_is_needed():

@@ -1,6 +1,4 @@
-"""On a CPU: an error that says that memory ran out is told with what stood, whoever trains; every
-other error goes its way.
-"""
+"""On a CPU: an out-of-memory error is explained, whatever trains; other errors are left alone."""
 
 import gc
 import json

@@ -32,23 +32,23 @@ class Hungry(training.Automatic):
 
 def fit(module):
     callback = mc.MemoryCallback()
-    training.trainer("memory://bucket/root", [callback]).fit(module, training.loader(3))
+    training.trainer("memory://bucket/runs", [callback]).fit(module, training.loader(3))
     return callback
 
 
 def test_a_run_of_the_callback_is_at_the_address_of_the_trainer(store, capsys):
     fit(training.Automatic())
-    assert "tensorboard --logdir memory://bucket/root/memcallback/version_0" in (
+    assert "tensorboard --logdir memory://bucket/runs/memcallback/version_0" in (
         capsys.readouterr().out
     )
-    runs = [path for path in store if path.startswith("/bucket/root/memcallback/version_0/")]
+    runs = [path for path in store if path.startswith("/bucket/runs/memcallback/version_0/")]
     assert len([path for path in runs if "events.out.tfevents" in path]) == 2  # one is the layout
 
 
 def test_an_out_of_memory_report_is_beside_it(store):
     with pytest.raises(RuntimeError, match="allocate memory"):
         fit(Hungry())
-    folder = "/bucket/root/memcallback/version_0"
+    folder = "/bucket/runs/memcallback/version_0"
     assert store[f"{folder}/out_of_memory_step2.md"].getvalue().startswith(b"# Out of memory")
     assert f"{folder}/out_of_memory_step2.json" in store
 

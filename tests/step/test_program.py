@@ -4,6 +4,8 @@ import builtins
 
 from memcallback.step.copies.program import untouched_program
 
+#: So much data in a variable before the one that a step changes.
+DATA = [[[number] for number in range(200)] for _ in range(200)]
 SEEN = {"steps": 0}
 
 

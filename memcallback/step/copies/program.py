@@ -14,7 +14,7 @@ from memcallback.core.code_lines import is_library
 
 #: Kinds of one's own restore themselves, or not: their methods may do anything.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-#: A larger one holds data rather than what a step keeps.
+#: A variable with more in it holds data rather than what a step keeps.
 _MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10_000
 _LRU_CACHE: Any = type(functools.lru_cache(len))
@@ -58,7 +58,7 @@ def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore
         if isinstance(value, _LRU_CACHE):
             yield _of_cache(value)
         elif type(value) in _CONTAINERS:
-            yield from _of_container(value, seen)
+            yield from _of_container(value, seen, len(seen) + _MAX_CONTAINERS)
         elif isinstance(value, type) and value.__module__ == _name_of(owner):
             yield from _of_namespace(value, seen)
 
@@ -79,9 +79,9 @@ def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
                 setattr(owner, name, value)
 
 
-def _of_container(container: Any, seen: set[int]) -> Iterator[_Restore]:
+def _of_container(container: Any, seen: set[int], max_seen: int) -> Iterator[_Restore]:
     """Restore a container and those in it, each once."""
-    if id(container) in seen or len(container) > _MAX_ITEMS or len(seen) > _MAX_CONTAINERS:
+    if id(container) in seen or len(container) > _MAX_ITEMS or len(seen) >= max_seen:
         return
     seen.add(id(container))
     before = container.copy()
@@ -93,7 +93,7 @@ def _of_container(container: Any, seen: set[int]) -> Iterator[_Restore]:
     yield restore
     for value in list(before.values()) if isinstance(before, dict) else list(before):
         if type(value) in _CONTAINERS:
-            yield from _of_container(value, seen)
+            yield from _of_container(value, seen, max_seen)
 
 
 def _of_cache(cache: Any) -> _Restore:

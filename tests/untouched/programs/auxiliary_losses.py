@@ -1,20 +1,20 @@
-"""Layers that put losses of their own into a global registry; the step adds and clears them."""
+"""Layers that put losses of their own into a global list; the step adds and clears them."""
 
 import torch
 from parts import Small
 
-REGISTRY = []
+LOSSES = []
 NUM_SEEN = {"losses": 0}
 
 
 class Model(Small):
     def forward(self, features):
         hidden = self.net[1](self.net[0](features))
-        REGISTRY.append(hidden.pow(2).mean())
+        LOSSES.append(hidden.pow(2).mean())
         return self.net[2](hidden)
 
     def loss(self, features, classes):
-        loss = super().loss(features, classes) + 0.1 * torch.stack(REGISTRY).sum()
-        NUM_SEEN["losses"] += len(REGISTRY)
-        REGISTRY.clear()
+        loss = super().loss(features, classes) + 0.1 * torch.stack(LOSSES).sum()
+        NUM_SEEN["losses"] += len(LOSSES)
+        LOSSES.clear()
         return loss

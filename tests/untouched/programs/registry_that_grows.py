@@ -1,15 +1,15 @@
-"""A global registry of auxiliary losses that is cleared at the end of the epoch alone."""
+"""A global list of losses that is cleared only at the end of the epoch."""
 
 from parts import Small
 
-REGISTRY = []
+KEPT = []
 
 
 class Model(Small):
     def loss(self, features, classes):
         loss = super().loss(features, classes)
-        REGISTRY.append(loss.detach())
-        return loss + sum(REGISTRY) / len(REGISTRY)
+        KEPT.append(loss.detach())
+        return loss + sum(KEPT) / len(KEPT)
 
     def on_train_epoch_end(self):
-        REGISTRY.clear()
+        KEPT.clear()

@@ -1,8 +1,8 @@
 """Stand-ins for running iterators: trials use them, so that the iterators are not used up.
 
 Python cannot wind an iterator back, but those of lists, ranges and itertools can be made again
-where they are. A generator or a data loader's iterator cannot. What stands in for one of these
-raises as soon as something is taken from it, so nothing is.
+where they are. A generator or a data loader's iterator cannot. The stand-in of one of
+these raises as soon as something is asked of it, so nothing is taken.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class StandIns:
         self._made: dict[int, Any] = {}
 
     def of(self, obj: Any, label: str) -> Any:
-        """What stands in for an object."""
+        """The object's stand-in; the object itself if a trial does not use it up."""
         if not is_used_up(obj):
             return obj
         if id(obj) not in self._made:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from types import FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
 
 from memcallback.core.code_lines import is_library
 
@@ -13,8 +14,8 @@ from memcallback.core.code_lines import is_library
 def users_modules(kinds: Iterable[type]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield file name and variables of the user's modules that a training with such classes is of.
 
-    Those are `__main__`, the modules of the classes, what they import, and what lies in the same
-    folders: another program in this process, such as other tests, is left alone.
+    Those are `__main__`, the modules of the classes, what they import, also in functions, and what
+    lies in the same folders: another program in this process, such as other tests, is left alone.
     """
     modules = {
         name: module
@@ -41,12 +42,32 @@ def _folder_of(module: Any) -> str:
 
 
 def _imported(module: Any) -> Iterator[str]:
-    """The names of the modules from which a module's variables are."""
+    """The names of the modules that a module imports, in its functions too, and of others."""
     for value in list(vars(module).values()):
         if isinstance(value, ModuleType):
             yield value.__name__
         elif isinstance(value, (type, FunctionType)):
             yield value.__module__
+            if value.__module__ == module.__name__:
+                members = vars(value).values() if isinstance(value, type) else [value]
+                for function in map(_function_of, members):
+                    if function is not None:
+                        yield from _names_in(function.__code__)
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """The function inside of a member of a class or module, without its decorators."""
+    if isinstance(member, (FunctionType, classmethod, staticmethod)):
+        member = inspect.unwrap(cast(Any, member))
+    return member if isinstance(member, FunctionType) else None
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names in a function and those inside of it; what it imports is among them."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def is_users_function(function: FunctionType) -> bool:
