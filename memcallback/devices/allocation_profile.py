@@ -159,8 +159,11 @@ def _start() -> None:
 
 def _sections(events: Sequence[Any], marks: list[int]) -> list[list[Change]] | None:
     """Cut the events, which are in order, at the marks; None if they are not all there, once."""
-    fields = [event.extra_fields for event in events if event.name == "[memory]"]
-    changes = [(one.ptr, one.alloc_size) for one in fields if one.device == _CPU]
+    changes = [
+        (one.ptr, one.alloc_size)
+        for event in events
+        if event.name == "[memory]" and (one := event.extra_fields).device == _CPU
+    ]
     # A mark is allocated and released at once.
     found = [
         position

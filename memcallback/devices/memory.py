@@ -72,19 +72,28 @@ def _by_process(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
     return own, others
 
 
-_STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESIDENT = re.compile(r"^(VmHWM|VmRSS):\s+(\d+) kB", re.MULTILINE)
+_RESIDENT = re.compile(rb"(VmHWM|VmRSS):\s+(\d+) kB")
+_AVAILABLE = re.compile(rb"MemAvailable:\s+(\d+) kB")
 
 
 def resident_bytes() -> tuple[int | None, int | None]:
     """The process's resident size and its peak since the last reset; None without /proc."""
     try:
-        sizes = dict(_RESIDENT.findall(_STATUS.read_text()))
+        sizes = dict(_RESIDENT.findall(_read("/proc/self/status")))
     except OSError:
         return None, None
-    now, peak = sizes.get("VmRSS"), sizes.get("VmHWM")
+    now, peak = sizes.get(b"VmRSS"), sizes.get(b"VmHWM")
     return (int(now) * KiB if now else None), (int(peak) * KiB if peak else None)
+
+
+def _read(path: str) -> bytes:
+    """A short file of the kernel's. Every sampled step reads some, and Python's files take long."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(number, 8192)
+    finally:
+        os.close(number)
 
 
 def can_reset_peak_resident() -> bool:
@@ -95,7 +104,11 @@ def can_reset_peak_resident() -> bool:
 def reset_peak_resident() -> None:
     """Start a new peak of the resident size, where the process may."""
     with suppress(OSError):
-        _CLEAR_REFS.write_text("5")
+        number = os.open(_CLEAR_REFS, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(number, b"5")
+        finally:
+            os.close(number)
 
 
 def cpu_memory() -> DeviceMemory:
@@ -109,19 +122,19 @@ def cpu_memory() -> DeviceMemory:
             unavailable="the operating system does not report how much memory it has",
         )
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        limit = int(_read("/sys/fs/cgroup/memory.max"))
     except (OSError, ValueError):
         limit = physical
-    try:
-        sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
-        available = int(sizes["MemAvailable"]) * KiB
-    except (OSError, KeyError):
+    found = None
+    with suppress(OSError):
+        found = _AVAILABLE.search(_read("/proc/meminfo"))
+    if found is None:
         return DeviceMemory(
             capacity_bytes=min(physical, limit),
             this_process_bytes=resident,
             unavailable="/proc/meminfo cannot be read",
         )
-    used = physical - available
+    used = physical - int(found[1]) * KiB
     return DeviceMemory(
         capacity_bytes=min(physical, limit),
         used_bytes=used,

@@ -47,6 +47,7 @@ from memcallback.report.tensorboard import (
 )
 from memcallback.report.writers import Writers
 from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
+from memcallback.step.holdings import HoldingsCounter
 from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
@@ -218,6 +219,12 @@ class Monitor:
             isolate=settings.isolate,
             timeout_s=settings.timeout_s,
             is_background=not settings.wait_for_prediction,
+            # A trace computes with copies that have no data.
+            unread=HoldingsCounter(
+                self._recorder.models, self._recorder.optimizers, torch.device("cpu")
+            )
+            .count(None)
+            .storages,
         )
         self._patience_s = PATIENCE_S
         self._await_prediction(None if settings.wait_for_prediction else 0)
@@ -474,7 +481,7 @@ class Monitor:
 
 
 def sample_interval(device: torch.device) -> int:
-    """Steps between two samples, where the logging steps of a Trainer are sampled besides."""
+    """Steps between two samples, where logged steps are sampled besides."""
     # A CPU is read at those alone. Elsewhere the split by category, which walks the model, is not
     # needed as often as points.
     return sys.maxsize if device.type == "cpu" else 50

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,8 @@ Work = Callable[[Callable[[str], None]], tuple[Any, Any]]
 class PendingPrediction:
     """Runs `work` beside the training.
 
+    Of `unread`, storages by address and bytes, the work finds only zeros (see `Isolated`).
+
     Attributes:
         is_done: Whether it has ended.
         prediction: The prediction; None before its end, or if there is none.
@@ -39,6 +41,7 @@ class PendingPrediction:
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
         is_background: bool = True,
+        unread: Mapping[int, int] | None = None,
     ) -> None:
         self._print, self._without = say, without
         self.is_done = False
@@ -53,6 +56,7 @@ class PendingPrediction:
                     timeout_s=timeout_s,
                     prepare=load_tracer,
                     is_background=is_background,
+                    unread=unread,
                 )
             else:
                 self._take(predict_apart(lambda _: work(say), isolate=False))

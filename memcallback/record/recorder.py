@@ -13,7 +13,7 @@ import torch
 
 from memcallback.core.module_table import ModuleInfo, ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
-from memcallback.core.step_memory import DeviceMemory, Holdings, StepMemory
+from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.local import default_device
@@ -30,7 +30,7 @@ from memcallback.record.watch import FirstCall, Watch
 from memcallback.report.report import Report
 from memcallback.step.batch import INFERRED, infer_batch_size
 from memcallback.step.copies.optimizers import unwrapped
-from memcallback.step.holdings import holdings
+from memcallback.step.holdings import HoldingsCounter
 from memcallback.step.module_follower import module_infos
 
 #: In a sentence.
@@ -41,6 +41,10 @@ _WORDS = {
 }
 #: Updates of which every step is sampled: the warm-up, the first steady one, and one after it.
 NUM_FIRST_SAMPLED = 3
+#: On a device where a reading costs milliseconds: updates of which every logged step is sampled.
+#: After n updates one in n/10 is, so that recording costs less and less of the training, and at
+#: last one in 50, as many as Lightning logs by default.
+_NUM_LOGGED_SAMPLED, _MAX_LOGGED_INTERVAL = 10, 50
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -71,7 +75,8 @@ class MemoryRecorder:
     On CUDA each step costs five reads of the allocator's counters and no synchronisation. The bytes
     held by model, optimizers and batch, by category, are counted on sampled steps only: those of
     the first three updates, then every `sample_every_n_steps`-th (an accumulation window is sampled
-    whole). On a CPU only sampled steps are recorded.
+    whole). On a CPU only sampled steps are recorded, and some of those that are logged (see
+    `begin_step`).
 
     Args:
         model: The model or models, for the split by category; on a CPU, for any value but the
@@ -144,6 +149,7 @@ class MemoryRecorder:
         self._num_steps = 0
         self._num_updates = 0
         self._sampled_since = 0
+        self._logged_since = 0
         self._open: OpenStep | None = None
         self._is_skipping = False
         self._watch: Watch | None = None
@@ -464,7 +470,10 @@ class MemoryRecorder:
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Whether to record this step even on a device where only sampled steps are.
+            sample: Whether to record this step even on a device where only sampled steps are, since
+                it is to be logged. That costs milliseconds, so after the tenth update ever fewer
+                are: at most every second, after the twentieth every third, and so on, down to one
+                in 50.
 
         Raises:
             RuntimeError: If a step is open already.
@@ -480,7 +489,7 @@ class MemoryRecorder:
                 "A step is open already: end it first, and do not nest `with recorder.step():`."
             )
         sample = sample or any(listener.wants_step() for listener in self._listeners)
-        is_sampled = self._is_due() or (sample and not self.meter.reads_every_step)
+        is_sampled = self._is_due() or (sample and self._is_logged_one_due())
         self._is_skipping = not (is_sampled or self.meter.reads_every_step)
         forget_failure()
         forget_explained()
@@ -488,29 +497,45 @@ class MemoryRecorder:
             self._num_steps += 1
             return
         counts_holdings = is_sampled and bool(self._modules)
+        counter = HoldingsCounter(
+            self._modules if counts_holdings else (), self._optimizers, self.meter.device
+        )
         self._open = OpenStep(
             batch,
             infer_batch_size(batch).batch_size if batch_size is None else batch_size,
             num_updates_before=self._num_updates,
             meter=self.meter,
-            count_holdings=self._count_holdings if counts_holdings else None,
+            count_holdings=(lambda: counter.count(batch)) if counts_holdings else None,
             modules=self._new_timeline() if counts_holdings and self._per_module else None,
         )
         self._open.begin()
-
-    def _count_holdings(self) -> Holdings:
-        return holdings(self._modules, self._optimizers, self.open_batch, self.meter.device)
 
     def _new_timeline(self) -> ModuleTimeline:
         if self._module_infos is None:
             self._module_infos = module_infos(self._modules)
         return ModuleTimeline(self._modules, self._module_infos, self.meter)
 
-    def _is_due(self) -> bool:
-        """Whether the step that begins is sampled."""
+    @property
+    def _progress(self) -> int:
         # We count updates, since an accumulation window has several steps; without an optimizer
         # updates are not counted, and we count steps.
-        progress = self._num_updates if self._hooks else self._num_steps
+        return self._num_updates if self._hooks else self._num_steps
+
+    def _is_logged_one_due(self) -> bool:
+        """Whether the step that begins, which is to be logged, is sampled for that."""
+        if self.meter.reads_every_step:
+            return False
+        progress, last = self._progress, self._logged_since
+        if progress != last:  # else it is in the same accumulation window
+            interval = min(_MAX_LOGGED_INTERVAL, last // _NUM_LOGGED_SAMPLED + 1)
+            if progress - last < interval:
+                return False
+            self._logged_since = progress
+        return True
+
+    def _is_due(self) -> bool:
+        """Whether the step that begins is sampled."""
+        progress = self._progress
         if progress - self._sampled_since >= self._sample_every_n_steps:
             self._sampled_since = progress
         return progress < NUM_FIRST_SAMPLED or progress == self._sampled_since

@@ -24,41 +24,71 @@ def holdings(
     device: torch.device,
 ) -> Holdings:
     """Count what models, optimizers and a batch hold on a device."""
-    modules = list(modules)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    by_category: dict[Category, int] = {}
-    storages: dict[int, int] = {}
-    # By identity: storages without data (on the meta device) have no address.
-    counted: set[int] = set()
-    devices: dict[torch.device, bool] = {}
-    sources: tuple[tuple[Category, Iterable[torch.Tensor]], ...] = (
-        (Category.PARAMETER, parameters),
-        (Category.BUFFER, chain.from_iterable(module.buffers() for module in modules)),
-        (
-            Category.GRADIENT,
-            (parameter.grad for parameter in parameters if parameter.grad is not None),
-        ),
-        (Category.OPTIMIZER_STATE, chain.from_iterable(map(_state_tensors, optimizers))),
-        (Category.INPUT, tensors_in(batch)),
-    )
-    for category, tensors in sources:
-        category_bytes = 0
-        for tensor in tensors:
-            for storage in (
-                (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor)
-            ):
-                where, identity = storage.device, storage_id(storage)
-                if where not in devices:
-                    devices[where] = is_on(where, device)
-                if not devices[where] or identity in counted:
+    return HoldingsCounter(modules, optimizers, device).count(batch)
+
+
+class HoldingsCounter:
+    """Counts what models, optimizers and a batch hold on a device, at several moments of a step.
+
+    It walks the models once: the modules in them stay the same in a step.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        device: torch.device,
+    ) -> None:
+        self._modules = list(dict.fromkeys(part for model in models for part in model.modules()))
+        self._optimizers = list(optimizers)
+        self._device = device
+
+    def count(self, batch: object) -> Holdings:
+        """Count what is held now."""
+        # parameters() and buffers() of a module alone take several times as long.
+        parameters = [
+            parameter
+            for module in self._modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+        buffers = (buffer for module in self._modules for buffer in module._buffers.values())
+        gradients = (parameter.grad for parameter in parameters)
+        sources: tuple[tuple[Category, Iterable[torch.Tensor | None]], ...] = (
+            (Category.PARAMETER, parameters),
+            (Category.BUFFER, buffers),
+            (Category.GRADIENT, gradients),
+            (Category.OPTIMIZER_STATE, chain.from_iterable(map(_state_tensors, self._optimizers))),
+            (Category.INPUT, tensors_in(batch)),
+        )
+        by_category: dict[Category, int] = {}
+        storages: dict[int, int] = {}
+        # By identity: storages without data (on the meta device) have no address.
+        counted: set[int] = set()
+        devices: dict[torch.device, bool] = {}
+        for category, tensors in sources:
+            category_bytes = 0
+            for tensor in tensors:
+                if tensor is None:
                     continue
-                counted.add(identity)
-                num_bytes, address = storage.nbytes(), storage.data_ptr()
-                category_bytes += num_bytes
-                if address:
-                    storages[address] = num_bytes
-        by_category[category] = category_bytes
-    return Holdings(by_category=by_category, storages=storages)
+                for storage in (
+                    (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor)
+                ):
+                    identity = storage_id(storage)
+                    if identity in counted:
+                        continue
+                    where = storage.device
+                    if where not in devices:
+                        devices[where] = is_on(where, self._device)
+                    if not devices[where]:
+                        continue
+                    counted.add(identity)
+                    num_bytes, address = storage.nbytes(), storage.data_ptr()
+                    category_bytes += num_bytes
+                    if address:
+                        storages[address] = num_bytes
+            by_category[category] = category_bytes
+        return Holdings(by_category=by_category, storages=storages)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:

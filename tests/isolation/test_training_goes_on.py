@@ -269,3 +269,26 @@ def test_a_triton_kernel_is_not_launched(isolate):
     )
     with pytest.raises(mc.PredictionError, match="The Triton kernel double would be launched"):
         mc.predict(step, device="cuda", isolate=isolate)
+
+
+def test_training_beside_a_prediction_copies_no_parameters(tmp_path):
+    """Pages that a forked child shares are copied as the training writes them."""
+    resource = pytest.importorskip("resource")
+
+    def num_page_faults():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    side = 2048
+    model = torch.nn.Linear(side, side, bias=False)
+    num_pages = model.weight.nbytes // resource.getpagesize()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mc.TrainingStep(model, torch.ones(4, side), loss=hanging, optimizer=optimizer)
+    log = mc.MemoryLog(mc.MemoryRecorder(model, optimizer), step, log_dir=tmp_path, timeout_s=2)
+    num_before = num_page_faults()
+    with torch.no_grad():
+        model.weight += 1
+    assert num_page_faults() - num_before < num_pages / 2
+    assert torch.equal(model.weight, before + 1)
+    with pytest.warns(MemoryWarning, match="longer than 2 s"):
+        log.close()

@@ -277,3 +277,31 @@ def test_recording_changes_neither_weights_nor_random_numbers(parts):
     (with_it, state_with), (without, state_without) = run(True), run(False)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
     assert torch.equal(state_with, state_without)
+
+
+def test_of_logged_steps_ever_fewer_are_recorded_on_a_cpu(parts):
+    recorder = MemoryRecorder(*parts, sample_every_n_steps=10_000)
+    optimizer = parts[1]
+    recorded = []
+    for number in range(1200):
+        recorder.begin_step(BATCH, sample=True)
+        optimizer.step()
+        if recorder.end_step() is not None:
+            recorded.append(number)
+    assert recorded[:14] == [*range(11), 12, 14, 16]
+    # One in fifty in the end, and never fewer.
+    assert recorded[-3:] == [recorded[-1] - 100, recorded[-1] - 50, recorded[-1]]
+    assert len(recorded) < 80
+
+
+def test_a_logged_accumulation_window_is_recorded_whole(parts):
+    recorder = MemoryRecorder(*parts, sample_every_n_steps=10_000)
+    optimizer = parts[1]
+    recorded = []
+    for number in range(60):
+        recorder.begin_step(BATCH, sample=True)
+        if number % 3 == 2:
+            optimizer.step()
+        if recorder.end_step() is not None:
+            recorded.append(number)
+    assert len(recorded) == len({number // 3 for number in recorded}) * 3 < 60

@@ -99,7 +99,8 @@ class MemoryCallback(Callback):
     checkpoints are the same with and without the callback. On CUDA a step costs five reads of the
     allocator's counters. Values are logged at the Trainer's logging interval; the bytes held by
     category are counted on the steps of the first three updates and of every 50th after them. On a
-    CPU only the steps of the first three updates and of the logging interval are recorded.
+    CPU only the steps of the first three updates and of the logging interval are recorded; with a
+    short interval ever fewer of these, down to one in 50.
 
     Values go to every logger of the Trainer (`memcallback.report.tensorboard` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
