@@ -47,6 +47,8 @@ class BatchTrace:
         largest_traced: The largest batch size whose trace agrees; None for that of `traced`.
         shape_slopes: How much the dimensions of tensors grow per sample, by the id of their
             allocation, where any grows.
+        exceptions: Batch sizes at which the step runs in another way, as often with one sample ->
+            traces that know that size alone.
     """
 
     traced: TracedStep
@@ -55,6 +57,7 @@ class BatchTrace:
     base: tuple[int, ...] | None = field(default=None, repr=False)
     largest_traced: int | None = None
     shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    exceptions: Mapping[int, BatchTrace] = field(default_factory=dict, repr=False)
     #: Cached results of kernel rules: batch sizes repeat, and many operators have the same inputs.
     _answers: dict[tuple[int, ...], Kernel] = field(default_factory=dict, repr=False)
 
@@ -104,9 +107,15 @@ class BatchTrace:
             self, largest_traced=max(check.batch_size, self.largest_traced or self.batch_size)
         )
 
+    def of(self, batch_size: int) -> BatchTrace:
+        """The trace that knows a batch size: this one, or that of an exception."""
+        return self.exceptions.get(batch_size, self)
+
     def is_among_traced(self, batch_size: int) -> bool:
         """Whether a batch size is within the range of those that were traced."""
-        return self.batch_size <= batch_size <= (self.largest_traced or self.batch_size)
+        return batch_size in self.exceptions or self.batch_size <= batch_size <= (
+            self.largest_traced or self.batch_size
+        )
 
     def is_far(self, batch_size: int) -> bool:
         """Whether a batch size is so far beyond the largest traced one that the path may change."""
@@ -146,6 +155,8 @@ class BatchTrace:
     def at(self, batch_size: int) -> AllocationTrace:
         """The trace at a batch size."""
         batch_size = whole_number("batch_size", batch_size, SAMPLES)
+        if batch_size in self.exceptions:
+            return self.exceptions[batch_size].at(batch_size)
         more = batch_size - self.batch_size
         if not more and self.base is None:
             return self.traced.trace
@@ -178,6 +189,8 @@ class BatchTrace:
 
     def origin(self, number: int, batch_size: int) -> AllocationSource | None:
         """The tensor that an allocation is for; None if unknown."""
+        if batch_size in self.exceptions:
+            return self.exceptions[batch_size].origin(number, batch_size)
         origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
         if origin is None or slopes is None:
             return origin

@@ -88,8 +88,9 @@ class SequenceLengthTrace:
         longest = max(traces)
         lengths = (*traces, *((check[0],) if check else ()))
         fitted = cls(dict(traces), gcd(*(longest - length for length in lengths)))
-        for length, trace in traces.items():
-            fitted._align(length, trace)
+        for same in (fitted, *fitted._exceptions.values()):
+            for length, trace in same.traces.items():
+                same._align(length, trace)
         if check is not None:
             fitted._reproduce(*check)
         return fitted
@@ -113,6 +114,16 @@ class SequenceLengthTrace:
     @cached_property
     def _longest(self) -> BatchTrace:
         return self.traces[self.sequence_length]
+
+    @cached_property
+    def _exceptions(self) -> dict[int, SequenceLengthTrace]:
+        """The same for each batch size at which the step runs in another way."""
+        return {
+            size: SequenceLengthTrace(
+                {length: trace.exceptions[size] for length, trace in self.traces.items()}, self.step
+            )
+            for size in self._longest.exceptions
+        }
 
     def _between(self, sequence_length: int) -> BatchTrace:
         own, longest = self.sequence_length, self._longest
@@ -162,6 +173,7 @@ class SequenceLengthTrace:
             longest,
             base=tuple(numbers),
             slopes=slopes,
+            exceptions={size: own.at(sequence_length) for size, own in self._exceptions.items()},
             caveats=(*longest.caveats, *self._caveats(sequence_length)),
         )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -169,15 +170,24 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
             "so none can be made larger."
         )
         return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
+    at = functools.cache(
+        lambda size: first if size == batch_size else traces.at(size, sequence_length)
+    )
     try:
-        second, check = (
-            traces.at(size, sequence_length) for size in (batch_size + 1, _far(batch_size))
-        )
-        return BatchTrace.fit(first, second, check)
+        return _line(at, batch_size)
     except (BatchDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
+    if batch_size == 1:
+        # Kernels for one sample are often others. The line goes through larger batches.
+        with suppress(BatchDependentPath, PredictionError):
+            return replace(_line(at, 2), exceptions={1: BatchTrace.single(first)})
     caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
     return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
+
+
+def _line(at: Callable[[int], TracedStep], batch_size: int) -> BatchTrace:
+    """The trace at any batch size, from traces at three."""
+    return BatchTrace.fit(at(batch_size), at(batch_size + 1)).verified(at(_far(batch_size)))
 
 
 def _far(batch_size: int) -> int:
@@ -188,14 +198,17 @@ def _far(batch_size: int) -> int:
 def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> SequenceLengthTrace:
     """The step's trace at any sequence length; at one alone, if it takes another path at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
-    is_any = own.is_any_batch_size_known
+    batch_size, is_any = own.batch_size, own.is_any_batch_size_known
 
     def traced(length: int) -> BatchTrace:
         first = traces.at(batch_size, length)
-        return (
-            BatchTrace.fit(first, traces.at(batch_size + 1, length))
-            if is_any
-            else BatchTrace.single(first)
+        if not is_any:
+            return BatchTrace.single(first)
+        return replace(
+            BatchTrace.fit(first, traces.at(batch_size + 1, length)),
+            exceptions={
+                size: BatchTrace.single(traces.at(size, length)) for size in own.exceptions
+            },
         )
 
     _, second, third, last = lengths_to_trace(sequence_length)

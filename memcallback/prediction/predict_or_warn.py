@@ -84,7 +84,7 @@ def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Pr
         progress=report_progress(lambda part: say(f"Tracing the step: {part}.")),
         with_limits=True,
     )
-    num_events = len(prediction.trace.traced.trace.events)
+    num_events = len(prediction.trace.of(prediction.batch_size).traced.trace.events)
     say(f"Traced the step in {perf_counter() - start:.1f} s ({num_events:,} events).")
     return prediction
 

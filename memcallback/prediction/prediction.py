@@ -129,7 +129,11 @@ class Prediction(Printable):
                 source=self.source,
                 device_name=self.device_name,
                 batch_size=self.batch_size,
-                modules=modules_of(spans.windows, self.trace.traced.modules, spans.saved_bytes),
+                modules=modules_of(
+                    spans.windows,
+                    self.trace.of(self.batch_size).traced.modules,
+                    spans.saved_bytes,
+                ),
             ),
             "caveats": tuple(dict.fromkeys(self._caveats(shown.caveats))),
         }
@@ -247,7 +251,7 @@ class Prediction(Printable):
         return self
 
     def __repr__(self) -> str:
-        num_events = len(self.trace.traced.trace.events)
+        num_events = len(self.trace.of(self.batch_size).traced.trace.events)
         return (
             f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of "
             f"{num_events:,} events>"
@@ -407,7 +411,7 @@ class Prediction(Printable):
 
     def _caveats(self, of_replay: tuple[str, ...]) -> Iterator[str]:
         device, traced_for = self.device, self.traced_for
-        yield from (*self.trace.caveats, *of_replay, *device.caveats)
+        yield from (*self.trace.of(self.batch_size).caveats, *of_replay, *device.caveats)
         if (
             isinstance(device, DeviceSpec)
             and isinstance(traced_for, DeviceSpec)

@@ -33,9 +33,10 @@ def line_of_node(
     if not isinstance(prediction, Prediction):
         return None
     operator = _letters(node.partition("Backward")[0])
+    traced = prediction.trace.of(prediction.batch_size).traced
     lines = {
         source.line
-        for alloc in _forward_events(prediction.trace.traced.trace.events)
+        for alloc in _forward_events(traced.trace.events)
         if isinstance(alloc, Alloc)
         and _letters(alloc.operator.rpartition("::")[2]) == operator
         and (module is None or alloc.module == module)
