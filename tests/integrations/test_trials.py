@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,11 @@ def left(how, accelerator, *names):
     command = [*program, "--accelerator", accelerator, how, *names]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     environment.pop("MEMCALLBACK_ISOLATE", None)  # as by default
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    # Of their own, since they look for what is left there.
+    with tempfile.TemporaryDirectory() as environment["TMPDIR"]:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=900
+        )
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     assert [line["name"] for line in lines] == [*names], ended.stderr
     return {line.pop("name"): line for line in lines}
