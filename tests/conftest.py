@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Most tests of predictions look into them, which they can in this process alone. What concerns the
 # process of its own (tests/isolation, tests/untouched) turns it on.
 os.environ.setdefault("MEMCALLBACK_ISOLATE", "0")
+
+# A shell ignores Ctrl-C for what it starts in the background, and programs that tests start would
+# inherit that; then none ends by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers of pytest-xdist share the cores; threads of their own would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
