@@ -108,6 +108,29 @@ def encoder(width=256, vocabulary=5003):
     return nn.Sequential(nn.Embedding(vocabulary, width), *layers, nn.Linear(width, vocabulary))
 
 
+class Opt(nn.Module):
+    """A language model of transformers, which makes constants as it runs."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import OPTConfig, OPTForCausalLM
+
+        self.model = OPTForCausalLM(
+            OPTConfig(
+                vocab_size=5003,
+                hidden_size=256,
+                ffn_dim=1024,
+                word_embed_proj_dim=256,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                max_position_embeddings=256,
+            )
+        )
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens).logits
+
+
 #: Name -> how the model is made, and its batch: inputs and classes.
 MODELS = {
     "transformer": (
@@ -128,6 +151,10 @@ MODELS = {
         lambda: (torch.zeros(16, 12, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)),
     ),
 }
+
+
+_OF_PYTORCH = tuple(MODELS)
+MODELS["opt"] = Opt, MODELS["transformer"][1]
 
 
 def loss_of(model, batch):
@@ -292,7 +319,7 @@ def _policies():
     ), CPUOffloadPolicy()
 
 
-def of_models(models=tuple(MODELS)):
+def of_models(models=_OF_PYTORCH):
     """The usual ways to spread each model."""
     bf16, _ = _policies()
     found = {}
@@ -347,6 +374,15 @@ def of_lists():
     return {
         "ddp, features gathered": Case("ddp", "perceptron", loss_of_gathered),
         "ddp, features scattered": Case("ddp", "perceptron", loss_of_scattered),
+    }
+
+
+def of_libraries():
+    """Models of transformers, whose layers are those that have parameters of their own."""
+    return {
+        "opt, fsdp2": Case("fsdp2", "opt"),
+        "opt, fsdp2 from meta": Case("fsdp2", "opt", place="meta"),
+        "opt, ddp": Case("ddp", "opt"),
     }
 
 
@@ -481,7 +517,7 @@ def run(rank, world_size, folder, names):
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
-    every, found = cases(world_size) | of_lists(), {}
+    every, found = cases(world_size) | of_lists() | of_libraries(), {}
     for name in names:
         case = every[name]
         # The process group holds what the case before left to its last collective until another one

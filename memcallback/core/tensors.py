@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count, pairwise
 from types import ModuleType
 from typing import Any
@@ -105,7 +105,7 @@ def _children(obj: object) -> list[object] | None:
         if dataclasses.is_dataclass(obj):
             return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
         # Functions and modules of Python have attributes too, and would lead everywhere.
-        if callable(obj) or isinstance(obj, ModuleType):
+        if inspect.isroutine(obj) or isinstance(obj, (ModuleType, partial)):
             return []
         # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes.
         return list(attributes(obj).values())

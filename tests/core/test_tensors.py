@@ -1,5 +1,6 @@
 """Walking objects to the tensors in them."""
 
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -33,3 +34,22 @@ def test_tensors_are_found_in_order_in_attributes_and_slots():
     slotted.tensor = third
     batch = {"a": [first, first], "b": SimpleNamespace(x=second, y=slotted), "c": "text"}
     assert [len(tensor) for tensor in tensors_in(batch)] == [1, 1, 2, 3]
+
+
+class Graph:
+    """A batch that can be called, as those of PyTorch Geometric."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def __call__(self, *keys):
+        return iter(keys)
+
+
+def test_tensors_of_a_batch_that_can_be_called_are_found_and_those_of_functions_are_not():
+    def function():
+        """With an attribute, as functions may have."""
+
+    nodes, function.attribute = torch.ones(3), torch.ones(5)
+    found = list(tensors_in([Graph(nodes), function, functools.partial(function, torch.ones(7))]))
+    assert [len(tensor) for tensor in found] == [3]

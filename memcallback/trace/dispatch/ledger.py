@@ -154,8 +154,13 @@ class Ledger:
         self._follow(new.untyped_storage(), entry)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Record a resized storage: a new allocation, then the old one is freed."""
-        old = self._by_storage.pop(storage_id(storage))
+        """Record a resized storage: a new allocation, then the old one is freed.
+
+        Other storages are those that PyTorch itself resizes, as it makes the fake of a constant.
+        """
+        old = self._by_storage.pop(storage_id(storage), None)
+        if old is None:
+            return
         self._follow(
             storage, self.alloc(storage.nbytes(), old.category, old.operator, is_host=old.is_host)
         )
