@@ -188,7 +188,7 @@ def assert_boundaries_agree(predicted, measured, phases=tuple(Phase)):
 def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("memcallback.prediction.apart.SLOW_S", float("inf"))
+    monkeypatch.setattr("memcallback.prediction.apart.TICK_S", float("inf"))
     callback = fit(tmp_path)
     assert isinstance(callback.prediction, Prediction)
     assert callback.prediction.batch_size == 8
@@ -202,7 +202,7 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
 
 
 def test_a_trace_that_takes_long_says_report_progress_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("memcallback.prediction.apart.SLOW_S", -1)
+    monkeypatch.setattr("memcallback.prediction.apart.TICK_S", -1)
     fit(tmp_path)
     told = re.findall(
         r"Tracing the step: (\d) of 3 traces after \d+\.\d s\.",
@@ -246,7 +246,7 @@ def test_the_report_is_not_of_a_step_after_validation_which_has_no_gradients_in_
     tmp_path,
 ):
     callback = MemoryCallback()
-    loop = training.trainer(tmp_path, [callback], max_epochs=3, val_check_interval=2)
+    loop = training.trainer(tmp_path, [callback], max_epochs=2, val_check_interval=2)
     loop.fit(training.Automatic(), training.loader(4), training.loader(2))
     assert callback.recorder.steps[-2].phases[F].end.by_category[Category.GRADIENT] == 0
     assert callback.report.measured.phases[F].end.by_category[Category.GRADIENT] > 0
