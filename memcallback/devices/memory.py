@@ -91,7 +91,7 @@ def _read(path: str) -> bytes:
     """A short file of the kernel's. Every sampled step reads some, and Python's files take long."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(number, 8192)
+        return os.read(number, 65_536)
     finally:
         os.close(number)
 

@@ -85,8 +85,8 @@ class Isolated(Generic[T]):
     A computation that takes longer than its time limit is killed; so is one that is closed. The
     child ends with this process, whatever ends it. `prepare()` runs before the child becomes
     harmless: for imports of libraries, which may make folders for their caches. In the background
-    it has the lowest priority. Of `unread`, storages by address and bytes, it finds only zeros, and
-    this process writes them as fast as without a child.
+    it has the lowest priority. Of `unread`, storages by address and bytes, it finds zeros (see
+    `unshared`), and this process writes them as fast as without a child.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any
 #: Of Linux (madvise(2)), from 4.14 on: a forked child finds zeros there; and as usual again.
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19
 #: Smaller pieces are written in no time.
-_MIN_BYTES = 1 << 20
+_MIN_BYTES = 1 << 16
 
 
 @contextmanager
@@ -20,7 +20,8 @@ def unshared(storages: Mapping[int, int]) -> Iterator[None]:
     """In this context a fork shares none of the storages (address -> bytes) with its child.
 
     Linux copies a shared page when it is written, which makes a training step several times as
-    long. The child finds zeros there. Memory of another kind, such as a mapped file, stays shared.
+    long. The child finds zeros in their whole pages. Small storages and memory of another kind,
+    such as a mapped file, stay shared.
     """
     large = [_whole_pages(*one) for one in storages.items() if one[1] >= _MIN_BYTES]
     try:
@@ -28,7 +29,9 @@ def unshared(storages: Mapping[int, int]) -> Iterator[None]:
             _advise(pages, _WIPE_ON_FORK)
         yield
     finally:
-        for pages in large:  # also where the kernel took the advice for a part
+        # In reverse order no piece has to be split that the kernel has joined, which can fail. All
+        # of them, since it may have taken the advice for a part.
+        for pages in reversed(large):
             _advise(pages, _KEEP_ON_FORK)
 
 
@@ -45,5 +48,5 @@ def _advise(pages: tuple[int, int], advice: int) -> None:
 
 @cache
 def _madvise() -> Any:
-    # PyDLL keeps the GIL, so that no other thread gets the time to fork.
+    # PyDLL keeps the GIL, so that other threads have less time to fork meanwhile.
     return ctypes.PyDLL(None).madvise

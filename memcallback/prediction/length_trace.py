@@ -72,9 +72,14 @@ class SequenceLengthTrace:
 
     @classmethod
     def fit(
-        cls, traces: Mapping[int, BatchTrace], check: tuple[int, TracedStep] | None = None
+        cls,
+        traces: Mapping[int, BatchTrace],
+        check: tuple[int, Sequence[TracedStep]] | None = None,
     ) -> SequenceLengthTrace:
-        """Fit a parabola through the numbers at three sequence lengths; a fourth checks it."""
+        """Fit a parabola through the numbers at three sequence lengths; a fourth checks it.
+
+        It checks each batch size that was traced there.
+        """
         if len(traces) != 3:
             raise ValueError(
                 f"a parabola needs traces at three sequence lengths, got {len(traces)}: "
@@ -91,8 +96,9 @@ class SequenceLengthTrace:
         for same in (fitted, *fitted._exceptions.values()):
             for length, trace in same.traces.items():
                 same._align(length, trace)
-        if check is not None:
-            fitted._reproduce(*check)
+        for traced in check[1] if check else ():
+            same = fitted._exceptions.get(traced.batch_size, fitted)
+            same._reproduce(lengths[-1], traced)
         return fitted
 
     @property

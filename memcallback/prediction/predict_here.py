@@ -99,7 +99,11 @@ def predict_once(
 
 
 class Traces:
-    """Traces a step at several batch sizes and sequence lengths, and reports progress."""
+    """Traces a step at several batch sizes and sequence lengths, and reports progress.
+
+    Attributes:
+        num_traces: How many there will be, as far as known.
+    """
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class Traces:
     ) -> None:
         self._step = step
         self._card = spec if isinstance(spec, DeviceSpec) else None
-        self._num_traces = num_traces
+        self.num_traces = num_traces
         self._num_done = 0
         self._progress = progress
         self._tracer = load_tracer()
@@ -125,7 +129,7 @@ class Traces:
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The trace at a batch size and sequence length."""
         if self._progress is not None and not self._num_done:
-            self._progress(0, self._num_traces)
+            self._progress(0, self.num_traces)
         # In another process nothing runs beside the trace.
         with quietly(), untouched_program() if is_in_child() else nullcontext():
             traced: TracedStep = self._tracer.trace(
@@ -138,8 +142,8 @@ class Traces:
                 )
             )
         self._num_done += 1
-        if self._progress is not None and self._num_done < self._num_traces:
-            self._progress(self._num_done, self._num_traces)
+        if self._progress is not None and self._num_done < self.num_traces:
+            self._progress(self._num_done, self.num_traces)
         return traced
 
 
@@ -175,12 +179,16 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
     )
     try:
         return _line(at, batch_size)
-    except (BatchDependentPath, PredictionError) as error:
-        reason = str(error).rstrip(".")
-    if batch_size == 1:
-        # Kernels for one sample are often others. The line goes through larger batches.
-        with suppress(BatchDependentPath, PredictionError):
-            return replace(_line(at, 2), exceptions={1: BatchTrace.single(first)})
+    except PredictionError as error:
+        reason = str(error)
+    except BatchDependentPath as error:
+        reason = str(error)
+        if batch_size == 1:
+            # Kernels for one sample are often others. The line goes through larger batches.
+            traces.num_traces += 2
+            with suppress(BatchDependentPath, PredictionError):
+                return replace(_line(at, 2), exceptions={1: BatchTrace.single(first)})
+    reason = reason.rstrip(".")
     caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
     return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
 
@@ -199,6 +207,7 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
     """The step's trace at any sequence length; at one alone, if it takes another path at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
     batch_size, is_any = own.batch_size, own.is_any_batch_size_known
+    traces.num_traces += 3 * len(own.exceptions)
 
     def traced(length: int) -> BatchTrace:
         first = traces.at(batch_size, length)
@@ -214,16 +223,21 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
     _, second, third, last = lengths_to_trace(sequence_length)
     try:
         known = {sequence_length: own, second: traced(second), third: traced(third)}
-        return SequenceLengthTrace.fit(
-            known, (last, traces.at(_far(batch_size) if is_any else batch_size, last))
-        )
+        sizes = (_far(batch_size) if is_any else batch_size, *own.exceptions)
+        return SequenceLengthTrace.fit(known, (last, [traces.at(size, last) for size in sizes]))
     except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
     caveat = (
         f"Only sequence length {sequence_length} is predicted, each other one needs traces of its "
         f"own: {reason}."
     )
-    return SequenceLengthTrace.single(replace(own, caveats=(*own.caveats, caveat)), sequence_length)
+    told = {
+        size: replace(trace, caveats=(*trace.caveats, caveat))
+        for size, trace in own.exceptions.items()
+    }
+    return SequenceLengthTrace.single(
+        replace(own, caveats=(*own.caveats, caveat), exceptions=told), sequence_length
+    )
 
 
 @contextmanager

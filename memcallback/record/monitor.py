@@ -47,7 +47,7 @@ from memcallback.report.tensorboard import (
 )
 from memcallback.report.writers import Writers
 from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
-from memcallback.step.holdings import HoldingsCounter
+from memcallback.step.holdings import written_storages
 from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
@@ -220,11 +220,9 @@ class Monitor:
             timeout_s=settings.timeout_s,
             is_background=not settings.wait_for_prediction,
             # A trace computes with copies that have no data.
-            unread=HoldingsCounter(
-                self._recorder.models, self._recorder.optimizers, torch.device("cpu")
-            )
-            .count(None)
-            .storages,
+            unread=None
+            if settings.wait_for_prediction
+            else written_storages(self._recorder.models, self._recorder.optimizers),
         )
         self._patience_s = PATIENCE_S
         self._await_prediction(None if settings.wait_for_prediction else 0)

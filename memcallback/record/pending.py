@@ -24,7 +24,7 @@ Work = Callable[[Callable[[str], None]], tuple[Any, Any]]
 class PendingPrediction:
     """Runs `work` beside the training.
 
-    Of `unread`, storages by address and bytes, the work finds only zeros (see `Isolated`).
+    Of `unread`, storages by address and bytes, the work finds zeros (see `Isolated`).
 
     Attributes:
         is_done: Whether it has ended.

@@ -515,27 +515,25 @@ class MemoryRecorder:
             self._module_infos = module_infos(self._modules)
         return ModuleTimeline(self._modules, self._module_infos, self.meter)
 
-    @property
-    def _progress(self) -> int:
-        # We count updates, since an accumulation window has several steps; without an optimizer
-        # updates are not counted, and we count steps.
-        return self._num_updates if self._hooks else self._num_steps
-
     def _is_logged_one_due(self) -> bool:
         """Whether the step that begins, which is to be logged, is sampled for that."""
         if self.meter.reads_every_step:
             return False
-        progress, last = self._progress, self._logged_since
-        if progress != last:  # else it is in the same accumulation window
-            interval = min(_MAX_LOGGED_INTERVAL, last // _NUM_LOGGED_SAMPLED + 1)
-            if progress - last < interval:
-                return False
+        if not self._hooks:
+            return True  # nobody knows where an accumulation window begins
+        progress, last = self._num_updates, self._logged_since
+        interval = min(_MAX_LOGGED_INTERVAL, last // _NUM_LOGGED_SAMPLED + 1)
+        # In the same window as the last one, or far enough from it.
+        is_sampled = progress == last or progress // interval != last // interval
+        if is_sampled:
             self._logged_since = progress
-        return True
+        return is_sampled
 
     def _is_due(self) -> bool:
         """Whether the step that begins is sampled."""
-        progress = self._progress
+        # We count updates, since an accumulation window has several steps; without an optimizer
+        # updates are not counted, and we count steps.
+        progress = self._num_updates if self._hooks else self._num_steps
         if progress - self._sampled_since >= self._sample_every_n_steps:
             self._sampled_since = progress
         return progress < NUM_FIRST_SAMPLED or progress == self._sampled_since

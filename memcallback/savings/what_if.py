@@ -241,7 +241,9 @@ class _Trial:
             fits=worst.fits,
             largest_batch_size=min(largest) if len(largest) == len(estimates) else None,
             extra_compute_pct=self._extra_compute_pct(predictions, num_together),
-            sent_bytes=max(rank.trace.traced.sent_bytes for rank in predictions),
+            sent_bytes=max(
+                rank.trace.of(rank.batch_size).traced.sent_bytes for rank in predictions
+            ),
         )
 
     def _outside(self, prediction: Prediction) -> int | None:
@@ -262,7 +264,7 @@ class _Trial:
 
 
 def _flops_per_sample(prediction: Prediction) -> float:
-    traced = prediction.trace.traced
+    traced = prediction.trace.of(prediction.batch_size).traced
     return traced.num_flops / (traced.batch_size * traced.num_batches)
 
 

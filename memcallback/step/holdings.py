@@ -91,6 +91,26 @@ class HoldingsCounter:
         return Holdings(by_category=by_category, storages=storages)
 
 
+def written_storages(
+    models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[int, int]:
+    """Address -> bytes of the storages on the host that an update writes.
+
+    Those of trained parameters, their gradients and the optimizers' state.
+    """
+    trained = [
+        parameter for model in models for parameter in model.parameters() if parameter.requires_grad
+    ]
+    gradients = (parameter.grad for parameter in trained if parameter.grad is not None)
+    states = chain.from_iterable(map(_state_tensors, optimizers))
+    return {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in chain(trained, gradients, states)
+        for storage in storages_of(tensor)
+        if storage.device.type == "cpu"
+    }
+
+
 def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
     """An optimizer's parameters with their state."""
     # ZeroRedundancyOptimizer keeps it in an optimizer of the rank's own parameters.

@@ -43,6 +43,7 @@ from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.libraries import transformers_patches, value_patches
 from memcallback.trace.patches.patching import patched
 from memcallback.trace.patches.rank_messages import Messages, with_messages
+from memcallback.trace.patches.triton import triton_patches
 from memcallback.trace.traced_step import TracedStep
 
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
@@ -126,6 +127,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
         untouched_globals(),
         untouched_variables(step.model, step.losses),
         patched(value_patches(mode.assumed)),
+        patched(triton_patches()),
     ):
         mode.calibrate()
         tracer = _Tracer(request, mode, rank.ranks if rank else None)

@@ -249,28 +249,6 @@ def test_a_step_is_predicted_after_training_on_cuda():
     assert mc.predict(step, device="cuda") == before
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("isolate", [True, False])
-def test_a_triton_kernel_is_not_launched(isolate):
-    triton = pytest.importorskip("triton")
-
-    @triton.jit
-    def double(pointer):
-        triton.language.store(pointer, 2 * triton.language.load(pointer))
-
-    def launching(model, batch):
-        outputs = model(batch)
-        double[(1,)](outputs)
-        return outputs.square().mean()
-
-    model, _ = parts()
-    step = mc.TrainingStep(
-        model.cuda(), torch.ones(4, 8, device="cuda"), loss=launching, optimizer=torch.optim.SGD
-    )
-    with pytest.raises(mc.PredictionError, match="The Triton kernel double would be launched"):
-        mc.predict(step, device="cuda", isolate=isolate)
-
-
 def test_training_beside_a_prediction_copies_no_parameters(tmp_path):
     """Pages that a forked child shares are copied as the training writes them."""
     resource = pytest.importorskip("resource")

@@ -22,7 +22,7 @@ def fit(traced, length=64, *, batch_size=3):
     traces = {
         one: BatchTrace.fit(traced(one, batch_size), traced(one, batch_size + 1)) for one in lengths
     }
-    return SequenceLengthTrace.fit(traces, (last, traced(last, 2 * batch_size + 3)))
+    return SequenceLengthTrace.fit(traces, (last, [traced(last, 2 * batch_size + 3)]))
 
 
 NUMBERS = st.integers(0, 10**4)
@@ -75,7 +75,7 @@ def test_a_rule_is_asked_where_only_one_batch_size_is_known():
     traced = ruled((3, 5, 7, 0, 0, 0))
     *lengths, last = lengths_to_trace(64)
     fitted = SequenceLengthTrace.fit(
-        {one: BatchTrace.single(traced(one, 2)) for one in lengths}, (last, traced(last, 2))
+        {one: BatchTrace.single(traced(one, 2)) for one in lengths}, (last, [traced(last, 2)])
     )
     assert fitted.at(96).at(2) == traced(96, 2).trace
     assert not fitted.at(96).is_any_batch_size_known

@@ -82,3 +82,37 @@ def test_a_step_that_differs_at_other_sizes_too_is_known_at_its_own_alone():
     assert any("Only batch size 1 is predicted" in caveat for caveat in prediction.caveats)
     with pytest.raises(ValueError, match="says nothing of batch size 2"):
         prediction.at(2)
+
+
+class Rare(Encoder):
+    """With one short sample it does something else."""
+
+    def forward(self, words):
+        outputs = super().forward(words)
+        if len(words) == 1 and words.shape[1] < 30:
+            outputs = outputs.exp().log()
+        return outputs
+
+
+def test_with_one_sample_a_sequence_length_that_differs_is_found_and_told():
+    words = torch.zeros(1, LENGTH, dtype=torch.long)
+    step = mc.TrainingStep(Rare(), words, loss=next_word, sequence_length=LENGTH)
+    prediction = mc.predict(step, device=CARD)
+    assert prediction.trace.exceptions
+    told = "Only sequence length 64 is predicted"
+    for one in (prediction, prediction.at(2)):
+        assert any(told in caveat for caveat in one.caveats)
+    with pytest.raises(ValueError, match="says nothing of sequence length 24"):
+        prediction.at(sequence_length=24)
+
+
+def test_progress_counts_every_trace():
+    told = []
+    mc.predict(
+        step_of(1, sequence_length=LENGTH),
+        device=CARD,
+        progress=lambda done, num: told.append((done, num)),
+    )
+    assert [done for done, _ in told] == [*range(1, 13)][: len(told)]
+    assert all(done < num for done, num in told)
+    assert told[-1] == (12, 13)

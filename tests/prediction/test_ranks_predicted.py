@@ -143,7 +143,6 @@ def test_tensor_parallel_layers_have_a_part_of_each_matrix():
     )
 
 
-@needs_ranks
 class Cached(nn.Linear):
     """A layer with a cache that is empty at first, as attention of transformers has."""
 
@@ -151,6 +150,7 @@ class Cached(nn.Linear):
         return super().forward(torch.cat([torch.tensor([], dtype=x.dtype), x], -1))
 
 
+@needs_ranks
 def test_an_empty_tensor_that_a_layer_makes_takes_no_memory():
     def peak(kind):
         sharded = step(mc.Ranks(2, "fsdp2"), model=nn.Sequential(kind(256, 256), kind(256, 10)))
@@ -159,6 +159,7 @@ def test_an_empty_tensor_that_a_layer_makes_takes_no_memory():
     assert peak(Cached) == peak(nn.Linear)
 
 
+@needs_ranks
 def test_dtensors_of_one_trace_say_nothing_of_those_of_the_next():
     """DTensor remembers how equal meshes spread tensors, and with that their process groups."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

@@ -289,9 +289,28 @@ def test_of_logged_steps_ever_fewer_are_recorded_on_a_cpu(parts):
         if recorder.end_step() is not None:
             recorded.append(number)
     assert recorded[:14] == [*range(11), 12, 14, 16]
-    # One in fifty in the end, and never fewer.
-    assert recorded[-3:] == [recorded[-1] - 100, recorded[-1] - 50, recorded[-1]]
-    assert len(recorded) < 80
+    assert recorded[-3:] == [1050, 1100, 1150]  # one in fifty in the end
+    assert len(recorded) < 100
+
+
+@pytest.mark.parametrize("interval", [20, 30, 49])
+def test_logged_steps_that_are_rare_are_recorded_down_to_one_in_fifty(parts, interval):
+    recorder = MemoryRecorder(*parts, sample_every_n_steps=10_000)
+    optimizer = parts[1]
+    recorded = []
+    for number in range(3000):
+        recorder.begin_step(BATCH, sample=number % interval == interval - 1)
+        optimizer.step()
+        if recorder.end_step() is not None:
+            recorded.append(number)
+    assert sum(number > 1000 for number in recorded) >= 39
+
+
+def test_without_an_optimizer_every_logged_step_is_recorded(parts):
+    recorder = MemoryRecorder(parts[0], sample_every_n_steps=10_000)
+    for _ in range(60):
+        recorder.begin_step(BATCH, sample=True)
+        assert recorder.end_step() is not None
 
 
 def test_a_logged_accumulation_window_is_recorded_whole(parts):

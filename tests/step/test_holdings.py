@@ -7,7 +7,7 @@ from torch import nn
 
 from memcallback.core.tensors import storages_of, tensors_in
 from memcallback.core.types import Category
-from memcallback.step.holdings import holdings
+from memcallback.step.holdings import holdings, written_storages
 
 CPU = torch.device("cpu")
 
@@ -124,3 +124,17 @@ class Slotted:
 def test_tensors_are_found_in_slots():
     tensor = torch.zeros(3)
     assert list(tensors_in([Slotted(tensor)])) == [tensor]
+
+
+def test_an_update_writes_what_is_trained_and_no_frozen_parameter_nor_buffer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam(model[0].parameters())
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    weight, bias = model[0].weight, model[0].bias
+    state = [tensor for values in optimizer.state.values() for tensor in values.values()]
+    assert written_storages([model], [optimizer]) == {
+        tensor.data_ptr(): tensor.nbytes
+        for tensor in (weight, bias, weight.grad, bias.grad, *state, model[1].bias)
+    } | {model[1].bias.grad.data_ptr(): model[1].bias.grad.nbytes}

@@ -1,12 +1,16 @@
 """What a trace changes in the user's files is put back, and nothing else."""
 
 import builtins
+import importlib
+import sys
 
 from memcallback.step.copies.program import untouched_program
 
 #: So much data in a variable before the one that a step changes.
 DATA = [[[number] for number in range(200)] for _ in range(200)]
 SEEN = {"steps": 0}
+#: Some programs keep their own namespace, in which Python's own names are too.
+NAMESPACES = {"own": globals()}
 
 
 def test_names_of_python_stay_and_variables_come_back():
@@ -17,3 +21,18 @@ def test_names_of_python_stay_and_variables_come_back():
         SEEN["more"] = 1
     assert SEEN == {"steps": 0}
     assert set(vars(builtins)) == names
+
+
+IMPORTED = []
+
+
+def test_a_module_that_is_imported_meanwhile_is_imported_again(tmp_path, monkeypatch):
+    code = "import test_program\ntest_program.IMPORTED.append(__name__)\n"
+    (tmp_path / "registers_itself.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for _ in range(2):
+        with untouched_program():
+            importlib.import_module("registers_itself")
+            assert IMPORTED == ["registers_itself"]
+        assert IMPORTED == []

@@ -28,11 +28,17 @@ def untouched_program() -> Iterator[None]:
     So each trace of a step finds the caches and counters that the training will find. For a process
     without other threads, which may be changing the same variables.
     """
-    seen: set[int] = set()
+    # Namespaces are restored by name: whoever empties one of them takes Python's own names away.
+    seen = {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
     restores = [restore for module in own_modules() for restore in _of_namespace(module, seen)]
+    known = set(sys.modules)
     try:
         yield
     finally:
+        # What they have registered as they were imported is put back as well.
+        for module in own_modules():
+            if module.__name__ not in known:
+                sys.modules.pop(module.__name__, None)
         for restore in restores:
             restore()
 
@@ -52,9 +58,7 @@ def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore
     """Restore the variables of a module or class, and what those of them hold that is its own."""
     before = dict(vars(owner))
     yield lambda: _restore_names(owner, before)
-    for name, value in before.items():
-        if name == "__builtins__":  # Python's own names, in every module but the first
-            continue
+    for value in before.values():
         if isinstance(value, _LRU_CACHE):
             yield _of_cache(value)
         elif type(value) in _CONTAINERS:

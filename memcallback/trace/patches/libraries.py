@@ -34,20 +34,11 @@ def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
     yield nn.Module, "_apply", _apply
     yield FakeTensor, "numpy", _numpy(assumed)
     yield FakeTensor, "data_ptr", _no_address
-    if (triton := sys.modules.get("triton.runtime.jit")) is not None:
-        yield triton.JITFunction, "run", _no_launch
 
 
 def _no_address(tensor: torch.Tensor) -> int:
     raise CompiledCodeError(
         "Tensor.data_ptr() is asked for: a prediction has no memory to give to compiled code"
-    )
-
-
-def _no_launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-    name = getattr(getattr(kernel, "fn", None), "__name__", "?")
-    raise CompiledCodeError(
-        f"The Triton kernel {name} would be launched: a prediction has no memory to give to it"
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -42,7 +46,8 @@ def _folder_of(module: Any) -> str:
 
 
 def _imported(module: Any) -> Iterator[str]:
-    """The names of the modules that a module imports, in its functions too, and of others."""
+    """The names of the modules that a module imports, also in its functions."""
+    package = vars(module).get("__package__") or ""
     for value in list(vars(module).values()):
         if isinstance(value, ModuleType):
             yield value.__name__
@@ -50,24 +55,36 @@ def _imported(module: Any) -> Iterator[str]:
             yield value.__module__
             if value.__module__ == module.__name__:
                 members = vars(value).values() if isinstance(value, type) else [value]
-                for function in map(_function_of, members):
+                for function in map(_function_of, list(members)):
                     if function is not None:
-                        yield from _names_in(function.__code__)
+                        yield from _imported_by(function.__code__, package)
 
 
 def _function_of(member: Any) -> FunctionType | None:
     """The function inside of a member of a class or module, without its decorators."""
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, cached_property):
+        member = member.func
     if isinstance(member, (FunctionType, classmethod, staticmethod)):
-        member = inspect.unwrap(cast(Any, member))
+        with suppress(ValueError):  # it wraps itself
+            member = inspect.unwrap(cast(Any, member))
     return member if isinstance(member, FunctionType) else None
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    """The names in a function and those inside of it; what it imports is among them."""
-    yield from code.co_names
+def _imported_by(code: CodeType, package: str) -> Iterator[str]:
+    """What a function and those inside of it import; some are names in modules instead."""
+    instructions = list(dis.get_instructions(code))
+    for position, instruction in enumerate(instructions):
+        if instruction.opname == "IMPORT_NAME":
+            level, names = (each.argval for each in instructions[position - 2 : position])
+            with suppress(ImportError):  # of a package that is none
+                base = resolve_name("." * level + instruction.argval, package)
+                yield base
+                yield from (f"{base}.{name}" for name in names or ())
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _imported_by(constant, package)
 
 
 def is_users_function(function: FunctionType) -> bool:

@@ -1,0 +1,131 @@
+"""Triton kernels are not launched where a step is traced, and steps with them are predicted."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+
+pytestmark = pytest.mark.cuda
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+
+@triton.jit
+def scale_kernel(inputs, outputs, factor, num, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(outputs + at, tl.load(inputs + at, at < num) * factor, at < num)
+
+
+tuned_kernel = triton.autotune(
+    [triton.Config({"BLOCK": size}) for size in (256, 512)], key=["num"], restore_value=["outputs"]
+)(scale_kernel)
+
+
+def launch(inputs, factor):
+    outputs = torch.empty_like(inputs)
+    num = inputs.numel()
+    scale_kernel[(triton.cdiv(num, 256),)](inputs, outputs, factor, num, BLOCK=256)
+    return outputs
+
+
+def launch_tuned(inputs, factor):
+    outputs, num = torch.empty_like(inputs), inputs.numel()
+    tuned_kernel[lambda meta: (triton.cdiv(num, meta["BLOCK"]),)](inputs, outputs, factor, num)
+    return outputs
+
+
+@torch.library.triton_op("memcallback_tests::scaled", mutates_args=())
+def scaled_op(inputs: torch.Tensor, factor: float) -> torch.Tensor:
+    outputs, num = torch.empty_like(inputs), inputs.numel()
+    torch.library.wrap_triton(scale_kernel)[(triton.cdiv(num, 256),)](
+        inputs, outputs, factor, num, BLOCK=256
+    )
+    return outputs
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, factor, how):
+        ctx.factor, ctx.how = factor, how
+        ctx.save_for_backward(inputs)
+        return how(inputs, factor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.how(gradient.contiguous(), ctx.factor), None, None
+
+
+class Network(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+        self.how = how
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = Scale.apply(layer(inputs), 0.5, self.how)
+        return inputs
+
+
+def num_compiled():
+    """How many variants of the kernel have been compiled for a launch."""
+    return sum(len(caches[0]) for caches in scale_kernel.device_caches.values())
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def peaks(step):
+    return [
+        (window.label, window.peak_allocated_bytes, window.peak_reserved_bytes)
+        for window in step.windows
+    ]
+
+
+def measured(step, model, num_steps=3):
+    """The peaks of the last of some steps, on a device without anything else."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = mc.MemoryRecorder(model, optimizer)
+    for _ in range(num_steps):
+        batch = step.batch.cuda()
+        with recorder.step(batch):
+            optimizer.zero_grad()
+            with recorder.phase(mc.Phase.FORWARD):
+                loss = loss_of(model, batch)
+            with recorder.phase(mc.Phase.BACKWARD):
+                loss.backward()
+            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
+                optimizer.step()
+        del batch, loss
+    recorder.close()
+    return peaks(recorder.steps[-1])
+
+
+@pytest.mark.parametrize("how", [launch, launch_tuned, scaled_op])
+def test_a_step_with_triton_kernels_is_predicted(how):
+    model = Network(how)
+    step = mc.TrainingStep(model, torch.ones(256, 512), loss=loss_of, optimizer=torch.optim.AdamW)
+    num_before = num_compiled()
+    predicted = mc.predict(step, device="cuda")
+    assert num_compiled() == num_before
+    assert predicted.at(512).peak_allocated_bytes > predicted.peak_allocated_bytes
+    found = peaks(predicted.step)
+    assert measured(step, model) == found
+
+
+def test_a_launch_on_a_models_own_tensors_changes_nothing():
+    model = Network(launch).cuda()
+    before = [parameter.clone() for parameter in model.parameters()]
+    step = mc.TrainingStep(model, torch.ones(4, 512, device="cuda"), loss=loss_of)
+    num_before = num_compiled()
+    mc.predict(step, device="cuda", isolate=False)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert num_compiled() == num_before
