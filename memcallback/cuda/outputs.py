@@ -236,8 +236,20 @@ def _grouped_mm(call: OpCall) -> torch.Tensor:
     return mat_a.new_empty_strided(shape, strides, dtype=dtype)  # type: ignore[no-any-return]
 
 
+def _product_in_another_dtype(call: OpCall) -> torch.Tensor | None:
+    """`addmm(..., out_dtype=...)`: the fake kernel of PyTorch 2.11 takes the dtype for `beta`."""
+    if call.op._overloadname not in ("dtype", "dtype_out"):
+        return None
+    if (given := call.kwargs.get("out")) is not None:
+        return given  # type: ignore[no-any-return]
+    _, mat_a, mat_b, dtype = call.arguments[:4]
+    return mat_a.new_empty((*mat_a.shape[:-1], mat_b.shape[-1]), dtype=dtype)  # type: ignore[no-any-return]
+
+
 #: Operators with failing fake kernels -> the result; None to run the fake kernel.
 REPLACEMENTS: dict[str, Callable[[OpCall], torch.Tensor | None]] = {
+    "addmm": _product_in_another_dtype,
+    "baddbmm": _product_in_another_dtype,
     "histc": _histc,
     "_grouped_mm": _grouped_mm,
 }
