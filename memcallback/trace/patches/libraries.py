@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memcallback.core.code_lines import is_framework
 from memcallback.core.errors import CompiledCodeError
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
@@ -33,13 +34,20 @@ def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
         yield module, "seed", lambda: torch.default_generator.initial_seed()
     yield nn.Module, "_apply", _apply
     yield FakeTensor, "numpy", _numpy(assumed)
-    yield FakeTensor, "data_ptr", _no_address
+    yield FakeTensor, "data_ptr", _address(FakeTensor.data_ptr)
 
 
-def _no_address(tensor: torch.Tensor) -> int:
-    raise CompiledCodeError(
-        "Tensor.data_ptr() is asked for: a prediction has no memory to give to compiled code"
-    )
+def _address(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    """Refuse addresses to all but PyTorch's own code, which compares them (FSDP)."""
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        if is_framework(sys._getframe(1).f_code.co_filename):
+            return original(tensor)
+        raise CompiledCodeError(
+            "Tensor.data_ptr() is asked for: a prediction has no memory to give to compiled code"
+        )
+
+    return data_ptr
 
 
 def _apply(
