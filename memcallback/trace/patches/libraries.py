@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memcallback.core.code_lines import is_framework
+import memcallback
 from memcallback.core.errors import CompiledCodeError
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
@@ -19,6 +20,14 @@ from memcallback.trace.patches.patching import Patch
 
 if TYPE_CHECKING:
     import numpy
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
+_BETWEEN = (
+    os.path.dirname(memcallback.__file__) + os.sep,
+    *(os.path.join(_TORCH, name) for name in ("overrides.py", "_tensor.py", "utils" + os.sep)),
+)
 
 
 def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
@@ -41,7 +50,11 @@ def _address(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor]
     """Refuse addresses to all but PyTorch's own code, which compares them (FSDP)."""
 
     def data_ptr(tensor: torch.Tensor) -> int:
-        if is_framework(sys._getframe(1).f_code.co_filename):
+        frame = sys._getframe(1)
+        # What is between a call and this function: our function mode, and PyTorch's for those.
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(_DISTRIBUTED):
             return original(tensor)
         raise CompiledCodeError(
             "Tensor.data_ptr() is asked for: a prediction has no memory to give to compiled code"
