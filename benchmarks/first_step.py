@@ -27,7 +27,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
-from machine import command, driver, is_virtual, processor, results_folder, today
+from machine import (
+    command,
+    driver,
+    is_virtual,
+    not_reported,
+    processor,
+    results_folder,
+    today,
+)
+
+NOT_REPORTED = ("Later steps beside the prediction.", "When the prediction arrives.")
 
 
 class _FirstStepIsOver(BaseException):
@@ -202,6 +212,7 @@ def to_markdown(rows: list[dict[str, object]], about: dict[str, str]) -> str:
         lines.append(
             f"| {row['case']} | {row['without_s']:.2f} | {row['with_s']:.2f} | {row['ratio']:.3f} |"
         )
+    lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
 
 
@@ -236,7 +247,7 @@ def main() -> None:
     }
     out = options.out or results_folder(device)
     out.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"about": about, "rows": rows}, indent=2)
+    content = json.dumps({"about": about, "rows": rows, "not_reported": NOT_REPORTED}, indent=2)
     (out / "first_step.json").write_text(content + "\n")
     text = to_markdown(rows, about)
     (out / "first_step.md").write_text(text)
