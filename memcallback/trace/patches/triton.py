@@ -11,7 +11,7 @@ import torch
 from memcallback.trace.patches.patching import Patch
 
 #: A tuner clears the processor's cache with a tensor of so many bytes
-#: (`get_empty_cache_for_benchmark` in triton/backends/nvidia/driver.py, 3.0 to 3.7).
+#: (`get_empty_cache_for_benchmark` in triton/backends/nvidia/driver.py, 3.6).
 _CACHE_BYTES = 256 << 20
 
 
