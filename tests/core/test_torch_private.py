@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -125,11 +126,7 @@ OF_CUDA = {"is_memory_history_on", "attach_oom_observer"}
 
 @pytest.mark.parametrize("name", sorted(set(torch_private.PARTS) - OF_CUDA))
 def test_every_part_is_there_in_this_pytorch(name):
-    part = torch_private.PARTS[name]
-    value = torch
-    for attribute in part.path.split(".")[1:]:
-        value = getattr(value, attribute)
-    assert getattr(torch_private, name) is value
+    assert getattr(torch_private, name) is resolve_name(torch_private.PARTS[name].path)
 
 
 def test_a_part_that_is_missing_can_be_imported_and_says_what_it_is_when_it_is_used(monkeypatch):

@@ -43,7 +43,7 @@ def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
         yield module, "seed", lambda: torch.default_generator.initial_seed()
     yield nn.Module, "_apply", _apply
     yield FakeTensor, "numpy", _numpy(assumed)
-    yield FakeTensor, "data_ptr", _address(FakeTensor.data_ptr)
+    yield FakeTensor, "data_ptr", _address(torch.Tensor.data_ptr)
 
 
 def _address(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
