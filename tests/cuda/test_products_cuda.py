@@ -1,9 +1,8 @@
 """Matrix products into another dtype, which PyTorch has for CUDA alone."""
 
-import gc
-
 import pytest
 import torch
+from device_loop import empty_device, record_on_device
 from torch import nn
 
 import memcallback as mc
@@ -40,28 +39,12 @@ def test_a_product_into_another_dtype_is_predicted(how):
     def loss_of(model, batch):
         return Product.apply(model(batch), model.weight.detach(), how).square().mean()
 
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    empty_device()
     batch = torch.ones(512, 256)
     model = nn.Linear(256, 256, bias=False)
     step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=torch.optim.SGD)
     predicted = mc.predict(step, device="cuda").step
-    model = model.cuda()
-    optimizer = torch.optim.SGD(model.parameters())
-    recorder = mc.MemoryRecorder(model, optimizer)
-    for _ in range(3):
-        on_device = batch.cuda()
-        with recorder.step(on_device):
-            optimizer.zero_grad()
-            with recorder.phase(mc.Phase.FORWARD):
-                loss = loss_of(model, on_device)
-            with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
-        del on_device, loss
-    measured = recorder.steps[-1]
+    measured = record_on_device(model, batch, loss_of, torch.optim.SGD)[-1]
     assert [(window.label, window.peak_allocated_bytes) for window in predicted.windows] == [
         (window.label, window.peak_allocated_bytes) for window in measured.windows
     ]

@@ -279,15 +279,21 @@ def test_recording_changes_neither_weights_nor_random_numbers(parts):
     assert torch.equal(state_with, state_without)
 
 
-def test_of_logged_steps_ever_fewer_are_recorded_on_a_cpu(parts):
+def recorded_of(parts, num_steps, is_logged=lambda number: True, accumulate=1):
+    """Which of some steps are recorded because they are logged."""
     recorder = MemoryRecorder(*parts, sample_every_n_steps=10_000)
-    optimizer = parts[1]
     recorded = []
-    for number in range(1200):
-        recorder.begin_step(BATCH, sample=True)
-        optimizer.step()
+    for number in range(num_steps):
+        recorder.begin_step(BATCH, sample=is_logged(number))
+        if number % accumulate == accumulate - 1:
+            parts[1].step()
         if recorder.end_step() is not None:
             recorded.append(number)
+    return recorded
+
+
+def test_of_logged_steps_ever_fewer_are_recorded_on_a_cpu(parts):
+    recorded = recorded_of(parts, 1200)
     assert recorded[:14] == [*range(11), 12, 14, 16]
     assert recorded[-3:] == [1050, 1100, 1150]  # one in fifty in the end
     assert len(recorded) < 100
@@ -295,14 +301,7 @@ def test_of_logged_steps_ever_fewer_are_recorded_on_a_cpu(parts):
 
 @pytest.mark.parametrize("interval", [20, 30, 49])
 def test_logged_steps_that_are_rare_are_recorded_down_to_one_in_fifty(parts, interval):
-    recorder = MemoryRecorder(*parts, sample_every_n_steps=10_000)
-    optimizer = parts[1]
-    recorded = []
-    for number in range(3000):
-        recorder.begin_step(BATCH, sample=number % interval == interval - 1)
-        optimizer.step()
-        if recorder.end_step() is not None:
-            recorded.append(number)
+    recorded = recorded_of(parts, 3000, is_logged=lambda number: number % interval == interval - 1)
     assert sum(number > 1000 for number in recorded) >= 39
 
 
@@ -314,13 +313,5 @@ def test_without_an_optimizer_every_logged_step_is_recorded(parts):
 
 
 def test_a_logged_accumulation_window_is_recorded_whole(parts):
-    recorder = MemoryRecorder(*parts, sample_every_n_steps=10_000)
-    optimizer = parts[1]
-    recorded = []
-    for number in range(60):
-        recorder.begin_step(BATCH, sample=True)
-        if number % 3 == 2:
-            optimizer.step()
-        if recorder.end_step() is not None:
-            recorded.append(number)
+    recorded = recorded_of(parts, 60, accumulate=3)
     assert len(recorded) == len({number // 3 for number in recorded}) * 3 < 60

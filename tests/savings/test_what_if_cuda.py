@@ -3,11 +3,11 @@ is in the program.
 """
 
 import ctypes
-import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from device_loop import empty_device, record_on_device
 from torch import nn
 
 import memcallback as mc
@@ -42,29 +42,11 @@ def plan():
 
 def measured(line, dtype):
     """The steady step of a training that begins with a line."""
-    gc.collect()
-    # As in a new process: workspaces of cuBLAS that stay would split segments elsewhere.
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    empty_device()
     model = network()
     exec(line, {"torch": torch, "model": model})
-    model.cuda()
-    optimizer = torch.optim.Adam(one for one in model.parameters() if one.requires_grad)
-    recorder = mc.MemoryRecorder(model, optimizer)
-    for _ in range(6):
-        images, classes = batch()
-        on_device = images.to(dtype).cuda(), classes.cuda()
-        optimizer.zero_grad()
-        with recorder.step(on_device):
-            with recorder.phase(mc.Phase.FORWARD):
-                loss = loss_of(model, on_device)
-            with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
-        del loss, on_device
-    recorder.close()
-    return recorder.steps[-1]
+    images, classes = batch()
+    return record_on_device(model, (images.to(dtype), classes), loss_of, torch.optim.Adam, 6)[-1]
 
 
 @pytest.mark.parametrize(

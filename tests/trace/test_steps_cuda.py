@@ -7,7 +7,7 @@ from operator import ge
 
 import pytest
 import torch
-from test_streams_cuda import figures
+from device_loop import figures, record_on_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -135,29 +135,14 @@ def train(_, name, file):
     model, batch, options = PROGRAMS[name]()
     loss_of = options.pop("loss", squares)
     step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=torch.optim.AdamW, **options)
-    optimizer = torch.optim.AdamW(model.cuda().parameters())
-    recorder = mc.MemoryRecorder(model, optimizer)
-    for _ in range(10):
-        on_device = batch.cuda()
-        with recorder.step(on_device):
-            optimizer.zero_grad()
-            with (
-                recorder.phase(mc.Phase.FORWARD),
-                torch.autocast(
-                    "cuda", step.autocast_dtype, enabled=step.autocast_dtype is not None
-                ),
-            ):
-                loss = loss_of(model, on_device)
-            with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
-        del on_device, loss
+    steps = record_on_device(
+        model, batch, loss_of, torch.optim.AdamW, 10, autocast_dtype=step.autocast_dtype
+    )
     # After it: a trace makes autograd nodes, whose number decides in which order those of a double
     # backward run.
     predicted = mc.predict(step)
     with open(file, "w") as opened:
-        json.dump([figures(predicted.step), [figures(one) for one in recorder.steps[4:]]], opened)
+        json.dump([figures(predicted.step), [figures(one) for one in steps[4:]]], opened)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

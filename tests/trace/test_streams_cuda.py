@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from device_loop import figures, record_on_device
 from torch import nn
 
 import memcallback as mc
@@ -36,19 +37,6 @@ def a_branch_aside(model, batch, side):
     return (model["last"](x) + branch).square().mean()
 
 
-def figures(step):
-    return [
-        (
-            window.label,
-            window.start.allocated_bytes,
-            window.peak_allocated_bytes,
-            window.end.allocated_bytes,
-            window.peak_reserved_bytes,
-        )
-        for window in step.windows
-    ]
-
-
 def train(_, name, file):
     """In a process of its own, whose allocator has seen nothing else: what is predicted, and what
     is measured.
@@ -65,22 +53,9 @@ def train(_, name, file):
         mc.TrainingStep(model, torch.zeros(4096, 512), loss=in_streams, optimizer=torch.optim.AdamW)
     )
     side = None
-    optimizer = torch.optim.AdamW(model.cuda().parameters())
-    recorder = mc.MemoryRecorder(model, optimizer)
-    for _ in range(4):
-        batch = torch.zeros(4096, 512, device="cuda")
-        with recorder.step(batch):
-            optimizer.zero_grad()
-            with recorder.phase(mc.Phase.FORWARD):
-                value = in_streams(model, batch)
-            with recorder.phase(mc.Phase.BACKWARD):
-                value.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
-        del batch, value
-        torch.cuda.synchronize()
+    steps = record_on_device(model, torch.zeros(4096, 512), in_streams, torch.optim.AdamW, 4)
     with open(file, "w") as opened:
-        json.dump([figures(predicted.step), figures(recorder.steps[-1])], opened)
+        json.dump([figures(predicted.step), figures(steps[-1])], opened)
 
 
 LOSSES = {loss.__name__: loss for loss in (in_one_stream, all_aside, a_branch_aside)}

@@ -1,9 +1,8 @@
 """Triton kernels are not launched where a step is traced, and steps with them are predicted."""
 
-import gc
-
 import pytest
 import torch
+from device_loop import empty_device, figures, record_on_device
 from torch import nn
 
 import memcallback as mc
@@ -79,36 +78,6 @@ def loss_of(model, batch):
     return model(batch).square().mean()
 
 
-def peaks(step):
-    return [
-        (window.label, window.peak_allocated_bytes, window.peak_reserved_bytes)
-        for window in step.windows
-    ]
-
-
-def measured(step, model, num_steps=3):
-    """The peaks of the last of some steps, on a device without anything else."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    model = model.cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    recorder = mc.MemoryRecorder(model, optimizer)
-    for _ in range(num_steps):
-        batch = step.batch.cuda()
-        with recorder.step(batch):
-            optimizer.zero_grad()
-            with recorder.phase(mc.Phase.FORWARD):
-                loss = loss_of(model, batch)
-            with recorder.phase(mc.Phase.BACKWARD):
-                loss.backward()
-            with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                optimizer.step()
-        del batch, loss
-    recorder.close()
-    return peaks(recorder.steps[-1])
-
-
 @pytest.mark.parametrize("how", [launch, launch_tuned, scaled_op])
 def test_a_step_with_triton_kernels_is_predicted(how):
     model = Network(how)
@@ -117,8 +86,9 @@ def test_a_step_with_triton_kernels_is_predicted(how):
     predicted = mc.predict(step, device="cuda")
     assert num_compiled() == num_before
     assert predicted.at(512).peak_allocated_bytes > predicted.peak_allocated_bytes
-    found = peaks(predicted.step)
-    assert measured(step, model) == found
+    empty_device()
+    steps = record_on_device(model, step.batch, loss_of, torch.optim.AdamW)
+    assert figures(predicted.step) == figures(steps[-1])
 
 
 def test_a_launch_on_a_models_own_tensors_changes_nothing():
