@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,10 @@ _PADDING = (
 )
 
 
+#: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
+_STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")
+
+
 class MemoryTrainerCallback(TrainerCallback):
     """Records device memory in each phase of a Hugging Face Trainer's steps, beside a prediction.
 
@@ -71,8 +76,8 @@ class MemoryTrainerCallback(TrainerCallback):
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
         predict: Whether to predict the step.
-        loss: The loss as a function of the model and its inputs, for the prediction; needed if the
-            Trainer does not use the loss that the model returns.
+        loss: The loss as a function of the model and its inputs, for the prediction; by default the
+            Trainer's `compute_loss`.
         per_module: Whether to record by module too (see `MemoryCallback`).
         warnings: Whether to warn of unhealthy memory (see `MemoryCallback`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
@@ -129,7 +134,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._copied = Results()
         self._watch: Watch | None = None
         self._state: Any = None
-        self._make_step: Callable[[Mapping[str, Any]], TrainingStep] | None = None
+        self._make_step: Callable[[Mapping[str, Any], Loss | None], TrainingStep] | None = None
         self._is_broken = False
 
     @property
@@ -196,8 +201,8 @@ class MemoryTrainerCallback(TrainerCallback):
         )
         if args.n_gpu > 1:
             self._monitor.notes = (*self._monitor.notes, _SEVERAL_DEVICES)
-        self._make_step = lambda inputs: step_of(
-            model, inputs, own, args, loss=self._loss, batch_size=self._settings.batch_size
+        self._make_step = lambda inputs, loss: step_of(
+            model, inputs, own, args, loss=loss, batch_size=self._settings.batch_size
         )
         recorder.listen(self)
         self._watch = recorder.watch(
@@ -211,14 +216,19 @@ class MemoryTrainerCallback(TrainerCallback):
         monitor, make_step = self._monitor, self._make_step
         assert monitor is not None
         assert make_step is not None
-        is_padded = "attention_mask" in inputs
+        loss = self._loss
+        whole: Mapping[str, Any] = inputs
+        if loss is None and (found := _training_step_here()) is not None:
+            trainer, whole, num_items = found
+            loss = partial(trainer.compute_loss, num_items_in_batch=num_items)
+        is_padded = "attention_mask" in whole
 
         def on_predicted(prediction: StepPrediction | None, _: object) -> None:
             if prediction is not None and is_padded:
                 monitor.notes = (*monitor.notes, _PADDING)
 
         monitor.begin(
-            lambda: make_step(inputs), model=model, batch=inputs, on_predicted=on_predicted
+            lambda: make_step(whole, loss), model=model, batch=whole, on_predicted=on_predicted
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -268,12 +278,12 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
         """As `StepListener`."""
         if self._monitor is not None:
-            make_step, inputs = self._make_step, _inputs_in(error)
+            make_step, loss, inputs = self._make_step, self._loss, _inputs_in(error)
             self._monitor.on_out_of_memory(
                 report,
                 make_step=None
                 if make_step is None or inputs is None
-                else lambda: make_step(inputs),
+                else lambda: make_step(inputs, loss),
             )
 
     def close(self) -> None:
@@ -345,6 +355,26 @@ def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Te
         )
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss
+
+
+def _training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
+    """The Trainer whose step is calling the model, its inputs and their number of items, or None.
+
+    A Trainer does not show itself to its callbacks.
+    """
+    trainer, num_items = None, None
+    inputs: dict[str, Any] = {}
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
+        if trainer is None and callable(getattr(found.get("self"), "compute_loss", None)):
+            trainer, num_items = found["self"], found.get("num_items_in_batch")
+        if trainer is not None and found.get("self") is trainer:
+            # What a loss takes out of its inputs is still in those that its caller has.
+            own = found.get("inputs")
+            inputs = {**own, **inputs} if isinstance(own, Mapping) else inputs
+        frame = frame.f_back
+    return None if trainer is None or not inputs else (trainer, inputs, num_items)
 
 
 def _inputs_in(error: BaseException) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -195,6 +196,8 @@ class Monitor:
         if make_step is None or not (settings.predict or more is not nothing_more):
             self._write_layout()
             return
+        with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
+            self._recorder.also = list(make_step().beside().values())
         device, device_name = device_or_error(meter.device), meter.device_name
         make = make_step
 

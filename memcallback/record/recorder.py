@@ -98,6 +98,9 @@ class MemoryRecorder:
 
     Attributes:
         out_of_memory: The report on the last out-of-memory error in a step; None if there was none.
+        also: Modules, and containers of tensors, beside the models: counted with their parameters
+            and buffers until the recorder is closed. The loggers fill it with what the step that
+            they predict has beside its model (see `TrainingStep`).
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
@@ -136,6 +139,7 @@ class MemoryRecorder:
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
+        self.also: list[object] = []
         self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler
@@ -180,6 +184,7 @@ class MemoryRecorder:
             "history": copy(self.history),
             "_modules": [],
             "_optimizers": [],
+            "also": [],
             "_hooks": [],
             "_module_infos": None,
             "_open": None,
@@ -289,6 +294,7 @@ class MemoryRecorder:
         for listener in listeners:
             listener.close()
         self._watch, self._hooks, self._modules, self._optimizers = None, [], [], []
+        self.also = []
 
     # What was recorded.
 
@@ -498,7 +504,10 @@ class MemoryRecorder:
             return
         counts_holdings = is_sampled and bool(self._modules)
         counter = HoldingsCounter(
-            self._modules if counts_holdings else (), self._optimizers, self.meter.device
+            self._modules if counts_holdings else (),
+            self._optimizers,
+            self.meter.device,
+            self.also,
         )
         self._open = OpenStep(
             batch,

@@ -30,7 +30,8 @@ def holdings(
 class HoldingsCounter:
     """Counts what models, optimizers and a batch hold on a device, at several moments of a step.
 
-    It walks the models once: the modules in them stay the same in a step.
+    It walks the models once: the modules in them stay the same in a step. `also` are modules and
+    containers of tensors beside the models.
     """
 
     def __init__(
@@ -38,8 +39,12 @@ class HoldingsCounter:
         models: Iterable[torch.nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
         device: torch.device,
+        also: Iterable[object] = (),
     ) -> None:
-        self._modules = list(dict.fromkeys(part for model in models for part in model.modules()))
+        also = list(also)
+        roots = [*models, *(item for item in also if isinstance(item, torch.nn.Module))]
+        self._modules = list(dict.fromkeys(part for root in roots for part in root.modules()))
+        self._tensors = [item for item in also if not isinstance(item, torch.nn.Module)]
         self._optimizers = list(optimizers)
         self._device = device
 
@@ -55,7 +60,7 @@ class HoldingsCounter:
         buffers = (buffer for module in self._modules for buffer in module._buffers.values())
         gradients = (parameter.grad for parameter in parameters)
         sources: tuple[tuple[Category, Iterable[torch.Tensor | None]], ...] = (
-            (Category.PARAMETER, parameters),
+            (Category.PARAMETER, chain(parameters, tensors_in(self._tensors))),
             (Category.BUFFER, buffers),
             (Category.GRADIENT, gradients),
             (Category.OPTIMIZER_STATE, chain.from_iterable(map(_state_tensors, self._optimizers))),

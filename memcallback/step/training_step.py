@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from memcallback.step.batch import (
     infer_batch_size,
     outline,
 )
+from memcallback.step.beside import AlsoOption, beside, check_also
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
 from memcallback.step.model import is_sharded
@@ -67,6 +70,9 @@ class TrainingStep:
             for no clipping.
         ranks: The distributed job that trains the step, and which of its ranks to predict; None for
             one device.
+        also: What is on the device beside the model, and the step does not reach: a list of modules
+            or of tensors in containers, such as an average of the weights, or a mapping from names
+            to them. Modules that the loss reaches by a variable (a teacher) are found without it.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
@@ -105,6 +111,7 @@ class TrainingStep:
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
         ranks: Ranks | None = None,
+        also: AlsoOption = None,
     ) -> None:
         self.model, self.ranks = _model_and_ranks(model, ranks)
         self.batch = batch
@@ -133,6 +140,7 @@ class TrainingStep:
             _check_several_losses(len(self.losses), optimizer, self.accumulate)
         _check_clipping("clip_grad_norm", clip_grad_norm, "norm, such as 1.0")
         _check_clipping("clip_grad_value", clip_grad_value, "value, such as 0.5")
+        self.also = check_also(also)
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
         self.lightning: LightningLoop | None = None
@@ -145,6 +153,25 @@ class TrainingStep:
     def loss(self) -> Loss:
         """The first loss."""
         return self.losses[0]
+
+    def beside(self) -> dict[str, Any]:
+        """What is on the device beside the model, by name: `also`, and modules that a loss reaches.
+
+        Returns:
+            Modules, and containers of tensors. A module that is found has the name of the variable.
+        """
+        return beside(self.model, self.losses_to_copy(), self.also)
+
+    def losses_to_copy(self) -> tuple[Loss, ...]:
+        """The user's losses, as functions; none for a LightningModule, whose loss is its own."""
+        if self.lightning is not None:
+            return ()
+        return tuple(
+            loss
+            if isinstance(loss, (FunctionType, MethodType, partial))
+            else MethodType(type(loss).__call__, loss)
+            for loss in self.losses
+        )
 
     @property
     def uses_grad_scaler(self) -> bool:
@@ -216,6 +243,7 @@ class TrainingStep:
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
         ranks: Ranks | None = None,
+        also: AlsoOption = None,
     ) -> TrainingStep:
         """The step that a LightningModule's `training_step` describes.
 
@@ -230,6 +258,8 @@ class TrainingStep:
             clip_grad_norm: As for `TrainingStep`.
             clip_grad_value: As for `TrainingStep`.
             ranks: As for `TrainingStep`.
+            also: As for `TrainingStep`. Modules that the module hides in a list are found without
+                it.
 
         Raises:
             TypeError: As for `TrainingStep`, and if the module has no `training_step`.
@@ -264,6 +294,7 @@ class TrainingStep:
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
             ranks=ranks,
+            also=also,
         )
         loop = step.lightning = LightningLoop(_DEFAULT_DTYPES.get(step.precision))
         # The loss does not refer to the step: such a cycle would keep the batch alive until
@@ -303,6 +334,7 @@ class TrainingStep:
             "clip_grad_norm": self.clip_grad_norm,
             "clip_grad_value": self.clip_grad_value,
             "ranks": self.ranks,
+            "also": self.also,
         } | changes
         batch = arguments.pop("batch", self.batch)
         if self.lightning is None:

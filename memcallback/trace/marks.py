@@ -124,6 +124,22 @@ class TraceMarks:
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
                         entry.module, entry.is_meta = name, is_host and device_type == "meta"
 
+    def add_beside(self, name: str, it: object, *, is_host: bool) -> None:
+        """Record what is there beside the model, under a name."""
+        with DisableTorchFunction(), self._mode.unrecorded():
+            tensors: Iterable[tuple[str, torch.Tensor]] = (
+                in_order_of_moving(it, name)
+                if isinstance(it, nn.Module)
+                else ((name, tensor) for tensor in tensors_in(it))
+            )
+            for module, tensor in tensors:
+                is_weight = isinstance(tensor, nn.Parameter) or not isinstance(it, nn.Module)
+                category = Category.PARAMETER if is_weight else Category.BUFFER
+                for part in dense_parts(tensor):
+                    if self._ledger.find(part) is None:
+                        entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
+                        entry.module = module
+
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Record optimizer state; a step count is on the host unless a kernel reads it."""
         with DisableTorchFunction():

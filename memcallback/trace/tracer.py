@@ -14,6 +14,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
+from memcallback.core.tensors import tensors_in
 from memcallback.cuda.convolution.cudnn import is_driver_installed
 from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
@@ -180,11 +181,16 @@ class _Tracer:
         self._request, self._mode, self._ranks = request, mode, ranks
         step = request.step
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
-        self._model, self._batch, self._parts = fake_copy((step.model, step.batch, parts), mode)
-        for module in self._model.modules() if mode.spec else ():
-            for name, value in vars(module).items():
-                if isinstance(value, torch.device):
-                    vars(module)[name] = CUDA
+        beside = step.beside()
+        self._model, self._batch, self._parts, self._beside, self._losses = fake_copy(
+            (step.model, step.batch, parts, beside, step.losses_to_copy()), mode
+        )
+        self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
+        for root in (self._model, *self._beside.values()) if mode.spec else ():
+            for module in root.modules() if isinstance(root, torch.nn.Module) else ():
+                for name, value in vars(module).items():
+                    if isinstance(value, torch.device):
+                        vars(module)[name] = CUDA
         self.marks = TraceMarks(mode, self._model)
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = 1
@@ -204,11 +210,14 @@ class _Tracer:
             mode.is_recording = True
         else:
             self._parallelize(self._ranks)
+        for name, it in self._beside.items():
+            self.marks.add_beside(name, it, is_host=self._is_beside_on_host[name])
         optimizers = self._optimizers()
         self._infos = self.marks.module_infos()
         training = Training(
             step=step,
             model=self._model,
+            losses=self._losses or step.losses,
             optimizers=optimizers,
             new_batch=self._new_batch,
             marks=self.marks,
@@ -307,6 +316,18 @@ class _Tracer:
             batch = resize_batch(self._batch, size, self._num_parts * new_size, lengths=lengths)
         self.marks.add_batch(batch)
         return batch
+
+
+def _is_left_on_host(it: object, step: TrainingStep) -> bool:
+    """Whether something stays on the host: it is there, while the model is on a device."""
+    on_device = [any(tensor.is_cuda for tensor in _tensors_of(one)) for one in (it, step.model)]
+    return on_device == [False, True]
+
+
+def _tensors_of(it: object) -> Iterator[torch.Tensor]:
+    if isinstance(it, torch.nn.Module):
+        return (tensor for _, tensor in in_order_of_moving(it))
+    return tensors_in(it)
 
 
 def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]:

@@ -207,16 +207,41 @@ def test_a_loss_of_the_trainers_own_can_be_given(tmp_path):
     assert isinstance(callback.prediction, mc.Prediction)
 
 
-def test_where_the_loss_is_not_known_the_law_stands_in_and_the_way_out_is_named(tmp_path):
+def test_a_loss_of_the_trainers_own_is_found(tmp_path):
     callback = mc.MemoryTrainerCallback()
-    with pytest.warns(
-        MemoryWarning,
-        match=r"MemoryTrainerCallback\(loss=lambda model, inputs: .*Falling back to a rough "
-        r"formula",
-    ):
-        train(tmp_path, callback, kind=OwnLoss)
-    assert isinstance(callback.prediction, mc.TextbookPrediction)
+    train(tmp_path, callback, kind=OwnLoss)
+    assert isinstance(callback.prediction, mc.Prediction)
+    assert callback.recorder.steady.peak_allocated_bytes == pytest.approx(
+        callback.prediction.peak_allocated_bytes, rel=0.001
+    )
     assert labels(callback) == [[F, B, O]] * 6
+
+
+class Distilling(Trainer):
+    """Has a teacher, as trainers of preferences have a reference model."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teacher = model()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        with torch.no_grad():
+            targets = self.teacher(inputs["input_ids"]).logits.argmax(-1)
+        logits = model(inputs["input_ids"]).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_a_second_model_of_the_trainer_is_on_the_device(tmp_path):
+    def parameter_bytes(step):
+        return step.phases[Phase.FORWARD].start.by_category[mc.Category.PARAMETER]
+
+    callback = mc.MemoryTrainerCallback()
+    trainer = train(tmp_path, callback, kind=Distilling)
+    measured, predicted = callback.recorder.steady, callback.prediction.step
+    models = (trainer.model, trainer.teacher)
+    size_bytes = sum(4 * tensor.numel() for one in models for tensor in one.parameters())
+    assert parameter_bytes(predicted) == parameter_bytes(measured) == size_bytes
+    assert measured.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, rel=0.001)
 
 
 class FailsOnce(Trainer):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FunctionType, MethodType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +75,8 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - An object that cannot be deep-copied (a lock, an open file, a Python generator) is shared with
       the original; its owner is copied.
     - A function that refers to a part of a copied module (a hook with its module in a closure) is
-      copied, and refers to the copied part. Other functions are shared, with their closures.
+      copied, and refers to the copied part; so is the object whose method it is, but for attributes
+      that hold no part. Other functions are shared, with their closures.
     - Hooks of parameters are copied with them.
     """
     _modes.add(fake_mode)
@@ -224,7 +226,7 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             _refuse_unless_known(tensor)
     shared: list[Any] = _to_share(obj)
-    functions = FunctionCopies(_modules_of(obj))
+    functions = FunctionCopies(_modules_of(obj), _functions_in(obj))
     while True:
         memo: dict[int, Any] = {id(item): item for item in shared}
         memo.update(dict.fromkeys(map(id, _run_references(obj))))
@@ -302,6 +304,11 @@ def _modules_of(obj: object) -> Iterator[nn.Module]:
     for leaf in tree_leaves(obj):
         if isinstance(leaf, nn.Module):
             yield from leaf.modules()
+
+
+def _functions_in(obj: object) -> list[object]:
+    kinds = (FunctionType, MethodType, functools.partial)
+    return [leaf for leaf in tree_leaves(obj) if isinstance(leaf, kinds)]
 
 
 def _run_references(obj: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""Copy functions that refer to a copied model by a closure, a default or a global variable."""
+"""Copy functions that refer to a copied model by a closure, a default, a global or their owner."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 from memcallback.core.tensors import walk
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_MAX_ITEMS = 10_000
 #: Containers whose contents are restored.
 _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
 
@@ -37,20 +38,36 @@ class FunctionCopies:
     """Copies the functions that refer to parts of some modules, for use with `copy.deepcopy`.
 
     `copy.deepcopy` shares functions, so a copied hook would still work on the original module. The
-    copies made here refer to the copied parts instead, and share everything else.
+    copies made here refer to the copied parts instead, and share everything else. So does a copy of
+    the object whose method one of `functions` is: of its attributes those are copied that hold
+    parts.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[object] = ()) -> None:
+        modules, functions = list(modules), list(functions)
         self._parts = {id(part) for module in modules for part in (module, *_tensors(module))}
-        self._functions = [function for function in functions_of(modules) if self._holds(function)]
+        self._functions = [
+            function for function in functions_of(modules, functions) if self._holds(function)
+        ]
         self._copies: list[FunctionType] = []
+        owners = {id(owner): owner for owner in map(owner_of, functions) if owner is not None}
+        self._owners = [owner for owner in owners.values() if self._held_by(owner)]
+        #: What holds no part is shared, and not copied by `copy.deepcopy`.
+        self._shared = [
+            shared
+            for shared in (*functions, *owners.values())
+            if not self._holds(shared) and not self._held_by(owner_of(shared) or shared)
+        ]
 
     def begin(self, memo: dict[int, Any]) -> None:
         """Put copies with empty closures into the memo of `copy.deepcopy`."""
         cells: dict[int, CellType] = {}
         self._copies = [self._empty(function, cells) for function in self._functions]
         memo.update(zip(map(id, self._functions), self._copies, strict=True))
+        memo.update((id(shared), shared) for shared in self._shared)
+        for owner in self._owners:
+            copied = memo[id(owner)] = object.__new__(type(owner))
+            vars(copied).update(vars(owner))
 
     def complete(self, memo: dict[int, Any]) -> None:
         """Fill the copies with the parts that were copied since."""
@@ -64,6 +81,10 @@ class FunctionCopies:
             for name in _global_names(function):
                 if self._holds(function.__globals__[name]):
                     copied.__globals__[name] = copy.deepcopy(function.__globals__[name], memo)
+        for owner in self._owners:
+            vars(memo[id(owner)]).update(
+                (name, copy.deepcopy(vars(owner)[name], memo)) for name in self._held_by(owner)
+            )
 
     def _empty(self, function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
         closure = tuple(
@@ -80,7 +101,18 @@ class FunctionCopies:
         return copied
 
     def _holds(self, value: object) -> bool:
-        return any(id(reached) in self._parts for reached in walk([value], _children))
+        return any(id(reached) in self._parts for reached in walk([value], contents_of))
+
+    def _held_by(self, owner: object) -> list[str]:
+        """The attributes of an object that hold parts; optimizers are none of a loss's."""
+        attributes = getattr(owner, "__dict__", None)
+        if not isinstance(attributes, dict) or isinstance(owner, (FunctionType, nn.Module)):
+            return []
+        return [
+            name
+            for name, value in attributes.items()
+            if not isinstance(value, torch.optim.Optimizer) and self._holds(value)
+        ]
 
 
 @contextmanager
@@ -127,21 +159,34 @@ def functions_of(modules: Iterable[nn.Module], others: Iterable[object] = ()) ->
             *vars(module).values(),
             *(hook for tensor in _tensors(module) for _, hook in hooks_of(tensor)),
         ]
-    return [value for value in walk(values, _children) if isinstance(value, FunctionType)]
+    return [value for value in walk(values, contents_of) if isinstance(value, FunctionType)]
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _children(value: object) -> list[Any] | None:
-    """The contents of a function, container, optimizer or module; others may lead anywhere."""
+def owner_of(function: object) -> object | None:
+    """The object whose method a function is, or None; None for methods of modules and classes."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = function.__self__ if isinstance(function, MethodType) else None
+    return None if isinstance(owner, (type, nn.Module)) else owner
+
+
+def contents_of(value: object) -> list[Any] | None:
+    """The contents of a function, container, optimizer or module; others may lead anywhere.
+
+    A container with very many items holds data.
+    """
     if isinstance(value, FunctionType):
         return outer_variables(value)
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (Mapping, *_CONTAINERS)) and len(value) > _MAX_ITEMS:
+        return None
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, _CONTAINERS):
@@ -153,16 +198,24 @@ def _children(value: object) -> list[Any] | None:
 
 def outer_variables(function: FunctionType) -> list[Any]:
     """The values of a function's outer variables; global functions only of the same module."""
-    values = [
-        *map(cell_contents, function.__closure__ or ()),
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
+    return [value for _, value in named_outer_variables(function)]
+
+
+def named_outer_variables(function: FunctionType) -> list[tuple[str, Any]]:
+    """The outer variables of a function with their names."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    cells = map(cell_contents, function.__closure__ or ())
+    variables = [
+        *zip(code.co_freevars, cells, strict=True),
+        *zip(names[len(names) - len(defaults) :], defaults, strict=True),
+        *(function.__kwdefaults__ or {}).items(),
     ]
     for name in _global_names(function):
         value = function.__globals__[name]
         if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
-            values.append(value)
-    return values
+            variables.append((name, value))
+    return variables
 
 
 def _global_names(function: FunctionType) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
-from memcallback.step.loss import wrong_with_loss
+from memcallback.step.loss import Loss, wrong_with_loss
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.marks import TraceMarks
 
@@ -24,6 +24,7 @@ class Training:
     Attributes:
         step: The step.
         model: The model.
+        losses: Its losses.
         optimizers: Its optimizers.
         new_batch: Makes the next batch, on the device.
         marks: Marks steps and phases in the trace.
@@ -33,6 +34,7 @@ class Training:
 
     step: TrainingStep
     model: Any
+    losses: Sequence[Loss]
     optimizers: tuple[torch.optim.Optimizer, ...]
     new_batch: Callable[[], Any]
     marks: TraceMarks
@@ -60,9 +62,9 @@ class Training:
         step = self.step
         with self.marks.phase(Phase.FORWARD):
             with self.autocast():
-                loss = step.losses[number](self.model, batch)
+                loss = self.losses[number](self.model, batch)
             if wrong := wrong_with_loss(loss, self.model, is_lightning=step.lightning is not None):
-                name = "loss" if len(step.losses) == 1 else f"loss[{number}]"
+                name = "loss" if len(self.losses) == 1 else f"loss[{number}]"
                 raise PredictionError(f"{'training_step' if step.lightning else name} {wrong}")
             is_divided = step.accumulate > 1 and not step.has_accumulation
             return loss / step.accumulate if is_divided else loss

@@ -47,5 +47,6 @@ class Repeats:
 
     def _python_state(self) -> list[object] | None:
         training = self._training
-        step = training.step
-        return python_state([training.model, training.optimizers, step.losses, step.lightning])
+        return python_state(
+            [training.model, training.optimizers, training.losses, training.step.lightning]
+        )

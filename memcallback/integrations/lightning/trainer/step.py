@@ -12,6 +12,7 @@ import torch
 from memcallback.core.errors import reason_of, warn_and_go_on
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.torch_private import FakeTensorMode
+from memcallback.step.beside import modules_held_by
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
 from memcallback.step.model import is_sharded
@@ -53,6 +54,7 @@ def step_of(
         else None
     )
     is_by_value = trainer.gradient_clip_algorithm == "value"
+    held = modules_held_by(trainer.callbacks)
     return TrainingStep.from_lightning(
         pl_module if unsharded is None else unsharded.module,
         batch,
@@ -63,6 +65,11 @@ def step_of(
         clip_grad_norm=None if is_by_value else clip,
         clip_grad_value=clip if is_by_value else None,
         ranks=ranks_within(trainer) if unsharded is None else unsharded.ranks,
+        also={
+            name: module
+            for name, module in held.items()
+            if module is not pl_module and module is not trainer.model
+        },
     )
 
 
