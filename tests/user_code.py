@@ -1643,6 +1643,7 @@ def run(make_step, device, at_boundary, num_windows=2):
     training = Training(
         step=step,
         model=model,
+        losses=step.losses,
         optimizers=optimizers,
         new_batch=marks.new_batch,
         marks=marks,

@@ -20,6 +20,7 @@ from memcallback.step.batch import (
     outline,
 )
 from memcallback.step.beside import AlsoOption, beside, check_also
+from memcallback.step.copies.known import read_from_device
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
 from memcallback.step.model import is_sharded
@@ -115,6 +116,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.ranks = _model_and_ranks(model, ranks)
         self.batch = batch
+        read_from_device(batch)
         self.batch_size = infer_batch_size(batch)
         if batch_size is not None:
             self.batch_size = BatchSize(batch_size=whole_number("batch_size", batch_size, INFERRED))

@@ -22,7 +22,7 @@ from memcallback.step.holdings import states_of
 from memcallback.step.module_follower import ModuleFollower, module_infos
 from memcallback.step.pipeline import PipelineError
 from memcallback.trace.dispatch.blocks import Position
-from memcallback.trace.dispatch.mode import TraceMode
+from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import NoPlaceholder
 
 _ON_FAKES = (
@@ -40,6 +40,12 @@ def in_order_of_moving(module: nn.Module, name: str = "") -> Iterator[tuple[str,
         yield from in_order_of_moving(child, f"{name}.{child_name}" if name else child_name)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         yield name, tensor
+
+
+def _hung_on(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in the attributes of a parameter of a library's own kind (scales of blocks)."""
+    _, names = getattr(tensor, "own_kind", (None, ()))
+    return list(tensors_in([getattr(tensor, name) for name in names]))
 
 
 class Place(NamedTuple):
@@ -119,10 +125,26 @@ class TraceMarks:
                 category = Category.BUFFER
                 if isinstance(tensor, nn.Parameter):
                     category = Category.PARAMETER
-                for part in dense_parts(tensor):
+                for part in (*dense_parts(tensor), *_hung_on(tensor)):
                     if self._ledger.find(part) is None:
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
                         entry.module, entry.is_meta = name, is_host and device_type == "meta"
+
+    def quantize(self) -> None:
+        """Quantize what a library quantizes as it moves to the device (bitsandbytes 4-bit)."""
+        for name, tensor in in_order_of_moving(self._model):
+            kind, _ = getattr(tensor, "own_kind", (None, ()))
+            quantize = getattr(kind, "_quantize", None)
+            if quantize is None or getattr(tensor, "bnb_quantized", True):
+                continue
+            with DisableTorchFunction():
+                self._ledger.add(tensor, Category.PARAMETER, "Module.to", is_host=True)
+            self._ledger.module = name
+            quantize(tensor, CUDA)
+            with DisableTorchFunction():
+                packed = ((name, part) for part in (tensor, *_hung_on(tensor)))
+                self._ledger.label(packed, Category.PARAMETER)
+        self._ledger.module = ""
 
     def add_beside(self, name: str, it: object, *, is_host: bool) -> None:
         """Record what is there beside the model, under a name."""

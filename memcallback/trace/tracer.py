@@ -21,7 +21,7 @@ from memcallback.cuda.decompositions.registry import registered
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
-from memcallback.step.copies.functions import untouched_variables
+from memcallback.step.copies.functions import optimizers_in_hooks, untouched_variables
 from memcallback.step.copies.optimizers import (
     fill_history,
     moved_to,
@@ -191,6 +191,7 @@ class _Tracer:
                 for name, value in vars(module).items():
                     if isinstance(value, torch.device):
                         vars(module)[name] = CUDA
+        self._in_hooks: list[torch.optim.Optimizer] = []
         self.marks = TraceMarks(mode, self._model)
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = 1
@@ -206,8 +207,10 @@ class _Tracer:
         if mode.spec:
             flatten_rnn_weights(self._model)
         if self._ranks is None:
-            self.marks.add_model("cuda" for _ in in_order_of_moving(self._model))
             mode.is_recording = True
+            if mode.spec:
+                self.marks.quantize()
+            self.marks.add_model("cuda" for _ in in_order_of_moving(self._model))
         else:
             self._parallelize(self._ranks)
         for name, it in self._beside.items():
@@ -227,6 +230,7 @@ class _Tracer:
         with self.marks.modules_followed():
             for number in range(self._request.num_updates or num_updates_to_settle + 1):
                 run_window(training)
+                self.marks.label_states(self._in_hooks)
                 self._num_flops.append(mode.num_flops)
                 self._sent_bytes.append(mode.sent_bytes)
                 if number == 0 and fill_history(optimizers):
@@ -304,6 +308,13 @@ class _Tracer:
             optimizers = tuple(step.change_optimizers(optimizers))
         if parts:
             self.marks.add_states(optimizers)
+        # Those that update in the backward pass.
+        self._in_hooks = [
+            optimizer
+            for optimizer in optimizers_in_hooks(self._model.modules())
+            if optimizer not in optimizers
+        ]
+        self.marks.add_states(self._in_hooks)
         run_to_the_end(optimizers)
         return optimizers
 

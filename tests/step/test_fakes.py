@@ -117,9 +117,10 @@ def test_no_data_is_copied_so_a_petabyte_takes_no_memory(mode):
     assert resize_batch({"huge": fake}, PETABYTE, 2 * PETABYTE)["huge"].shape == (2 * PETABYTE,)
 
 
-def test_copying_runs_no_operator_on_real_tensors(mode):
-    model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
-    holder = {"model": model, "loose": [nn.Parameter(torch.ones(7))], "batch": torch.ones(3)}
+def test_copying_runs_no_operator_on_parameters_and_large_tensors(mode):
+    model = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100))
+    batch = torch.ones(70_000)
+    holder = {"model": model, "loose": [nn.Parameter(torch.ones(7))], "batch": batch}
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:

@@ -36,3 +36,28 @@ def test_a_module_that_is_imported_meanwhile_is_imported_again(tmp_path, monkeyp
             importlib.import_module("registers_itself")
             assert IMPORTED == ["registers_itself"]
         assert IMPORTED == []
+
+
+def test_what_a_trace_leaves_in_a_librarys_cache_is_gone(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "cached_masks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import functools\n"
+        "TABLE, MASKS = {'a': 1}, {}\n"
+        "@functools.lru_cache\n"
+        "def made(number):\n"
+        "    return [number]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    import cached_masks
+
+    table = cached_masks.TABLE
+    with untouched_program():
+        cached_masks.MASKS["size"] = 8
+        cached_masks.TABLE["b"] = 2
+        cached_masks.made(1)
+    assert cached_masks.MASKS == {}
+    assert table is cached_masks.TABLE
+    assert table == {"a": 1}
+    assert cached_masks.made.cache_info().currsize == 0
+    monkeypatch.delitem(sys.modules, "cached_masks")

@@ -329,9 +329,10 @@ class ReadsValues(nn.Module):
         self.linear = nn.Linear(32, 10)
 
     def forward(self, x):
-        if torch.all(x > 0) and x.sum().item() < 1 and len(torch.nonzero(x > 1)) > 0:
-            x = x[x[:, 0] > -1][:16]
-        return self.linear(x)
+        y = self.linear(x)
+        if torch.all(y > 0) and y.sum().item() < 1 and len(torch.nonzero(y > 1)) > 0:
+            y = y[y[:, 0] > -1][:16]
+        return y
 
 
 def test_a_value_that_is_read_has_a_stand_in_and_is_listed():

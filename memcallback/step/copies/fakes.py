@@ -36,9 +36,11 @@ from memcallback.core.torch_private import (
 from memcallback.core.units import MiB
 from memcallback.isolation.child import is_in_child
 from memcallback.step.copies.functions import FunctionCopies, hooks_of
+from memcallback.step.copies.known import remember_values
 from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
+AtCopy = Callable[[torch.Tensor, torch.Tensor], object]
 _CPU = torch.device("cpu")
 #: What is not copied where it need not be: arrays of so many bytes, containers of so many items.
 _LARGE_BYTES, _LARGE_LENGTH = MiB, 10_000
@@ -80,7 +82,7 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - Hooks of parameters are copied with them.
     """
     _modes.add(fake_mode)
-    return copy_with(obj, _FakeFactory(fake_mode))
+    return copy_with(obj, _FakeFactory(fake_mode), at_copy=remember_values)
 
 
 def live_modes() -> weakref.WeakSet[FakeTensorMode]:
@@ -163,9 +165,9 @@ class _FakeFactory:
 class _CopyMode(TorchFunctionMode):
     """Intercepts `copy.deepcopy` of tensors; that of a parameter clones its data."""
 
-    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor], at_copy: AtCopy) -> None:
         super().__init__()
-        self._make = make
+        self._make, self._at_copy = make, at_copy
 
     def __torch_function__(
         self,
@@ -178,6 +180,7 @@ class _CopyMode(TorchFunctionMode):
             tensor, memo = args
             if id(tensor) not in memo:
                 memo[id(tensor)] = self._make(tensor)
+                self._at_copy(memo[id(tensor)], tensor)
             return memo[id(tensor)]
         if getattr(func, "__name__", None) == "clone" and isinstance(args[0], torch.Tensor):
             return self._make(args[0])
@@ -219,8 +222,15 @@ def _shape_text(tensor: torch.Tensor) -> str:
     return "unknown" if tensor.is_nested else str(tuple(tensor.shape))
 
 
-def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """Deep-copy an object as `fake_copy` does, with `make(tensor)` for each tensor."""
+def copy_with(
+    obj: T,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    at_copy: AtCopy = lambda copied, tensor: None,
+) -> T:
+    """Deep-copy an object as `fake_copy` does, with `make(tensor)` for each tensor.
+
+    `at_copy(copied, tensor)` is called for each that is no parameter.
+    """
     for module in _modules_of(obj):
         # A lazy parameter copies itself, unseen by the mode below.
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -232,10 +242,13 @@ def copy_with(obj: T, make: Callable[[torch.Tensor], torch.Tensor]) -> T:
         memo.update(dict.fromkeys(map(id, _run_references(obj))))
         functions.begin(memo)
         try:
-            with _CopyMode(make), torch.no_grad(), _copied_generators():
+            with _CopyMode(make, at_copy), torch.no_grad(), _copied_generators():
                 for compiled in _compiled_modules(obj):
                     memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
+                copied = _copy_own_kinds(obj, make, memo)
                 result = copy.deepcopy(obj, memo)
+                for tensor, fake in copied:
+                    vars(fake).update(copy.deepcopy(vars(tensor), memo))
                 functions.complete(memo)
                 _copy_hooks(obj, memo)
         except (_CannotBeFake, RecursionError):
@@ -278,6 +291,32 @@ def _copied_generators() -> Iterator[None]:
             _num_copying -= 1
             if not _num_copying:
                 del copy._deepcopy_dispatch[torch.Generator]  # type: ignore[attr-defined]
+
+
+def _copy_own_kinds(
+    obj: object, make: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make copies of parameters that copy themselves, unseen by `make`, as quantized ones do.
+
+    Their attributes are still to be copied; `own_kind` has the original's kind and their names.
+    """
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for module in _modules_of(obj):
+        for tensor in module._parameters.values():
+            if tensor is None or id(tensor) in memo or not _copies_itself(tensor):
+                continue
+            fake: Any = nn.Parameter(make(tensor), tensor.requires_grad)
+            fake.own_kind = type(tensor), tuple(vars(tensor))
+            memo[id(tensor)] = fake
+            copied.append((tensor, fake))
+    return copied
+
+
+def _copies_itself(tensor: torch.Tensor) -> bool:
+    own = type(tensor).__deepcopy__
+    return own not in (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__) and not isinstance(
+        tensor, FakeTensor
+    )
 
 
 def _copy_hooks(obj: object, memo: dict[int, Any]) -> None:

@@ -153,13 +153,22 @@ def _is_same(container: Any, other: Any) -> bool:
 
 def functions_of(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> list[FunctionType]:
     """The functions in modules' attributes and hooks, in parameters' hooks and in `others`."""
+    return [value for value in _reached(modules, others) if isinstance(value, FunctionType)]
+
+
+def optimizers_in_hooks(modules: Iterable[nn.Module]) -> list[torch.optim.Optimizer]:
+    """The optimizers that the hooks of modules and of their parameters reach."""
+    return [value for value in _reached(modules) if isinstance(value, torch.optim.Optimizer)]
+
+
+def _reached(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> Iterator[object]:
     values = list(others)
     for module in modules:
         values += [
             *vars(module).values(),
             *(hook for tensor in _tensors(module) for _, hook in hooks_of(tensor)),
         ]
-    return [value for value in walk(values, contents_of) if isinstance(value, FunctionType)]
+    return walk(values, contents_of)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""untouched_program(): gives the global variables of the user's files back what they held."""
+"""untouched_program(): gives the global variables of a program back what they held."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from memcallback.core.code_lines import is_library
+from memcallback.core.code_lines import is_framework, is_library
 
 #: Kinds of one's own restore themselves, or not: their methods may do anything.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: A variable with more in it holds data rather than what a step keeps.
 _MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10_000
+#: A dictionary of a library with more in it is a table rather than a cache.
+_MAX_CACHED = 1000
 _LRU_CACHE: Any = type(functools.lru_cache(len))
 _Restore = Callable[[], object]
 
@@ -25,12 +27,14 @@ _Restore = Callable[[], object]
 def untouched_program() -> Iterator[None]:
     """Restore global variables, class attributes and caches of the user's files at the end.
 
-    So each trace of a step finds the caches and counters that the training will find. For a process
-    without other threads, which may be changing the same variables.
+    Of libraries only the caches in global variables. So each trace of a step finds the caches and
+    counters that the training will find, and no fakes of another trace. For a process without other
+    threads, which may be changing the same variables.
     """
     # Namespaces are restored by name: whoever empties one of them takes Python's own names away.
     seen = {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
     restores = [restore for module in own_modules() for restore in _of_namespace(module, seen)]
+    restores += [restore for module in _library_modules() for restore in _of_caches(module, seen)]
     known = set(sys.modules)
     try:
         yield
@@ -45,13 +49,45 @@ def untouched_program() -> Iterator[None]:
 
 def own_modules() -> list[ModuleType]:
     """The modules of the user's program, not those of installed packages."""
+    return [module for module, file in _modules_with_files() if not is_library(file)]
+
+
+def _library_modules() -> list[ModuleType]:
+    """The modules of installed packages, without PyTorch, Lightning and Python itself."""
     return [
         module
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
-        and (file := getattr(module, "__file__", None)) is not None
-        and not is_library(file)
+        for module, file in _modules_with_files()
+        if is_library(file) and not is_framework(file)
     ]
+
+
+def _modules_with_files() -> list[tuple[ModuleType, str]]:
+    return [
+        (module, file)
+        for module in list(sys.modules.values())
+        if type(module) is ModuleType and isinstance(file := vars(module).get("__file__"), str)
+    ]
+
+
+def _of_caches(module: ModuleType, seen: set[int]) -> Iterator[_Restore]:
+    """Restore a module's own dictionaries and caches, where anything was added to them."""
+    for value in vars(module).values():
+        if isinstance(value, _LRU_CACHE):
+            yield _of_cache(value)
+        elif type(value) is dict and len(value) <= _MAX_CACHED and id(value) not in seen:
+            seen.add(id(value))
+            yield _of_growth(value)
+
+
+def _of_growth(cache: dict[Any, Any]) -> _Restore:
+    before = cache.copy()
+
+    def restore() -> None:
+        if len(cache) != len(before):
+            cache.clear()
+            cache.update(before)
+
+    return restore
 
 
 def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore]:

@@ -22,6 +22,7 @@ from memcallback.core.tensors import (
 )
 from memcallback.core.torch_private import FakeTensor
 from memcallback.step.copies.fakes import copy_with
+from memcallback.step.copies.known import resized_values, set_values
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -111,7 +112,10 @@ class _Resizer:
                 # The matrix of a graph has a row and a column for each sample.
                 resized = resized_sparse(tensor, self._shape(tensor, tensor.sparse_dim()))
             else:
-                resized = _empty_in_order_of(tensor, self._shape(tensor, 1))
+                shape = self._shape(tensor, 1)
+                resized = _empty_in_order_of(tensor, shape)
+                if (values := resized_values(tensor, shape)) is not None:
+                    set_values(resized, values)
         return resized.requires_grad_(tensor.requires_grad)
 
     def _shape(self, tensor: torch.Tensor, num_sample_dims: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from memcallback.cuda.decompositions.registry import decomposition_of
 from memcallback.cuda.op_call import OpCall, tensors_of
 from memcallback.cuda.rules import corrected_result, result_without_fake
 from memcallback.devices.catalogue import DeviceSpec
+from memcallback.step.copies.known import remember_values
 from memcallback.trace.dispatch.collectives import (
     WAIT,
     InFlight,
@@ -47,6 +48,7 @@ from memcallback.trace.dispatch.placeholders import (
     placeholder_value,
 )
 from memcallback.trace.dispatch.placement import Placement
+from memcallback.trace.dispatch.values import KnownValues
 from memcallback.trace.dispatch.work import num_flops, sent_bytes
 
 _aten = torch.ops.aten
@@ -100,6 +102,7 @@ class TraceMode(FakeTensorMode):
         num_flops: Floating-point operations of the recorded operators, by PyTorch's own formulas
             (torch.utils.flop_counter).
         sent_bytes: What the rank sent in the recorded operators.
+        values: The values of tensors, where they are known.
         in_flight: The tensors that collectives keep alive.
         modules: The module in whose forward pass the autograd node of a number was made; None
             where nobody asks.
@@ -124,6 +127,7 @@ class TraceMode(FakeTensorMode):
         self.follow_streams: Callable[[], None] | None = None
         self.keeps_numbers = False
         self.in_flight = InFlight()
+        self.values = KnownValues()
         self.bounds = bounds or Bounds()
         self._is_inside = False
         self._is_in_backward = False
@@ -296,9 +300,11 @@ class TraceMode(FakeTensorMode):
     def _fake_of_strided(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or not self.may_turn_const(tensor):
             with self:
-                return torch.empty_strided(
+                fake = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
                 )
+            remember_values(fake, tensor)
+            return fake
         with no_dispatch():
             values = tensor.clone()
         return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
@@ -340,6 +346,7 @@ class TraceMode(FakeTensorMode):
         self.sent_bytes += sent_bytes(call)
         if reused is not None:
             self._record_in_place(call, reused, number)
+            self.values.overwrite(reused)
             return call.result
         if self.spec is None:
             for tensor in call.outputs:
@@ -349,6 +356,7 @@ class TraceMode(FakeTensorMode):
             corrected = corrected_result(call)
             call = call if corrected is None else call.returning(corrected)
             self._record_cuda(call, number)
+        self.values.follow(call, is_host=self._is_on_host(call))
         if (holds := is_known_to_hold(call, self.ledger.find)) is not None:
             for tensor in call.outputs:
                 if (entry := self.ledger.find(tensor)) is not None:
@@ -393,11 +401,21 @@ class TraceMode(FakeTensorMode):
 
     def _read_value(self, call: OpCall) -> object:
         """A placeholder for a value that is read from a tensor."""
+        known = self.values.read(call)
+        if known is not None:
+            return known
         value = placeholder_value(call, self.ledger.find(call.args[0]))
         # The optimizer reads counts of steps, and the scaler's search for infinities.
         if self.ledger.phase is not Phase.OPTIMIZER_STEP:
             self.assumed[f"{call.operator} reads a value: {value!r} was assumed"] = None
         return value
+
+    def _is_on_host(self, call: OpCall) -> bool:
+        """Whether the host computes the result of a call."""
+        if self.spec is None:
+            return True
+        entry = self.ledger.find(call.outputs[0]) if call.outputs else None
+        return entry is not None and entry.is_host
 
     def _record_in_place(self, call: OpCall, reused: torch.Tensor, node: int) -> None:
         """Record an operator that CUDA runs in place, in the allocation of `reused`."""

@@ -102,11 +102,18 @@ def _numpy(assumed: dict[str, None]) -> Callable[..., numpy.ndarray[Any, Any]]:
 
 
 def transformers_patches(mode: TraceMode) -> Iterator[Patch]:
-    """Let transformers find one sequence in each row of a batch without positions.
+    """Let transformers read masks and positions whose values are known.
 
-    It checks the values of positions; for fakes it assumes several sequences, and makes a mask.
+    It leaves the values of fakes alone, and keeps a mask of ones or makes one for packed sequences.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
+    if hasattr(masking, "is_tracing"):
+        is_tracing = masking.is_tracing
+        yield (
+            masking,
+            "is_tracing",
+            lambda tensor=None: is_tracing(None if mode.values.has(tensor) else tensor),
+        )
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
         return

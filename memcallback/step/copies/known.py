@@ -1,0 +1,87 @@
+"""The values that a fake tensor is known to have, kept with it as a small tensor on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import DisableTorchFunction, FakeTensor, no_dispatch
+from memcallback.isolation.child import is_in_child
+
+#: Values of larger tensors are not kept.
+MAX_KNOWN = 65_536
+_ATTRIBUTE = "_memcallback_values"
+#: What was read from a device, by the user's tensor.
+_read = WeakIdKeyDictionary()
+
+
+def set_values(fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Let a fake have the values of a tensor on the host, which nobody else may change."""
+    setattr(fake, _ATTRIBUTE, real)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, on the host; None if they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if is_small_on_host(tensor) else None
+    if tensor.constant is not None:
+        return tensor.constant
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def read_from_device(batch: object) -> None:
+    """Read the whole numbers and truth values of a batch on a device while the device can be read.
+
+    A process of its own cannot, in which a step is traced.
+    """
+    if is_in_child():
+        return
+    for tensor in tensors_in(batch):
+        if tensor.device.type == "cuda" and not tensor.is_floating_point() and _is_small(tensor):
+            with suppress(RuntimeError):  # of a device in trouble, which the training will tell of
+                _read[tensor] = tensor.detach().cpu()
+
+
+def remember_values(fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Let a fake have the values of a user's tensor, if they are at hand, few, and not trained."""
+    if real.requires_grad or isinstance(real, nn.Parameter):
+        return
+    on_host = real if is_small_on_host(real) else _read.get(real)
+    if on_host is not None:
+        with DisableTorchFunction(), no_dispatch(), torch.no_grad():
+            set_values(fake, on_host.detach().clone())
+
+
+def resized_values(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """A fake's values in another shape: samples repeat from the first, sequences at their end."""
+    real = values_of(fake)
+    if real is None:
+        return None
+    with DisableTorchFunction(), no_dispatch():
+        for dim, size in enumerate(shape):
+            if size != real.shape[dim]:
+                if not real.shape[dim]:
+                    return None
+                index = torch.arange(size)
+                last = real.shape[dim]
+                index = index % last if dim == 0 else index.clamp(max=last - 1)
+                real = real.index_select(dim, index)
+        return real.clone() if real.numel() <= MAX_KNOWN else None
+
+
+def is_small_on_host(tensor: torch.Tensor) -> bool:
+    """Whether values of a real tensor are at hand and few."""
+    return tensor.device.type == "cpu" and _is_small(tensor)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout is torch.strided
+        and tensor.numel() <= MAX_KNOWN
+    )

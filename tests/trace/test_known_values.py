@@ -1,0 +1,188 @@
+"""Which values a trace knows: the batch's, those of the host, constants; not the device's."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memcallback as mc
+
+CARD = "24GiB"
+LENGTHS = torch.tensor([3, 9, 5, 7])
+
+
+class Sized(nn.Module):
+    """Puts out a tensor of so many rows as a program reads from a value."""
+
+    def __init__(self, rows_of):
+        super().__init__()
+        self.net, self.rows_of = nn.Linear(256, 256), rows_of
+
+    def forward(self, *batch):
+        rows = self.rows_of(self, *batch)
+        return self.net(self.net.weight.new_zeros(rows, 256)).square().mean()
+
+
+def num_rows(rows_of, batch=LENGTHS, **options):
+    """How many rows the steps made, and the prediction."""
+    step = mc.TrainingStep(Sized(rows_of), batch, loss=lambda model, batch: model(batch), **options)
+    prediction = mc.predict(step, device=CARD)
+    sizes = {
+        event.size_bytes // (4 * 256)
+        for event in prediction.trace.traced.trace.events
+        if getattr(event, "operator", "") == "aten::new_zeros"
+    }
+    return sizes, prediction
+
+
+def drawn(model, lengths):
+    return int(torch.empty(1).uniform_(50.0, 60.0).item())
+
+
+READINGS = {
+    "maximum": (lambda model, lengths: int(lengths.max()), 9),
+    "sum of a part": (lambda model, lengths: lengths[1:].sum().item(), 21),
+    "list": (lambda model, lengths: sum(lengths.tolist()), 24),
+    "view that was written to": (
+        lambda model, lengths: (lengths.clone()[:2].add_(10)[0] + lengths[3]).item(),
+        20,
+    ),
+    "condition": (lambda model, lengths: 5 if (lengths > 2).all() else 6, 5),
+    "condition that fails": (lambda model, lengths: 5 if (lengths > 3).all() else 6, 6),
+    "constant": (lambda model, lengths: int(torch.tensor([2.5, 4.5]).sum()), 7),
+    "constant on the device": (
+        lambda model, lengths: int(torch.full((3,), 2.0, device=lengths.device).sum()),
+        6,
+    ),
+    "counted on the host": (lambda model, lengths: int(torch.arange(4).cumsum(0)[-1]), 6),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_values_of_batch_host_and_constants_are_read(name):
+    rows_of, expected = READINGS[name]
+    rows, prediction = num_rows(rows_of)
+    assert rows == {expected}
+    assert not any("reads a value" in caveat for caveat in prediction.caveats)
+
+
+def test_a_number_that_the_host_draws_is_drawn():
+    torch.manual_seed(0)
+    rows, _ = num_rows(drawn)
+    assert rows <= {*range(50, 61)}
+    torch.manual_seed(0)
+    assert num_rows(drawn)[0] == rows
+
+
+def test_a_loop_on_a_drawn_number_ends():
+    def rows_of(model, lengths):
+        count = 1
+        while torch.rand(()).item() < 0.5:
+            count += 1
+        return count
+
+    assert min(num_rows(rows_of)[0]) >= 1
+
+
+def test_what_the_device_has_computed_is_not_known():
+    def rows_of(model, lengths):
+        values = lengths.to(torch.float32) * model.net.weight.sum()
+        return 3 + int(values.max())
+
+    rows, prediction = num_rows(rows_of)
+    assert rows == {3}
+    assert any("reads a value" in caveat for caveat in prediction.caveats)
+
+
+def test_known_values_that_unknown_ones_overwrite_are_not_known():
+    def rows_of(model, lengths):
+        known = torch.full((4,), 9.0, device=lengths.device)
+        part = known[1:]
+        part.copy_(model.net.weight[0, :3].detach())
+        return 3 + int(known.max())
+
+    rows, prediction = num_rows(rows_of)
+    assert rows == {3}
+    assert any("reads a value" in caveat for caveat in prediction.caveats)
+
+
+def test_a_larger_batch_repeats_the_samples():
+    _, prediction = num_rows(lambda model, lengths: len(lengths) * int(lengths.max()))
+    whole = mc.predict(
+        mc.TrainingStep(
+            Sized(lambda model, lengths: len(lengths) * int(lengths.max())),
+            LENGTHS.repeat(4),
+            loss=lambda model, batch: model(batch),
+        ),
+        device=CARD,
+    )
+    assert prediction.at(16).peak_allocated_bytes == whole.peak_allocated_bytes
+
+
+def test_values_of_a_large_batch_are_not_read():
+    tokens = torch.ones(8, 100_000, dtype=torch.long)
+    rows, prediction = num_rows(lambda model, tokens: 3 + int(tokens.max()), tokens)
+    assert rows == {3}
+    assert any("reads a value" in caveat for caveat in prediction.caveats)
+
+
+def test_the_users_batch_is_as_it_was():
+    batch = LENGTHS.clone()
+
+    def rows_of(model, lengths):
+        return int(lengths.add_(5).max())
+
+    step = mc.TrainingStep(Sized(rows_of), batch, loss=lambda model, batch: model(batch))
+    mc.predict(step, device=CARD, isolate=False)
+    assert torch.equal(batch, LENGTHS)
+
+
+def test_a_count_of_steps_that_a_hook_keeps_is_counted():
+    """An optimizer in the backward pass, with state already there."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8))
+        optimizers = {
+            parameter: torch.optim.Adam([parameter], foreach=False)
+            for parameter in model.parameters()
+        }
+
+        def update(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        return model
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    batch = torch.ones(16, 64)
+    fresh, used = make(), make()
+    for _ in range(2):
+        loss(used, batch).backward()
+    peaks = [
+        mc.predict(mc.TrainingStep(model, batch, loss=loss), device=CARD).step.peak_allocated_bytes
+        for model in (fresh, used)
+    ]
+    assert peaks[0] == peaks[1]
+
+
+def test_a_mask_of_ones_is_left_out_as_the_model_leaves_it_out():
+    """As transformers decides: with padding attention gets a mask, without it none."""
+
+    def loss(model, batch):
+        mask = None if batch["mask"].all() else batch["mask"][:, None, None, :].bool()
+        states = model(batch["states"]).unflatten(-1, (4, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(states, states, states, mask).square().mean()
+
+    def peak(mask):
+        batch = {"states": torch.ones(4, 128, 64), "mask": mask}
+        step = mc.TrainingStep(nn.Linear(64, 64), batch, loss=loss)
+        return mc.predict(step, device=CARD).peak_allocated_bytes
+
+    whole, padded = torch.ones(4, 128, dtype=torch.long), torch.ones(4, 128, dtype=torch.long)
+    padded[0, 100:] = 0
+    assert peak(whole) < peak(padded)
