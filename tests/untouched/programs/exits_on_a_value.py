@@ -2,12 +2,11 @@
 
 import sys
 
-import torch
 from parts import Small
 
 
 class Model(Small):
     def loss(self, features, classes):
-        if torch.rand(()).item() == 0:  # as a trace reads it
+        if next(self.parameters()).sum().item() == 0:  # as a trace reads it
             sys.exit(3)
         return super().loss(features, classes)

@@ -2,13 +2,12 @@
 
 import warnings
 
-import torch
 from parts import Small
 
 
 class Model(Small):
     def loss(self, features, classes):
-        if torch.rand(()).item() == 0:  # as a trace reads it
+        if next(self.parameters()).sum().item() == 0:  # as a trace reads it
             for number in range(300):
                 warnings.warn(f"{number} {'full ' * 10_000}", stacklevel=1)
         return super().loss(features, classes)

@@ -4,13 +4,12 @@ import os
 import signal
 import time
 
-import torch
 from parts import COUNTS, Small
 
 
 class Model(Small):
     def loss(self, features, classes):
-        if torch.rand(()).item() == 0:  # as a trace reads it
+        if next(self.parameters()).sum().item() == 0:  # as a trace reads it
             time.sleep(10**6)
         if COUNTS["steps"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)

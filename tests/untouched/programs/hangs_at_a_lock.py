@@ -2,7 +2,6 @@
 
 import threading
 
-import torch
 from parts import Small
 
 LOCK = threading.Lock()
@@ -11,6 +10,6 @@ LOCK = threading.Lock()
 class Model(Small):
     def loss(self, features, classes):
         with LOCK:
-            if torch.rand(()).item() == 0:  # as a trace reads it
+            if next(self.parameters()).sum().item() == 0:  # as a trace reads it
                 LOCK.acquire()
         return super().loss(features, classes)

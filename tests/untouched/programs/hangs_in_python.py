@@ -1,12 +1,11 @@
 """A trace of it runs for ever in Python."""
 
-import torch
 from parts import Small
 
 
 class Model(Small):
     def loss(self, features, classes):
-        if torch.rand(()).item() == 0:  # as a trace reads it
+        if next(self.parameters()).sum().item() == 0:  # as a trace reads it
             while True:
                 pass
         return super().loss(features, classes)

@@ -1,13 +1,12 @@
 """A trace of it takes memory without end."""
 
 import numpy as np
-import torch
 from parts import Small
 
 
 class Model(Small):
     def loss(self, features, classes):
         held = []
-        while torch.rand(()).item() == 0:  # as a trace reads it
+        while next(self.parameters()).sum().item() == 0:  # as a trace reads it
             held.append(np.empty(2**28, dtype="uint8"))
         return super().loss(features, classes)
