@@ -48,12 +48,6 @@ _SEVERAL_DEVICES = (
     "which holds the outputs of all; predicted is a step of its samples on one device alone. Start "
     "one process for each device instead: torchrun --nproc-per-node=gpu train.py."
 )
-_PADDING = (
-    "Predicted with padding in the batch: if the attention mask is all ones, transformers may "
-    "leave it out, and the step needs less."
-)
-
-
 #: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
 _STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")
 
@@ -221,15 +215,7 @@ class MemoryTrainerCallback(TrainerCallback):
         if loss is None and (found := _training_step_here()) is not None:
             trainer, whole, num_items = found
             loss = partial(trainer.compute_loss, num_items_in_batch=num_items)
-        is_padded = "attention_mask" in whole
-
-        def on_predicted(prediction: StepPrediction | None, _: object) -> None:
-            if prediction is not None and is_padded:
-                monitor.notes = (*monitor.notes, _PADDING)
-
-        monitor.begin(
-            lambda: make_step(whole, loss), model=model, batch=whole, on_predicted=on_predicted
-        )
+        monitor.begin(lambda: make_step(whole, loss), model=model, batch=whole)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""

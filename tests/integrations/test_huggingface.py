@@ -348,15 +348,15 @@ def test_on_several_devices_in_one_process_each_step_is_recorded_on_the_first(tm
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H200", "cpu"])
-@pytest.mark.parametrize("has_positions", [False, True])
-def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(
-    device, has_positions
+@pytest.mark.parametrize(("num_packed", "is_masked"), [(0, False), (1, False), (2, True)])
+def test_a_mask_is_predicted_where_the_positions_of_a_batch_say_that_rows_are_packed(
+    device, num_packed, is_masked
 ):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def loss(model, batch):
         def look(module, args, kwargs):
-            assert (kwargs["attention_mask"] is not None) is has_positions
+            assert (kwargs["attention_mask"] is not None) is is_masked
 
         hook = model.model.layers[0].self_attn.register_forward_pre_hook(look, with_kwargs=True)
         value = model(**batch, use_cache=False).loss  # as with gradient checkpointing
@@ -372,8 +372,8 @@ def test_a_mask_for_packed_rows_is_predicted_only_where_the_batch_has_positions(
     )
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
-    if has_positions:
-        batch["position_ids"] = torch.arange(16).repeat(2, 1)
+    if num_packed:
+        batch["position_ids"] = torch.arange(16 // num_packed).repeat(2, num_packed)
     mc.predict(mc.TrainingStep(LlamaForCausalLM(config), batch, loss=loss), device=device)
 
 

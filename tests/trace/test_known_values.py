@@ -202,3 +202,37 @@ def test_a_mask_of_ones_is_left_out_as_the_model_leaves_it_out():
     whole, padded = torch.ones(4, 128, dtype=torch.long), torch.ones(4, 128, dtype=torch.long)
     padded[0, 100:] = 0
     assert peak(whole) < peak(padded)
+
+
+def test_the_mask_of_a_transformers_model_is_read_and_said():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
+        max_position_embeddings=2048,
+    )
+    model = transformers.BertForSequenceClassification(config)
+
+    def predicted(mask):
+        tokens = torch.zeros_like(mask)
+        batch = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "labels": torch.zeros(len(mask), dtype=torch.long),
+        }
+        prediction = mc.predict(mc.TrainingStep(model, batch), device="H100")
+        (said,) = [caveat for caveat in prediction.caveats if "mask" in caveat] or [""]
+        return prediction.peak_allocated_bytes, said
+
+    whole, padded = torch.ones(4, 256, dtype=torch.long), torch.ones(4, 256, dtype=torch.long)
+    padded[1, 50:] = 0
+    least, said_of_whole = predicted(whole)
+    most, said_of_padded = predicted(padded)
+    assert least < most
+    assert "a batch with padding needs more" in said_of_whole
+    assert said_of_padded == ""
+    _, said_of_large = predicted(torch.ones(64, 2048, dtype=torch.long))
+    assert "A mask with padding was assumed" in said_of_large

@@ -59,11 +59,6 @@ class KnownValues:
             return None
         return real
 
-    def has(self, tensor: object) -> bool:
-        """Whether the values of a tensor are known."""
-        with DisableTorchFunction():
-            return isinstance(tensor, torch.Tensor) and self.get(tensor) is not None
-
     def read(self, call: OpCall) -> Any:
         """What an operator reads that returns a number; None if it is not known."""
         value = self._run(call)

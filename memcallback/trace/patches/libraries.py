@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     import numpy
 
 
+_MASK_KEPT = (
+    "A mask with padding was assumed: if it is all ones, transformers leaves it out, and the step "
+    "needs less."
+)
+_MASK_LEFT_OUT = (
+    "The mask of this batch is all ones, and transformers leaves it out: a batch with padding "
+    "needs more."
+)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 _BETWEEN = (
@@ -107,13 +115,18 @@ def transformers_patches(mode: TraceMode) -> Iterator[Patch]:
     It leaves the values of fakes alone, and keeps a mask of ones or makes one for packed sequences.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
-    if hasattr(masking, "is_tracing"):
-        is_tracing = masking.is_tracing
-        yield (
-            masking,
-            "is_tracing",
-            lambda tensor=None: is_tracing(None if mode.values.has(tensor) else tensor),
-        )
+    is_tracing = getattr(masking, "is_tracing", None)
+    if is_tracing is not None:
+
+        def is_unknown(tensor: Any = None) -> bool:
+            with torch._C.DisableTorchFunction():
+                is_mask = isinstance(tensor, FakeTensor) and tensor.dim() > 1
+                values = mode.values.get(tensor) if isinstance(tensor, FakeTensor) else None
+            if is_mask and (values is None or bool(values.all())):
+                mode.assumed[_MASK_KEPT if values is None else _MASK_LEFT_OUT] = None
+            return bool(is_tracing(tensor if values is None else None))
+
+        yield masking, "is_tracing", is_unknown
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
         return
