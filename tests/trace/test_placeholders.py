@@ -65,3 +65,18 @@ def test_a_last_part_that_shrinks_from_one_batch_size_to_the_next_leaves_only_th
         for caveat in prediction.caveats
         if caveat.startswith("Only batch size 512 is predicted")
     ]
+
+
+@pytest.mark.cuda  # where torchvision is
+def test_all_boxes_are_kept_where_their_overlap_is_not_known():
+    ops = pytest.importorskip("torchvision.ops")
+
+    def loss(model, boxes):
+        scores = model(boxes).squeeze(-1)
+        kept = ops.nms(boxes, scores.detach(), 0.5)
+        return scores[kept].sum()
+
+    step = mc.TrainingStep(torch.nn.Linear(4, 1), torch.zeros(32, 4), loss=loss)
+    prediction = mc.predict(step, device="H200")
+    assert any("torchvision::nms has a shape" in caveat for caveat in prediction.caveats)
+    assert prediction.at(64).peak_allocated_bytes >= prediction.peak_allocated_bytes

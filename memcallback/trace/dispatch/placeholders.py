@@ -130,7 +130,7 @@ def placeholder_result(call: OpCall, bounds: Bounds) -> Any:
     """The largest possible result of an operator with a value-dependent shape."""
     if call.op is _aten._coalesce.default:
         return _coalesce(call.args[0], bounds)
-    rule = _SHAPES.get(call.op)
+    rule = _SHAPES.get(call.op) or _OF_LIBRARIES.get(call.operator)
     if rule is None:
         raise NoPlaceholder(
             f"{call.op} makes a tensor whose shape depends on values, for which no largest size is "
@@ -138,6 +138,11 @@ def placeholder_result(call: OpCall, bounds: Bounds) -> Any:
             "(repeat_interleave takes output_size, bincount minlength)."
         )
     return rule(*call.args, **call.kwargs)
+
+
+def _nms(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
+    """Every box is kept: none overlaps another."""
+    return boxes.new_empty(boxes.shape[0], dtype=torch.int64)
 
 
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,3 +224,4 @@ _SHAPES: dict[Any, Any] = {
     _aten.unique_dim.default: _unique_dim,
     _aten.bincount.default: _bincount,
 }
+_OF_LIBRARIES: dict[str, Any] = {"torchvision::nms": _nms}
