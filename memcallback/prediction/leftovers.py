@@ -13,8 +13,8 @@ from memcallback.core.torch_private import FakeTensor, FakeTensorMode
 from memcallback.step.copies.fakes import live_modes
 from memcallback.step.copies.program import own_modules
 
-#: Objects that are searched below all global variables.
-_MAX_OBJECTS = 1_000_000
+#: Objects that are searched below one global variable.
+_MAX_OBJECTS = 100_000
 
 
 def leftovers(known: Collection[FakeTensorMode]) -> list[str]:
@@ -43,8 +43,8 @@ def _holds_fakes(value: object, modes: set[int], seen: set[int]) -> bool:
     if id(value) in seen:
         return False
     seen.add(id(value))
-    queue = deque([value])
-    while queue and len(seen) < _MAX_OBJECTS:
+    queue, last = deque([value]), len(seen) + _MAX_OBJECTS
+    while queue and len(seen) < last:
         current = queue.popleft()
         if isinstance(current, FakeTensor) and id(current.fake_mode) in modes:
             return True

@@ -197,7 +197,7 @@ class Monitor:
             self._write_layout()
             return
         with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
-            self._recorder.also = list(make_step().beside().values())
+            self._recorder.count_beside(make_step().beside().values())
         device, device_name = device_or_error(meter.device), meter.device_name
         make = make_step
 

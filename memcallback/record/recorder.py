@@ -14,6 +14,7 @@ import torch
 from memcallback.core.module_table import ModuleInfo, ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, StepMemory
+from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.local import default_device
@@ -98,9 +99,6 @@ class MemoryRecorder:
 
     Attributes:
         out_of_memory: The report on the last out-of-memory error in a step; None if there was none.
-        also: Modules, and containers of tensors, beside the models: counted with their parameters
-            and buffers until the recorder is closed. The loggers fill it with what the step that
-            they predict has beside its model (see `TrainingStep`).
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
@@ -139,7 +137,7 @@ class MemoryRecorder:
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
-        self.also: list[object] = []
+        self._beside: list[weakref.ref[Any]] = []
         self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler
@@ -184,7 +182,7 @@ class MemoryRecorder:
             "history": copy(self.history),
             "_modules": [],
             "_optimizers": [],
-            "also": [],
+            "_beside": [],
             "_hooks": [],
             "_module_infos": None,
             "_open": None,
@@ -272,6 +270,17 @@ class MemoryRecorder:
         )
         return self._watch
 
+    def count_beside(self, items: Iterable[object]) -> None:
+        """Count modules, and tensors in containers, as parameters and buffers while they live.
+
+        Args:
+            items: What is on the device beside the models (see `TrainingStep`). The loggers call
+                this for the step that they predict.
+        """
+        for item in items:
+            parts = [item] if isinstance(item, torch.nn.Module) else tensors_in(item)
+            self._beside += map(weakref.ref, parts)
+
     def listen(self, listener: StepListener) -> None:
         """Call a listener at every step from now on, until the recorder is closed."""
         self._listeners.append(listener)
@@ -294,7 +303,7 @@ class MemoryRecorder:
         for listener in listeners:
             listener.close()
         self._watch, self._hooks, self._modules, self._optimizers = None, [], [], []
-        self.also = []
+        self._beside = []
 
     # What was recorded.
 
@@ -507,7 +516,7 @@ class MemoryRecorder:
             self._modules if counts_holdings else (),
             self._optimizers,
             self.meter.device,
-            self.also,
+            [one for reference in self._beside if (one := reference()) is not None],
         )
         self._open = OpenStep(
             batch,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memcallback.core.tensors import attributes, tensors_in, walk
+from memcallback.core.tensors import attributes, is_wrapper, tensors_in, walk
 from memcallback.core.validation import described
 from memcallback.step.copies.functions import (
     contents_of,
@@ -65,7 +65,9 @@ def beside(
         add(name, item)
     for name, value in _variables(model, functions):
         for module in walk([value], _parts):
-            if isinstance(module, nn.Module) and id(module) not in modules:
+            if not isinstance(module, nn.Module) or id(module) in modules:
+                continue
+            if _has_plain_tensors(module):
                 add(name, module)
     return found
 
@@ -76,7 +78,7 @@ def modules_held_by(owners: Iterable[object]) -> dict[str, nn.Module]:
         f"{type(owner).__name__}.{name}": value
         for owner in owners
         for name, value in attributes(owner).items()
-        if isinstance(value, nn.Module)
+        if isinstance(value, nn.Module) and _has_plain_tensors(value)
     }
 
 
@@ -99,6 +101,23 @@ def _tensors_of(item: object) -> Iterator[torch.Tensor]:
     if isinstance(item, nn.Module):
         return chain(item.parameters(), item.buffers())
     return tensors_in(item)
+
+
+def _has_plain_tensors(module: nn.Module) -> bool:
+    """Whether a module has tensors, and all are such that fakes can stand for them."""
+    tensors = [*_tensors_of(module)]
+    return (
+        bool(tensors)
+        and not any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+        and not any(
+            isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+            or tensor.layout not in (torch.strided, torch.sparse_coo)
+            or is_wrapper(type(tensor))
+            or tensor.is_nested
+            or tensor.is_quantized
+            for tensor in tensors
+        )
+    )
 
 
 def _parts(value: object) -> list[Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -169,9 +168,9 @@ class TrainingStep:
         if self.lightning is not None:
             return ()
         return tuple(
-            loss
-            if isinstance(loss, (FunctionType, MethodType, partial))
-            else MethodType(type(loss).__call__, loss)
+            MethodType(type(loss).__call__, loss)
+            if isinstance(vars(type(loss)).get("__call__"), FunctionType)
+            else loss
             for loss in self.losses
         )
 

@@ -162,6 +162,24 @@ class TraceMarks:
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
                         entry.module = module
 
+    def add_when_it_runs(self, name: str, module: nn.Module, *, is_host: bool) -> None:
+        """Record a module beside the model once a part of it runs: a program may not use it.
+
+        Of a container, which does not run itself, only the modules that do.
+        """
+        if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+            for child_name, child in module.named_children():
+                self.add_when_it_runs(f"{name}.{child_name}", child, is_host=is_host)
+            return
+        hooks: list[Any] = []
+
+        def add(*_: object) -> None:
+            while hooks:
+                hooks.pop().remove()
+            self.add_beside(name, module, is_host=is_host)
+
+        hooks += [part.register_forward_pre_hook(add) for part in module.modules()]
+
     def add_states(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Record optimizer state; a step count is on the host unless a kernel reads it."""
         with DisableTorchFunction():
@@ -221,6 +239,11 @@ class TraceMarks:
         self._ledger.start_step()
         yield
         self._ledger.end_step()
+
+    @property
+    def num_reads(self) -> int:
+        """How often the program has read values that are known."""
+        return self._mode.values.num_reads
 
     def here(self) -> Place:
         """What was recorded so far."""

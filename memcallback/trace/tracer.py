@@ -127,7 +127,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
         _ONE_AT_A_TIME,
         untouched_globals(),
         untouched_variables(step.model, step.losses),
-        patched(value_patches(mode.assumed)),
+        patched(value_patches(mode)),
         patched(triton_patches()),
     ):
         mode.calibrate()
@@ -214,7 +214,8 @@ class _Tracer:
         else:
             self._parallelize(self._ranks)
         for name, it in self._beside.items():
-            self.marks.add_beside(name, it, is_host=self._is_beside_on_host[name])
+            add = self.marks.add_beside if name in step.also else self.marks.add_when_it_runs
+            add(name, it, is_host=self._is_beside_on_host[name])
         optimizers = self._optimizers()
         self._infos = self.marks.module_infos()
         training = Training(

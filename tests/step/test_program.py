@@ -4,6 +4,9 @@ import builtins
 import importlib
 import sys
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from memcallback.step.copies.program import untouched_program
 
 #: So much data in a variable before the one that a step changes.
@@ -38,26 +41,31 @@ def test_a_module_that_is_imported_meanwhile_is_imported_again(tmp_path, monkeyp
         assert IMPORTED == []
 
 
-def test_what_a_trace_leaves_in_a_librarys_cache_is_gone(tmp_path, monkeypatch):
+def test_fakes_that_a_trace_leaves_in_a_librarys_caches_are_gone(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "cached_masks"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         "import functools\n"
+        "import torch\n"
         "TABLE, MASKS = {'a': 1}, {}\n"
         "@functools.lru_cache\n"
         "def made(number):\n"
-        "    return [number]\n"
+        "    return [torch.ones(number)]\n"
+        "@functools.lru_cache\n"
+        "def registered():\n"
+        "    return 'once'\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     import cached_masks
 
-    table = cached_masks.TABLE
-    with untouched_program():
-        cached_masks.MASKS["size"] = 8
+    with untouched_program(), FakeTensorMode():
+        cached_masks.MASKS["size"] = torch.ones(8)
         cached_masks.TABLE["b"] = 2
         cached_masks.made(1)
+        cached_masks.registered()
     assert cached_masks.MASKS == {}
-    assert table is cached_masks.TABLE
-    assert table == {"a": 1}
+    # What is registered once stays so.
+    assert cached_masks.TABLE == {"a": 1, "b": 2}
+    assert cached_masks.registered.cache_info().currsize == 1
     assert cached_masks.made.cache_info().currsize == 0
     monkeypatch.delitem(sys.modules, "cached_masks")

@@ -1,6 +1,8 @@
 """What is on the device beside the model: a teacher in the loss, an average of the weights."""
 
 import functools
+import gc
+import weakref
 
 import lightning.pytorch as L
 import pytest
@@ -226,3 +228,99 @@ def test_what_is_measured_counts_it_too(tmp_path):
     assert start.by_category[Category.PARAMETER] == parameter_bytes(callback.prediction)
     # Lightning keeps a few numbers of its own, of at most 16 bytes together.
     assert 0 <= measured.peak_allocated_bytes - callback.prediction.peak_allocated_bytes <= 16
+
+
+class Metrics(L.Callback):
+    """Holds modules without tensors, and one whose size is not known yet."""
+
+    def __init__(self):
+        self.loss, self.lazy = nn.MSELoss(), nn.LazyLinear(3)
+
+
+def test_what_callbacks_hold_is_no_reason_to_fail(tmp_path):
+    callback = mc.MemoryCallback(device=CARD, wait_for_prediction=True)
+    trainer = L.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        callbacks=[Metrics(), callback],
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader([[BATCH[0]]] * 32, batch_size=16))
+    assert isinstance(callback.prediction, mc.Prediction)
+
+
+ZOO = {"small": network(64), "large": network(4096), "lazy": nn.LazyLinear(3)}
+
+
+def test_of_the_models_that_a_loss_could_reach_those_are_counted_that_run():
+    model = network(256)
+    found = predicted(model, lambda model, batch: distilled(model, batch, ZOO["small"]))
+    assert parameter_bytes(found) == num_bytes(model) + num_bytes(ZOO["small"])
+
+
+LAST = None
+
+
+def remember(outputs):
+    global LAST
+    LAST = outputs.detach()
+
+
+def remembering(model, batch):
+    remember(GLOBAL_TEACHER(batch))
+    return F.mse_loss(model(batch), LAST)
+
+
+def test_functions_see_the_variables_that_others_write():
+    model = network(256)
+    assert parameter_bytes(predicted(model, remembering)) == num_bytes(model) + num_bytes(
+        GLOBAL_TEACHER
+    )
+
+
+class Logging(Distilling):
+    """Keeps a history, as trainers do."""
+
+    def __init__(self, model, teacher):
+        super().__init__(model, teacher)
+        self.history = {"loss": []}
+
+    def loss(self, model, batch):
+        value = super().loss(model, batch)
+        self.history["loss"].append(value.detach())
+        return value
+
+
+def test_the_history_of_a_trainer_of_ones_own_is_as_it_was():
+    model = network(256)
+    trainer = Logging(model, GLOBAL_TEACHER)
+    step = mc.TrainingStep(model, BATCH, loss=trainer.loss, optimizer=torch.optim.AdamW)
+    mc.predict(step, device=CARD, isolate=False)
+    assert trainer.history == {"loss": []}
+
+
+class LossTable(dict):
+    """A loss that is a kind of dictionary."""
+
+    def __call__(self, model, batch):
+        return distilled(model, batch, self.teacher)
+
+
+def test_a_loss_of_a_special_kind_is_predicted():
+    loss = LossTable()
+    loss.teacher = GLOBAL_TEACHER
+    assert isinstance(predicted(network(256), loss), mc.Prediction)
+
+
+def test_a_model_that_is_dropped_is_not_kept_alive():
+    recorder = mc.MemoryRecorder(network(8))
+    teacher = network(8)
+    recorder.count_beside([teacher])
+    alive = weakref.ref(teacher)
+    del teacher
+    gc.collect()
+    assert alive() is None

@@ -70,6 +70,27 @@ READINGS = {
         ),
         5,
     ),
+    "number counted up": (lambda model, lengths: int(torch.tensor(1).add_(1)), 2),
+    "constant counted up": (
+        lambda model, lengths: (
+            (counts := torch.tensor([1, 2, 3], device=lengths.device)).add_(1)[1:].add_(1)
+            is not None
+            and int(counts.sum())
+        ),
+        2 + 4 + 5,
+    ),
+    "part of a constant": (
+        lambda model, lengths: (y := torch.tensor([1, 2]))[0].add_(5) is not None and int(y.sum()),
+        8,
+    ),
+    "filled": (
+        lambda model, lengths: int(torch.empty(3, dtype=torch.int64).fill_(4).sum()),
+        12,
+    ),
+    "written by way of NumPy": (
+        lambda model, lengths: (x := torch.ones(3)).numpy().fill(5) is None and int(x.sum()),
+        15,
+    ),
     "counted on the host": (lambda model, lengths: int(torch.arange(4).cumsum(0)[-1]), 6),
 }
 
@@ -133,6 +154,57 @@ def test_a_larger_batch_repeats_the_samples():
         device=CARD,
     )
     assert prediction.at(16).peak_allocated_bytes == whole.peak_allocated_bytes
+
+
+def test_memory_that_is_not_written_and_data_that_is_exchanged_are_not_known():
+    def empty(model, lengths):
+        return 3 + int(torch.empty(3, dtype=torch.int64).max())
+
+    def exchanged(model, lengths):
+        known = torch.zeros(3)
+        known.data = model.net.weight[0, :3].detach().cpu()
+        return 3 + int(known.sum())
+
+    for rows_of in (empty, exchanged):
+        rows, prediction = num_rows(rows_of)
+        assert max(rows) <= 4
+        assert any("reads a value" in caveat for caveat in prediction.caveats)
+
+
+def test_a_generator_of_the_users_is_as_it_was():
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+
+    def rows_of(model, lengths):
+        return 1 + int(10 * torch.rand(1, generator=generator))
+
+    step = mc.TrainingStep(Sized(rows_of), LENGTHS, loss=lambda model, batch: model(batch))
+    mc.predict(step, device=CARD, isolate=False)
+    assert torch.equal(generator.get_state(), before)
+
+
+class Counting(nn.Module):
+    """Takes much memory in one of the batches of an update, as a buffer on the host counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch):
+        self.count += 1
+        out = self.net(batch)
+        if int(self.count) % 8 == 6:
+            out = out + out.new_zeros(50_000_000)[:1]
+        return out.sum()
+
+
+def test_batches_of_an_update_in_which_values_differ_are_all_run():
+    step = mc.TrainingStep(
+        Counting(), torch.ones(4, 64), loss=lambda model, batch: model(batch), accumulate=8
+    )
+    peaks = [one.peak_allocated_bytes for one in mc.predict(step, device=CARD).steps]
+    assert max(peaks) > 200_000_000 > min(peaks)
 
 
 def test_values_of_a_large_batch_are_not_read():

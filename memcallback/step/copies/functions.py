@@ -46,12 +46,26 @@ class FunctionCopies:
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[object] = ()) -> None:
         modules, functions = list(modules), list(functions)
         self._parts = {id(part) for module in modules for part in (module, *_tensors(module))}
+        reached = functions_of(modules, functions)
+        holding = [function for function in reached if self._holds(function)]
+        #: Namespaces that get a copy, in which functions see what the others write.
+        self._spaces = {
+            id(function.__globals__)
+            for function in holding
+            if any(self._holds(function.__globals__[name]) for name in _global_names(function))
+        }
         self._functions = [
-            function for function in functions_of(modules, functions) if self._holds(function)
+            function
+            for function in reached
+            if function in holding or id(function.__globals__) in self._spaces
         ]
         self._copies: list[FunctionType] = []
         owners = {id(owner): owner for owner in map(owner_of, functions) if owner is not None}
-        self._owners = [owner for owner in owners.values() if self._held_by(owner)]
+        self._owners = [
+            owner
+            for owner in owners.values()
+            if self._held_by(owner) and type(owner).__new__ is object.__new__
+        ]
         #: What holds no part is shared, and not copied by `copy.deepcopy`.
         self._shared = [
             shared
@@ -62,12 +76,13 @@ class FunctionCopies:
     def begin(self, memo: dict[int, Any]) -> None:
         """Put copies with empty closures into the memo of `copy.deepcopy`."""
         cells: dict[int, CellType] = {}
-        self._copies = [self._empty(function, cells) for function in self._functions]
+        spaces: dict[int, dict[str, Any]] = {}
+        self._copies = [self._empty(function, cells, spaces) for function in self._functions]
         memo.update(zip(map(id, self._functions), self._copies, strict=True))
         memo.update((id(shared), shared) for shared in self._shared)
         for owner in self._owners:
             copied = memo[id(owner)] = object.__new__(type(owner))
-            vars(copied).update(vars(owner))
+            vars(copied).update((name, _fresh(value)) for name, value in vars(owner).items())
 
     def complete(self, memo: dict[int, Any]) -> None:
         """Fill the copies with the parts that were copied since."""
@@ -79,20 +94,30 @@ class FunctionCopies:
                 if self._holds(getattr(function, name)):
                     setattr(copied, name, copy.deepcopy(getattr(function, name), memo))
             for name in _global_names(function):
-                if self._holds(function.__globals__[name]):
+                is_ours = id(function.__globals__) in self._spaces
+                if is_ours and self._holds_or_is_copied(function.__globals__[name]):
                     copied.__globals__[name] = copy.deepcopy(function.__globals__[name], memo)
         for owner in self._owners:
             vars(memo[id(owner)]).update(
                 (name, copy.deepcopy(vars(owner)[name], memo)) for name in self._held_by(owner)
             )
 
-    def _empty(self, function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
+    def _holds_or_is_copied(self, value: object) -> bool:
+        return self._holds(value) or any(value is function for function in self._functions)
+
+    def _empty(
+        self,
+        function: FunctionType,
+        cells: dict[int, CellType],
+        spaces: dict[int, dict[str, Any]],
+    ) -> FunctionType:
         closure = tuple(
             cells.setdefault(id(cell), CellType()) if self._holds(cell_contents(cell)) else cell
             for cell in function.__closure__ or ()
         )
-        is_global = any(self._holds(function.__globals__[name]) for name in _global_names(function))
-        variables = dict(function.__globals__) if is_global else function.__globals__
+        variables = function.__globals__
+        if id(variables) in self._spaces:
+            variables = spaces.setdefault(id(variables), dict(variables))
         copied = FunctionType(
             function.__code__, variables, function.__name__, function.__defaults__, closure
         )
@@ -113,6 +138,19 @@ class FunctionCopies:
             for name, value in attributes.items()
             if not isinstance(value, torch.optim.Optimizer) and self._holds(value)
         ]
+
+
+def _fresh(value: Any) -> Any:
+    """A copy of a container, and of those in it, whose other contents are shared."""
+    if type(value) not in _WRITABLE or len(value) > _MAX_ITEMS:
+        return value
+    copied = copy.copy(value)
+    if isinstance(copied, dict):
+        copied.update((key, _fresh(item)) for key, item in value.items())
+    elif isinstance(copied, (list, deque)):
+        copied.clear()
+        copied.extend(map(_fresh, value))
+    return copied
 
 
 @contextmanager

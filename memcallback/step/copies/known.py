@@ -10,7 +10,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memcallback.core.tensors import tensors_in
-from memcallback.core.torch_private import DisableTorchFunction, FakeTensor, no_dispatch
+from memcallback.core.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    no_dispatch,
+    storage_id,
+)
 from memcallback.isolation.child import is_in_child
 
 #: Values of larger tensors are not kept.
@@ -22,7 +27,8 @@ _read = WeakIdKeyDictionary()
 
 def set_values(fake: torch.Tensor, real: torch.Tensor) -> None:
     """Let a fake have the values of a tensor on the host, which nobody else may change."""
-    setattr(fake, _ATTRIBUTE, real)
+    if fake.constant is None:  # type: ignore[attr-defined]
+        setattr(fake, _ATTRIBUTE, (real, storage_id(fake.untyped_storage())))
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -31,7 +37,11 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor if is_small_on_host(tensor) else None
     if tensor.constant is not None:
         return tensor.constant
-    return getattr(tensor, _ATTRIBUTE, None)
+    real, number = getattr(tensor, _ATTRIBUTE, (None, None))
+    # The program may have given the tensor other data.
+    if real is None or number != storage_id(tensor.untyped_storage()):
+        return None
+    return real  # type: ignore[no-any-return]
 
 
 def read_from_device(batch: object) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from memcallback.core.code_lines import is_framework, is_library
+from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import FakeTensor
 
 #: Kinds of one's own restore themselves, or not: their methods may do anything.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -20,6 +24,7 @@ _MAX_CONTAINERS = 10_000
 #: A dictionary of a library with more in it is a table rather than a cache.
 _MAX_CACHED = 1000
 _LRU_CACHE: Any = type(functools.lru_cache(len))
+_ABSENT = object()
 _Restore = Callable[[], object]
 
 
@@ -70,10 +75,13 @@ def _modules_with_files() -> list[tuple[ModuleType, str]]:
 
 
 def _of_caches(module: ModuleType, seen: set[int]) -> Iterator[_Restore]:
-    """Restore a module's own dictionaries and caches, where anything was added to them."""
+    """Take fake tensors out of a module's own dictionaries and caches.
+
+    Other entries stay: what they stand for, such as an operator that is registered, stays too.
+    """
     for value in vars(module).values():
         if isinstance(value, _LRU_CACHE):
-            yield _of_cache(value)
+            yield partial(_clear_of_fakes, value)
         elif type(value) is dict and len(value) <= _MAX_CACHED and id(value) not in seen:
             seen.add(id(value))
             yield _of_growth(value)
@@ -83,11 +91,23 @@ def _of_growth(cache: dict[Any, Any]) -> _Restore:
     before = cache.copy()
 
     def restore() -> None:
-        if len(cache) != len(before):
-            cache.clear()
-            cache.update(before)
+        for key, value in list(cache.items()):
+            if before.get(key, _ABSENT) is not value and _holds_fakes(value):
+                if key in before:
+                    cache[key] = before[key]
+                else:
+                    del cache[key]
 
     return restore
+
+
+def _clear_of_fakes(cache: Any) -> None:
+    if any(map(_holds_fakes, gc.get_referents(cache))):
+        cache.cache_clear()
+
+
+def _holds_fakes(value: object) -> bool:
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
 
 
 def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore]:

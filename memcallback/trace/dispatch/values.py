@@ -41,16 +41,33 @@ _OPEN = frozenset(
         _aten.new_empty_strided.default,
     }
 )
+#: Operators that write a whole tensor, whatever was in it.
+_FILLS = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for name in ("fill_", "zero_", "copy_", "uniform_", "normal_", "random_", "exponential_")
+    for overload in getattr(_aten, name).overloads()
+    if overload != "out"
+)
+#: Larger numbers would make tensors that are not worth it.
+_MAX_LENGTH = 10_000_000
+#: A trace puts another class in its place.
+_GENERATOR = torch.Generator
 _CPU = torch.device("cpu")
 _UNKNOWN = object()
 
 
 class KnownValues:
-    """Follows the values of small fake tensors through the operators of a trace."""
+    """Follows the values of small fake tensors through the operators of a trace.
+
+    Attributes:
+        num_reads: How often the program has read one.
+    """
 
     def __init__(self) -> None:
         #: Storages that unknown values were written to, by number. Kept, so that no other gets it.
         self._overwritten: dict[int, torch.UntypedStorage] = {}
+        self.num_reads = 0
+        self._generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, on the host; None if they are not known."""
@@ -62,11 +79,20 @@ class KnownValues:
     def read(self, call: OpCall) -> Any:
         """What an operator reads that returns a number; None if it is not known."""
         value = self._run(call)
-        return None if value is _UNKNOWN else value
+        if value is _UNKNOWN:
+            return None
+        self.num_reads += 1
+        return value
 
     def shaped(self, call: OpCall) -> Any:
         """Outputs of an operator whose shapes follow from known values; None if they do not."""
         first = call.inputs[0]
+        for tensor in call.inputs:
+            values = self.get(tensor)
+            if values is not None and not values.is_floating_point():
+                with no_dispatch():
+                    if int(values.abs().sum()) > _MAX_LENGTH:
+                        return None
         result = self._run(call)
         if result is _UNKNOWN:
             return None
@@ -76,14 +102,19 @@ class KnownValues:
 
     def follow(self, call: OpCall, *, is_host: bool) -> None:
         """Compute the values of a call's results where those of its arguments are known."""
-        op, outputs = call.op, call.outputs
-        if not outputs and not schema_of(op).is_mutable:
+        op, outputs, written = call.op, call.outputs, [*_written(call)]
+        if not outputs and not written:
+            return
+        # PyTorch itself has changed these.
+        if any(isinstance(t, FakeTensor) and t.constant is not None for t in written):
             return
         if op.namespace == "aten" and all(o.numel() <= MAX_KNOWN for o in outputs):
             is_random = torch.Tag.nondeterministic_seeded in op.tags
             if (is_host or not (is_random or op in _OPEN)) and self._computed(call):
+                for tensor in outputs if op in _OPEN else ():
+                    self.overwrite(tensor)  # until the program has written to it
                 return
-        for tensor in _written(call):
+        for tensor in written:
             self.overwrite(tensor)
 
     def _computed(self, call: OpCall) -> bool:
@@ -91,6 +122,11 @@ class KnownValues:
         args = None
         if call.op in _OF_SHAPES or call.op in _OPEN:
             args = tree_map_only(torch.Tensor, _of_shape, tuple(call.args))
+        if call.op in _FILLS and (whole := self._whole(call.inputs[0])) is not None:
+            args = (whole, *call.args[1:])
+            if any(self.get(tensor) is None for tensor in call.inputs[1:]):
+                return False
+            self._overwritten.pop(storage_id(whole.untyped_storage()), None)
         result = self._run(call, args)
         if result is _UNKNOWN:
             return False
@@ -99,8 +135,11 @@ class KnownValues:
         if len(results) != len(fakes):
             return False
         for fake, real in zip(fakes, results, strict=True):
-            is_alike = isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor)
-            if is_alike and fake.shape == real.shape and fake.dtype is real.dtype:
+            if not (isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor)):
+                continue
+            if fake.layout is not torch.strided or real.layout is not torch.strided:
+                continue
+            if fake.shape == real.shape and fake.dtype is real.dtype:
                 set_values(fake, real)
         return True
 
@@ -112,8 +151,27 @@ class KnownValues:
             args = call.args
         # Bad values fail here, as they do in a training.
         with suppress(Exception), DisableTorchFunction(), no_dispatch(), torch.no_grad():
-            return call.op(*_on_host(args, self), **_on_host(call.kwargs, self))
+            return call.op(*self._on_host(args), **self._on_host(call.kwargs))
         return _UNKNOWN
+
+    def _on_host(self, arguments: Any) -> Any:
+        """Arguments with the values of tensors, the host for devices, and our own generators."""
+        arguments = tree_map_only(torch.Tensor, self.get, arguments)
+        arguments = tree_map_only(_GENERATOR, self._own_generator, arguments)
+        return tree_map_only(torch.device, lambda _: _CPU, arguments)
+
+    def _own_generator(self, generator: torch.Generator) -> torch.Generator:
+        """A generator of the trace's own, which begins as the user's stands."""
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = generator, generator.clone_state()
+        return self._generators[id(generator)][1]
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor keeps for its values, if it is all of its storage; else None."""
+        real = values_of(tensor)
+        if real is None or real.numel() * real.element_size() != real.untyped_storage().nbytes():
+            return None
+        return real
 
     def overwrite(self, tensor: torch.Tensor) -> None:
         """Unknown values are written to a tensor."""
@@ -121,12 +179,6 @@ class KnownValues:
         if real is not None:
             storage = real.untyped_storage()
             self._overwritten[storage_id(storage)] = storage
-
-
-def _on_host(arguments: Any, values: KnownValues) -> Any:
-    """Arguments with the values of tensors, and the host for every device."""
-    arguments = tree_map_only(torch.Tensor, values.get, arguments)
-    return tree_map_only(torch.device, lambda _: _CPU, arguments)
 
 
 def _of_shape(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,9 @@ import torch
 
 from memcallback.core.code_lines import is_library
 from memcallback.core.tensors import attributes
+from memcallback.core.torch_private import FakeTensor, no_dispatch
 from memcallback.step.copies.functions import cell_contents, hooks_of, outer_variables
+from memcallback.step.copies.known import values_of
 from memcallback.step.hooks import Hook
 
 #: Values that are compared as they are.
@@ -71,20 +73,33 @@ _PLAIN = {
     Exception,
 }
 #: Attributes of every fake tensor, besides its user's.
-_OF_FAKES = {"_fake_device", "constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor"}
+_OF_FAKES = {
+    "_memcallback_values",
+    "_fake_device",
+    "constant",
+    "dispatch_keys",
+    "fake_mode",
+    "pytype",
+    "real_tensor",
+}
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 #: Objects at most. Past them the state counts as unknown, and comparing would take too long.
 _MAX_OBJECTS = 200_000
 _MAX_ARRAY_BYTES = 1_000_000
 
 
-def python_state(roots: Iterable[object]) -> list[object] | None:
+def python_state(roots: Iterable[object], *, has_values: bool = False) -> list[object] | None:
     """All that can be reached from some objects, as values and structure; None if it is unknown.
 
-    Two equal states mean that the same code would do the same: tensors of a trace have no values.
+    Two equal states mean that the same code would do the same. Values of tensors and PyTorch's
+    random numbers are among it only with `has_values`, for programs that read them: others count
+    batches (batch norm) and draw numbers (dropout) in vain.
     What cannot be looked into (an iterator, an object of an extension) makes the state unknown.
     """
     state: list[object] = [random.getstate()]
+    if has_values:
+        with no_dispatch():
+            state.append(torch.default_generator.get_state().numpy().tobytes())
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state += [kind, keys.tobytes(), *rest]
@@ -102,6 +117,8 @@ def python_state(roots: Iterable[object]) -> list[object] | None:
             state.append(seen[id(value)][0])
         else:
             children = _children(value)
+            if has_values and isinstance(value, FakeTensor):
+                children = [*(children or ()), _bytes_of(value)]
             if children is None or len(seen) > _MAX_OBJECTS:
                 return None
             seen[id(value)] = len(seen), value
@@ -165,6 +182,15 @@ def _of_tensor(tensor: torch.Tensor) -> list[object]:
         None if values is None else _Same(values, values._version),
         *(part for item in vars(tensor).items() if item[0] not in _OF_FAKES for part in item),
     ]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes | None:
+    """The values of a tensor, where they are known."""
+    known = values_of(tensor)
+    if known is None:
+        return None
+    with no_dispatch():
+        return known.detach().reshape(-1).clone().view(torch.uint8).numpy().tobytes()
 
 
 class _Same:

@@ -22,10 +22,12 @@ class Repeats:
         self._training = training
         self._places: list[Place] = []
         self._state: list[object] | None = None
+        self._num_reads = 0
 
     def begin(self, num_left: int) -> None:
         """The first batch is over, and so many follow, the last one with the update."""
         # With fewer nothing is left to repeat once two are the same.
+        self._num_reads = self._training.marks.num_reads
         if num_left > 3 and self._training.step.ranks is None:
             self._places.append(self._training.marks.here())
 
@@ -48,5 +50,6 @@ class Repeats:
     def _python_state(self) -> list[object] | None:
         training = self._training
         return python_state(
-            [training.model, training.optimizers, training.losses, training.step.lightning]
+            [training.model, training.optimizers, training.losses, training.step.lightning],
+            has_values=training.marks.num_reads > self._num_reads,
         )

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import memcallback
 from memcallback.core.errors import CompiledCodeError
+from memcallback.core.torch_private import no_dispatch
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
@@ -38,7 +39,7 @@ _BETWEEN = (
 )
 
 
-def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
+def value_patches(mode: TraceMode) -> Iterator[Patch]:
     """Leave random states alone, move modules of fakes, read fakes as NumPy arrays of zeros.
 
     Apply these outside of any fake mode. Other threads may be drawing random numbers meanwhile.
@@ -50,7 +51,7 @@ def value_patches(assumed: dict[str, None]) -> Iterator[Patch]:
         yield module, "manual_seed", lambda seed: torch.default_generator
         yield module, "seed", lambda: torch.default_generator.initial_seed()
     yield nn.Module, "_apply", _apply
-    yield FakeTensor, "numpy", _numpy(assumed)
+    yield FakeTensor, "numpy", _numpy(mode)
     yield FakeTensor, "data_ptr", _address(torch.Tensor.data_ptr)
 
 
@@ -94,7 +95,7 @@ def _apply(
     return module
 
 
-def _numpy(assumed: dict[str, None]) -> Callable[..., numpy.ndarray[Any, Any]]:
+def _numpy(mode: TraceMode) -> Callable[..., numpy.ndarray[Any, Any]]:
     def zeros(tensor: torch.Tensor, *, force: bool = False) -> numpy.ndarray[Any, Any]:
         import numpy
 
@@ -103,7 +104,14 @@ def _numpy(assumed: dict[str, None]) -> Callable[..., numpy.ndarray[Any, Any]]:
                 "Can't call numpy() on Tensor that requires grad. "
                 "Use tensor.detach().numpy() instead."
             )
-        assumed["Tensor.numpy reads values: zeros were used"] = None
+        with torch._C.DisableTorchFunction():
+            values = mode.values.get(tensor)
+        if values is not None:
+            mode.values.num_reads += 1
+            with no_dispatch():
+                known: numpy.ndarray[Any, Any] = values.numpy()  # what is written there is seen
+            return known
+        mode.assumed["Tensor.numpy reads values: zeros were used"] = None
         return numpy.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     return zeros
