@@ -129,6 +129,8 @@ class MemoryTrainerCallback(TrainerCallback):
         self._watch: Watch | None = None
         self._state: Any = None
         self._make_step: Callable[[Mapping[str, Any], Loss | None], TrainingStep] | None = None
+        #: The Trainer's `compute_loss`, while it trains.
+        self._found_loss: Loss | None = None
         self._is_broken = False
 
     @property
@@ -159,6 +161,7 @@ class MemoryTrainerCallback(TrainerCallback):
             "_watch": None,
             "_state": None,
             "_make_step": None,
+            "_found_loss": None,
             "_is_broken": False,
         }
 
@@ -210,12 +213,16 @@ class MemoryTrainerCallback(TrainerCallback):
         monitor, make_step = self._monitor, self._make_step
         assert monitor is not None
         assert make_step is not None
-        loss = self._loss
         whole: Mapping[str, Any] = inputs
-        if loss is None and (found := _training_step_here()) is not None:
+        make_simpler = None
+        if self._loss is None and (found := _training_step_here()) is not None:
             trainer, whole, num_items = found
-            loss = partial(trainer.compute_loss, num_items_in_batch=num_items)
-        monitor.begin(lambda: make_step(whole, loss), model=model, batch=whole)
+            self._found_loss = partial(trainer.compute_loss, num_items_in_batch=num_items)
+            make_simpler = partial(make_step, inputs, None)
+        loss = self._loss or self._found_loss
+        monitor.begin(
+            lambda: make_step(whole, loss), model=model, batch=whole, make_simpler=make_simpler
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""
@@ -264,7 +271,8 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
         """As `StepListener`."""
         if self._monitor is not None:
-            make_step, loss, inputs = self._make_step, self._loss, _inputs_in(error)
+            make_step, inputs = self._make_step, _inputs_in(error)
+            loss = self._loss or self._found_loss
             self._monitor.on_out_of_memory(
                 report,
                 make_step=None
@@ -297,7 +305,7 @@ class MemoryTrainerCallback(TrainerCallback):
 
     def _release(self) -> None:
         """Remove all hooks on model and optimizer, and flush the writers."""
-        self._watch = self._make_step = None
+        self._watch = self._make_step = self._found_loss = None
         if self.recorder is not None:
             self.recorder.close()
         if self._monitor is not None:

@@ -29,10 +29,13 @@ def predict_or_warn(
     capacity_bytes: int | None,
     say: Callable[[str], None],
     without: str,
+    make_simpler: Callable[[], TrainingStep] | None = None,
 ) -> StepPrediction | None:
     """Predict a training's step in this process. Never raises: failures become warnings.
 
     The device may be the error that finding it has raised: then the textbook law is what is left.
+    `make_simpler` makes a step that is traced if the other cannot be: one with the model's own
+    loss.
     """
     try:
         step = make_step()
@@ -51,6 +54,14 @@ def predict_or_warn(
     except ENDS as error:  # whatever a user's model does on fake tensors, training goes on
         raise_if_meant(error)
         reason = reason_of(error)
+    if make_simpler is not None and not isinstance(device, Exception):
+        try:
+            prediction = traced(make_simpler(), device, say)
+        except ENDS as error:  # as above
+            raise_if_meant(error)
+        else:
+            warn_and_go_on(f"{reason} Predicted is the step with the loss that the model returns.")
+            return prediction
     try:
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
     except ENDS as error:  # the model's code runs again

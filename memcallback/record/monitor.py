@@ -179,8 +179,11 @@ class Monitor:
         batch: object = None,
         more: More = nothing_more,
         on_predicted: OnPredicted = nothing_to_do,
+        make_simpler: Callable[[], TrainingStep] | None = None,
     ) -> None:
         """Begin to predict the first step, which is about to begin.
+
+        `make_simpler` makes the step that is traced if the other one cannot be.
 
         `more(prediction, say)` computes what else is to be known, in the same child; when both are
         here, `on_predicted` is called with them.
@@ -211,6 +214,7 @@ class Monitor:
                     capacity_bytes=settings.capacity_bytes,
                     say=say,
                     without=settings.without_prediction,
+                    make_simpler=make_simpler,
                 )
             return prediction, more(prediction, say)
 

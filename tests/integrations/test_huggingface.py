@@ -217,6 +217,23 @@ def test_a_loss_of_the_trainers_own_is_found(tmp_path):
     assert labels(callback) == [[F, B, O]] * 6
 
 
+class CountsSigns(Trainer):
+    """Makes a tensor of a length that only values on the device tell."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        signs = (model.lm_head.weight.flatten()[:2] > 0).long()
+        assert len(torch.bincount(signs)) > 0
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+def test_where_the_trainers_loss_cannot_be_traced_the_models_own_is(tmp_path):
+    callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
+    with pytest.warns(MemoryWarning, match="Predicted is the step with the loss that the model"):
+        train(tmp_path, callback, kind=CountsSigns)
+    assert isinstance(callback.prediction, mc.Prediction)
+    assert labels(callback) == [[F, B, O]] * 6
+
+
 class Distilling(Trainer):
     """Has a teacher, as trainers of preferences have a reference model."""
 
