@@ -10,6 +10,7 @@ from typing import Any
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_MULTIPLE, whole_number
+from memcallback.prediction.search import gap_sentence
 
 _NUM_RANKS_NAMED = 8
 
@@ -116,10 +117,12 @@ class BatchSizeAdvice(Printable):
         batch_size: The suggestion: the largest within the bounds; 0 if not even one sample is sure
             to fit.
         largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
-        limit: The most samples that fit at all, with nothing kept free; None if unlimited, or
-            without a traced step.
-        limit_without_retry: The most samples that fit with nothing kept free and without a retry of
-            the allocator; None if unlimited.
+        limit: The most samples that fit at all, with nothing kept free, below the first size known
+            to fail; None if unlimited, or without a traced step.
+        limit_without_retry: The most samples up to `limit` that fit with nothing kept free and
+            without a retry of the allocator; None if unlimited.
+        limit_fits_again: A size above `limit` that fits although the next one does not; None if
+            none is known.
         limit_without_retry_peak_bytes: The peak there; None if there is no such limit, or it is 0.
         curve: The expected peak in bytes at each power of two up to twice the suggestion, and at
             the current and the suggested size.
@@ -135,6 +138,9 @@ class BatchSizeAdvice(Printable):
             else they are predicted.
         basis: Where the peaks come from, in a sentence without its period.
         leaves_out: What is not included, as parts of a sentence.
+        architecture_of: The card whose architecture decided workspaces and kernels, where only a
+            capacity was given; None for a card's own.
+        caveats: What else was assumed of the device, one sentence each.
         by_sequence_length: The batch size for sequences of each of these lengths, where they were
             asked for; the advice itself is for the longest.
         by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
@@ -157,6 +163,9 @@ class BatchSizeAdvice(Printable):
     basis: str
     leaves_out: tuple[str, ...]
     bounds: BatchSizeBounds = DEFAULT_BOUNDS
+    architecture_of: str | None = None
+    caveats: tuple[str, ...] = ()
+    limit_fits_again: int | None = None
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
     by_rank: tuple[RankBatchSize, ...] = ()
     fits_at: InitVar[Callable[[int], bool] | None] = None
@@ -252,9 +261,14 @@ class BatchSizeAdvice(Printable):
         return (
             f"Largest batch size: {self.batch_size:,} ({_times(self.multiple)}x the current "
             f"{self.current_batch_size:,}{self._rounding()}). Limit: "
-            f"{format_bytes(self.capacity_bytes)} minus {100 * self.headroom:g} % headroom. "
-            f"{self.basis}."
+            f"{format_bytes(self.capacity_bytes)} minus {100 * self.headroom:g} % headroom"
+            f"{self._architecture()}. {self.basis}."
         )
+
+    def _architecture(self) -> str:
+        if self.architecture_of is None:
+            return ""
+        return f", with the architecture of {self.architecture_of}"
 
     def _rounding(self) -> str:
         """Why the suggestion is smaller than what fits."""
@@ -305,6 +319,8 @@ class BatchSizeAdvice(Printable):
             lines.append(
                 f"With nothing kept free, {self.limit_without_retry:,} fit without a retry{at_all}."
             )
+        if self.limit is not None and self.limit_fits_again is not None:
+            lines.append(gap_sentence(self.limit, self.limit_fits_again))
         if self.bounds.world_size > 1:
             lines.append(
                 f"{self.bounds.world_size} ranks: {self.global_batch_size:,} samples in total."
@@ -323,6 +339,7 @@ class BatchSizeAdvice(Printable):
             for kind in self.by_rank
         ]
         lines.append(f"Not included: {'; '.join(self.leaves_out)}.")
+        lines += self.caveats
         return Document(*lines, self.to_table())
 
     def to_dict(self) -> dict[str, Any]:
@@ -333,6 +350,7 @@ class BatchSizeAdvice(Printable):
             "largest_batch_size": self.largest,
             "limit_without_retry_batch_size": self.limit_without_retry,
             "limit_batch_size": self.limit,
+            "limit_fits_again_batch_size": self.limit_fits_again,
             "current_batch_size": self.current_batch_size,
             "world_size": self.bounds.world_size,
             "num_microbatches": self.bounds.num_microbatches,
@@ -344,6 +362,8 @@ class BatchSizeAdvice(Printable):
             "is_measured": self.is_measured,
             "basis": self.basis,
             "leaves_out": list(self.leaves_out),
+            "architecture_of": self.architecture_of,
+            "caveats": list(self.caveats),
             "curve": [{"batch_size": size, "peak_bytes": peak} for size, peak in self.curve],
             "by_sequence_length": [
                 {"sequence_length": length, "batch_size": batch_size}

@@ -17,9 +17,10 @@ from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, share
+from memcallback.devices.catalogue import DeviceSpec
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.prediction.search import BatchReplays
+from memcallback.prediction.search import BatchReplays, Limits
 from memcallback.prediction.textbook.law import TextbookPrediction
 
 
@@ -119,8 +120,8 @@ class Estimate:
         peaks: The peak at any batch size.
         largest: The most samples that are sure to fit, with the headroom.
         counts: Which memory `peaks` is of: `reserved` or `allocated`.
-        bounds, capacity_bytes, outside_bytes, headroom, is_measured, basis, leaves_out: As in
-            `BatchSizeAdvice`.
+        bounds, capacity_bytes, outside_bytes, headroom, is_measured, basis, leaves_out,
+        architecture_of, caveats: As in `BatchSizeAdvice`.
     """
 
     peaks: PeakLine | TracedPeak
@@ -133,6 +134,8 @@ class Estimate:
     is_measured: bool
     basis: str
     leaves_out: tuple[str, ...]
+    architecture_of: str | None = None
+    caveats: tuple[str, ...] = ()
 
     def fits(self, batch_size: int) -> bool:
         """Whether the peak of a batch size plus the headroom stays within the device."""
@@ -151,16 +154,19 @@ class Estimate:
         by_rank: tuple[RankBatchSize, ...] = (),
     ) -> BatchSizeAdvice:
         """The estimate in numbers, with both limits and the curve (replays of a trace)."""
-        batch_size, current = self.best_batch_size(), self.peaks.batch_size
-        free_bytes = self.capacity_bytes - (self.outside_bytes or 0)
+        current = self.peaks.batch_size
+        limits = self._limits(self.capacity_bytes - (self.outside_bytes or 0))
+        largest = self.largest if limits.at_all is None else min(self.largest, limits.at_all)
+        batch_size = self.bounds.within(largest, self.fits)
         end = 2 * max(batch_size, current)
         sizes = {1 << power for power in range(end.bit_length())} | {current, max(1, batch_size)}
-        without_retry = self.peaks.largest_within(free_bytes)
+        without_retry = limits.without_retry
         return BatchSizeAdvice(
             batch_size=batch_size,
-            largest=self.largest,
-            limit=self._limit(free_bytes),
+            largest=largest,
+            limit=limits.at_all,
             limit_without_retry=without_retry,
+            limit_fits_again=limits.fits_again,
             limit_without_retry_peak_bytes=self.peaks.at(without_retry) if without_retry else None,
             curve=tuple((size, self.peaks.at(size)) for size in sorted(sizes)),
             counts=self.counts,
@@ -172,19 +178,25 @@ class Estimate:
             is_measured=self.is_measured,
             basis=self.basis,
             leaves_out=self.leaves_out,
+            architecture_of=self.architecture_of,
+            caveats=self.caveats,
             by_sequence_length=by_sequence_length or {},
             by_rank=by_rank,
             fits_at=self.fits,
         )
 
-    def _limit(self, free_bytes: int) -> int | None:
-        """The largest batch size that fits at all, retries included; None without a trace."""
+    def _limits(self, free_bytes: int) -> Limits:
+        """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace."""
+        without_retry = self.peaks.largest_within(free_bytes)
         if not isinstance(self.peaks, TracedPeak):
-            return None
+            return Limits(at_all=None, without_retry=without_retry)
         replays = self.peaks.replays
         capacity_bytes = free_bytes - self.peaks.shift_bytes + replays.device.outside_bytes
         device = replace(replays.device, capacity_bytes=capacity_bytes)
-        return replays.on(device).limit(self.peaks.batch_size)
+        limits = replays.on(device).limits(self.peaks.batch_size)
+        if limits.without_retry is None or without_retry is None:
+            return limits
+        return replace(limits, without_retry=min(limits.without_retry, without_retry))
 
 
 def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> int:
@@ -377,7 +389,19 @@ def estimate_from_trace(
         is_measured=False,
         basis=basis,
         leaves_out=tuple(leaves_out),
+        architecture_of=_architecture_of(predicted, capacity_bytes),
+        caveats=predicted.device.caveats,
     )
+
+
+def _architecture_of(predicted: Prediction, capacity_bytes: int) -> str | None:
+    """The card that was traced for a capacity that is not its own."""
+    device = predicted.device
+    if not isinstance(device, DeviceSpec):
+        return None
+    if capacity_bytes != device.capacity_bytes:
+        return device.architecture_of or device.name
+    return device.architecture_of
 
 
 def _measured_line(

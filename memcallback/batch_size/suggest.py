@@ -19,7 +19,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.types import Kind
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
-from memcallback.devices.catalogue import Device
+from memcallback.devices.catalogue import Device, architectures
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import TraceProgress, predict_apart
@@ -55,6 +55,9 @@ def suggest_batch_size(
 
     The size is verified by a trace there. If the step does something else at that size, it is
     predicted again from there.
+
+    For a size of memory alone, the step is predicted with two architectures, an A100's and an
+    H100's, whose libraries take workspaces of different sizes. The advice is the smaller one.
 
     All ranks of a job have one batch size, the smallest of what each could have alone. Each stage
     of a pipeline is predicted (its batch size is that of a microbatch), and so is a rank on each
@@ -95,6 +98,7 @@ def suggest_batch_size(
             several kinds of ranks, or the number of devices is not that of ranks.
     """
     devices, is_list = _devices(step, device)
+    candidates = [devices] if is_list else [[one] for one in architectures(devices[0])]
     check_headroom(headroom)
     lengths = _Lengths()
     if sequence_lengths is not None:
@@ -108,14 +112,28 @@ def suggest_batch_size(
         measured=measured,
         lengths=lengths,
         # A child cannot ask the devices of this machine.
-        memory=[(spec, local_memory(spec)) for spec in devices],
+        memory=[(spec, local_memory(spec)) for devices in candidates for spec in devices],
     )
     return predict_apart(
-        lambda progress: _suggest(step, devices, wanted, progress, is_list=is_list),
+        lambda progress: _smallest(
+            [_suggest(step, devices, wanted, progress, is_list=is_list) for devices in candidates]
+        ),
         isolate=isolate,
         timeout_s=timeout_s,
         progress=progress,
     )
+
+
+def _smallest(advices: Sequence[BatchSizeAdvice]) -> BatchSizeAdvice:
+    """The advice of the smallest batch size, which says what the others would be."""
+    smallest = min(advices, key=lambda advice: advice.largest)
+    others = [advice for advice in advices if advice.largest != smallest.largest]
+    caveats = [
+        f"With the architecture of {other.architecture_of} {other.largest:,} would fit; the "
+        "smaller number is given."
+        for other in others
+    ]
+    return replace(smallest, caveats=(*smallest.caveats, *caveats), fits_at=smallest.fits)
 
 
 class _Lengths(NamedTuple):

@@ -31,6 +31,8 @@ class DeviceSpec:
         communication_bytes: The communication library, outside the allocator; 0 with one rank.
         caveats: What was assumed, one sentence each.
         local_index: Its CUDA index, if it is a device of this machine; None otherwise.
+        architecture_of: The card whose architecture was assumed, if only the size is known; None
+            otherwise.
     """
 
     name: str
@@ -48,6 +50,7 @@ class DeviceSpec:
     communication_bytes: int = 0
     caveats: tuple[str, ...] = ()
     local_index: int | None = None
+    architecture_of: str | None = None
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -224,8 +227,9 @@ def _spec(
 _KINDS = {kind: tuple(_spec(*card) for card in cards) for kind, cards in _CARDS.items()}
 #: All cards that are known by name.
 CATALOGUE: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for spec in specs)
-#: The architecture that is assumed if only a size is known.
-_ANY = _KINDS["A100"][0]
+#: The architecture that is assumed if only a size is known, and another whose libraries take the
+#: other size of workspace (`cublas_workspace_bytes`).
+_ANY, _OTHER = _KINDS["A100"][0], _KINDS["H100"][0]
 #: PyTorch's names for devices of this machine.
 _LOCAL_CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = re.compile(r"cpu(:\d+)?")
@@ -278,6 +282,13 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     return replace(first, caveats=(caveat,))
 
 
+def architectures(device: Device) -> tuple[Device, ...]:
+    """The device; one of which only the size was given also with the other architecture."""
+    if not isinstance(device, DeviceSpec) or device.architecture_of != _ANY.name:
+        return (device,)
+    return (device, _of_size(device.capacity_bytes, _OTHER))
+
+
 def _num_bytes(device: object) -> int:
     try:
         if not isinstance(device, bool):
@@ -324,6 +335,7 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
         capacity_bytes=capacity_bytes,
         caveats=(text,),
         local_index=None,
+        architecture_of=like.name,
     )
 
 

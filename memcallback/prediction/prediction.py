@@ -22,7 +22,7 @@ from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
-from memcallback.prediction.search import BatchReplays
+from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
 from memcallback.prediction.text import peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
 from memcallback.trace.traced_step import SAMPLES
@@ -33,19 +33,6 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 def _settings_here() -> AllocatorSettings:
     return AllocatorSettings.from_environ(os.environ)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The largest batch sizes that fit with nothing kept free.
-
-    Attributes:
-        at_all: The largest that fits; 0 if none does; None if unknown or unlimited.
-        without_retry: The largest for which the allocator never frees its cache to make room.
-    """
-
-    at_all: int | None
-    without_retry: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +230,7 @@ class Prediction(Printable):
     def _search_limits(self) -> Prediction:
         """Fill in `limits`; only for a prediction that nobody else has yet."""
         replays = BatchReplays(self.trace, self.device, self.settings)
-        limits = Limits(
-            at_all=replays.limit(self.batch_size),
-            without_retry=replays.limit_without_retry(self.batch_size),
-        )
+        limits = replays.limits(self.batch_size)
         object.__setattr__(self, "limits", limits)
         return self
 
@@ -298,6 +282,8 @@ class Prediction(Printable):
                     f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
                 )
             lines.append(f"Largest batch size: {limits}, with nothing kept free. {assumed}.")
+            if self.limits is not None and self.limits.fits_again is not None:
+                lines.append(gap_sentence(self.limit, self.limits.fits_again))
         return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -339,7 +325,10 @@ class Prediction(Printable):
 
     @property
     def limit(self) -> int | None:
-        """The largest batch size that fits at all; 0 if none does; None if unknown or unlimited."""
+        """The largest batch size that fits, below the first known to fail.
+
+        0 if none fits; None if unknown or unlimited.
+        """
         return self.limits.at_all if self.limits else None
 
     @property

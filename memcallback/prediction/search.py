@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from memcallback.core.step_memory import largest
@@ -15,6 +16,8 @@ from memcallback.prediction.replay import replay_on
 _MAX_BATCH_SIZE = 1 << 31
 #: The first stride of `largest_number` is its starting point divided by this.
 _STRIDE_DIVISOR = 128
+#: How many sizes below the largest that fits are tried too.
+_NUM_BELOW = 8
 #: How many straight lines `crossing` draws.
 _NUM_LINES = 3
 
@@ -64,6 +67,32 @@ def crossing(value: Callable[[int], int], bound: int, *, first: int, second: int
     return there
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The largest batch sizes that fit with nothing kept free.
+
+    Attributes:
+        at_all: The largest that fits, below the first known to fail; 0 if none does; None if
+            unknown or unlimited.
+        without_retry: The largest up to `at_all` for which the allocator never frees its cache to
+            make room.
+        fits_again: A larger size known to fit, though the one after `at_all` does not: blocks fit
+            into each other differently at each size. None if there is none.
+    """
+
+    at_all: int | None
+    without_retry: int | None
+    fits_again: int | None = None
+
+
+def gap_sentence(limit: int, fits_again: int) -> str:
+    """That a size fits though a smaller one does not."""
+    return (
+        f"{limit + 1:,} does not fit, and {fits_again:,} would again: with each size, blocks fit "
+        "into each other differently."
+    )
+
+
 class _Outcome(NamedTuple):
     """What one replay showed; peaks are the largest of all phases of all steps."""
 
@@ -111,9 +140,10 @@ class BatchReplays:
     ) -> int | None:
         """The largest batch size for which `holds(batch_size)`; 0 if it fails for one sample.
 
-        None if the trace knows only its own batch size, or it always holds. It holds for the result
-        and not for the next size, but sizes far from both are not tried: reserved memory can be
-        larger for a few samples less, depending on how blocks fit into each other. If something
+        None if the trace knows only its own batch size, or it always holds. Reserved memory can be
+        larger for a few samples less, depending on how blocks fit into each other. So the eight
+        sizes below the result are tried too: it is below the first of them that fails, and below
+        each size that is known to run out of memory. Sizes far below are not tried. If something
         shrinks with the batch size (a queue of fixed length), larger sizes are not known.
 
         The search begins about where the unlimited reserved peak reaches the device's capacity;
@@ -122,23 +152,45 @@ class BatchReplays:
         if not self.trace.grows:
             return None
         last = self.trace.largest_known
-        return largest_number(
+        found = largest_number(
             lambda batch_size: (last is None or batch_size <= last) and holds(batch_size),
             near=self._near_capacity(start, by_allocated),
             end=_MAX_BATCH_SIZE,
         )
+        return None if found is None else self._below_failures(found, holds)
 
-    def limit(self, start: int) -> int | None:
-        """The largest batch size that fits, searched from `start`; None also without a capacity."""
-        if self.device.capacity_bytes is None:
-            return None
-        return self.largest(self.fits, start=start, by_allocated=True)
+    def _below_failures(self, found: int, holds: Callable[[int], bool]) -> int:
+        """The largest size up to the one found below which none tried fails."""
+        failing = [size for size in self._tried_here() if size <= found and not self.fits(size)]
+        size = found = min([found, *(size - 1 for size in failing)])
+        while size > max(0, found - _NUM_BELOW):
+            if not holds(size):
+                found = size - 1
+            size -= 1
+        return found
 
-    def limit_without_retry(self, start: int) -> int | None:
-        """The largest batch size that fits without a retry; as `limit`."""
+    def limits(self, start: int) -> Limits:
+        """The largest batch sizes that fit, searched from `start`; None also without a capacity."""
         if self.device.capacity_bytes is None:
-            return None
-        return self.largest(self.fits_without_retry, start=start)
+            return Limits(at_all=None, without_retry=None)
+        without_retry = self.largest(self.fits_without_retry, start=start)
+        # This search knows the sizes that ran out of memory in the other.
+        at_all = self.largest(self.fits, start=start, by_allocated=True)
+        if at_all is None or without_retry is None:
+            return Limits(at_all=at_all, without_retry=without_retry)
+        fitting = max(
+            (batch_size for batch_size in self._tried_here() if self.fits(batch_size)), default=0
+        )
+        return Limits(
+            at_all=at_all,
+            without_retry=min(at_all, without_retry),
+            fits_again=fitting if fitting > at_all else None,
+        )
+
+    def _tried_here(self) -> list[int]:
+        """The batch sizes that were replayed on this device."""
+        capacity_bytes = self.device.allocator_capacity_bytes
+        return [size for size, capacity in self._outcomes if capacity == capacity_bytes]
 
     def _near_capacity(self, start: int, by_allocated: bool) -> int:
         capacity_bytes = self.device.allocator_capacity_bytes

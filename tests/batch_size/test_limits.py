@@ -1,0 +1,83 @@
+"""The stated limits where some sizes fit although smaller ones do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+from memcallback.devices.catalogue import find_device
+
+
+@pytest.fixture(scope="module")
+def step():
+    layer = nn.TransformerEncoderLayer(192, 4, batch_first=True)
+    return mc.TrainingStep(
+        nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+        torch.randn(8, 64, 192),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=torch.optim.AdamW,
+    )
+
+
+CAPACITY = "712MiB"
+
+
+@pytest.fixture(scope="module")
+def prediction(step):
+    return mc.predict(step, device=CAPACITY)
+
+
+def test_the_limit_is_below_the_first_size_that_does_not_fit(prediction):
+    limit = prediction.limit
+    fits = [prediction.at(size).fits for size in range(1, limit + 3)]
+    assert fits == [True] * limit + [False, True]
+    without_retry = prediction.limit_without_retry
+    assert 0 < without_retry <= limit
+    assert all(prediction.at(size).fits_without_retry for size in range(1, without_retry + 1))
+    assert (
+        f"{limit + 1} does not fit, and {limit + 2} would again: with each size, blocks fit into "
+        "each other differently."
+    ) in prediction.verdict()
+
+
+def test_the_advice_says_the_same_limits(step, prediction):
+    advice = mc.suggest_batch_size(step, device=CAPACITY, headroom=0)
+    assert advice.batch_size <= advice.largest <= advice.limit == prediction.limit
+    assert advice.limit_without_retry == prediction.limit_without_retry
+    assert advice.limit_fits_again == prediction.limit + 2
+    assert f"{advice.limit + 1} does not fit" in str(advice)
+    assert advice.to_dict()["limit_fits_again_batch_size"] == advice.limit_fits_again
+
+
+def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
+    advice = mc.suggest_batch_size(step, device="1GiB")
+    of_each = {
+        name: mc.suggest_batch_size(step, device=card_of_1_gib(name)) for name in ("A100", "H100")
+    }
+    assert of_each["H100"].largest < of_each["A100"].largest  # or the test shows nothing
+    assert advice.largest == of_each["H100"].largest
+    assert advice.architecture_of == "NVIDIA H100 80GB HBM3"
+    assert "headroom, with the architecture of NVIDIA H100 80GB HBM3." in advice.sentence()
+    assert (
+        f"With the architecture of NVIDIA A100-SXM4-80GB {of_each['A100'].largest} would fit; the "
+        "smaller number is given."
+    ) in advice.caveats
+    data = advice.to_dict()
+    assert data["architecture_of"] == advice.architecture_of
+    assert data["caveats"] == list(advice.caveats)
+    assert advice.fits(advice.largest)
+    assert not advice.fits(advice.largest + 1)
+
+
+def card_of_1_gib(name):
+    """A card of 1 GiB with the architecture of a known one."""
+    return replace(find_device(name), capacity_bytes=1 << 30, caveats=())
+
+
+def test_a_card_by_name_has_its_own_architecture(step):
+    advice = mc.suggest_batch_size(step, device="NVIDIA L4", max_batch_size=64)
+    assert advice.architecture_of is None
+    assert advice.caveats == ()
+    assert "architecture" not in str(advice)
