@@ -16,7 +16,6 @@ from memcallback.devices.local import resolve
 from memcallback.prediction.apart import report_progress
 from memcallback.prediction.predict_here import predict_here
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.prediction.textbook import predict as textbook
 from memcallback.step.model import devices_of
 from memcallback.step.training_step import TrainingStep
 
@@ -62,6 +61,8 @@ def predict_or_warn(
         else:
             warn_and_go_on(f"{reason} Predicted is the step with the loss that the model returns.")
             return prediction
+    from memcallback.prediction.textbook import predict as textbook
+
     try:
         law = textbook.predict(step, device=capacity_bytes, device_name=device_name)
     except ENDS as error:  # the model's code runs again

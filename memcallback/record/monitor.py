@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,6 @@ from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import CATALOGUE, Device
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress
-from memcallback.diagnose.health.monitor import HealthMonitor
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.isolation.isolated import TIMEOUT_S, check_timeout
 from memcallback.prediction.predict_or_warn import (
     PredictedSteps,
@@ -51,6 +49,10 @@ from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
 from memcallback.step.holdings import written_storages
 from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    from memcallback.diagnose.health.monitor import HealthMonitor
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 #: What `Monitor.begin` may be given to compute: `more(prediction, say)`.
 More = Callable[[StepPrediction | None, Callable[[str], None]], Any]
@@ -305,6 +307,8 @@ class Monitor:
             return
         if self._health is None:
             # Not earlier: a watch may get its model after a log was made.
+            from memcallback.diagnose.health.monitor import HealthMonitor
+
             self._health = HealthMonitor(
                 self._recorder.models,
                 self._recorder.optimizers,

@@ -7,7 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,17 +18,18 @@ from memcallback.core.torch_private import (
     memory_snapshot,
     record_memory_history,
 )
-from memcallback.diagnose.out_of_memory.explain import OomContext, at_failed_size, explain
 from memcallback.diagnose.out_of_memory.observer import find_out_of_memory
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, run_isolated
 from memcallback.prediction.apart import report_progress
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.report.tensorboard import OUT_OF_MEMORY_TAG
 from memcallback.report.writers import Writers
 from memcallback.savings.plan import PlanRow
-from memcallback.savings.what_if import rescues
 from memcallback.step.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    from memcallback.diagnose.out_of_memory.explain import OomContext
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 #: Allocations and frees in a history, at most.
 NUM_EVENTS = 20_000
@@ -59,6 +60,8 @@ def explain_or_warn(
     error: BaseException, context: Callable[[], OomContext]
 ) -> OutOfMemoryReport | None:
     """Explain an out-of-memory error; None for another error, or, with a warning, if that fails."""
+    from memcallback.diagnose.out_of_memory.explain import explain
+
     shortage = find_out_of_memory(error)
     if shortage is None:
         return None
@@ -128,6 +131,9 @@ def _savings(
     isolate: bool,
     timeout_s: float,
 ) -> list[PlanRow]:
+    from memcallback.diagnose.out_of_memory.explain import at_failed_size
+    from memcallback.savings.what_if import rescues
+
     rows: list[PlanRow] = []
     try:
         base = at_failed_size(prediction, report.batch_size, report.shortage)

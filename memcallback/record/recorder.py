@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,9 +19,7 @@ from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.local import default_device
 from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
-from memcallback.diagnose.out_of_memory.explain import OomContext
 from memcallback.diagnose.out_of_memory.observer import forget_failure, record_failures
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
 from memcallback.record.open_step import ModuleTimeline, OpenStep
@@ -33,6 +31,9 @@ from memcallback.step.batch import INFERRED, infer_batch_size
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.holdings import HoldingsCounter
 from memcallback.step.module_follower import module_infos
+
+if TYPE_CHECKING:
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 #: In a sentence.
 _WORDS = {
@@ -673,6 +674,8 @@ class MemoryRecorder:
         """
         step = self._open
         phase = (step.failed_in or self.current_phase) if step else None
+
+        from memcallback.diagnose.out_of_memory.explain import OomContext
 
         def context() -> OomContext:
             return OomContext(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.report.report import Report
+
+if TYPE_CHECKING:
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 
 @dataclass(frozen=True, kw_only=True)

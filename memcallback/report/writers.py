@@ -28,17 +28,13 @@ class Writers:
     def __init__(self, loggers: list[Any], own_log_dir: str | None) -> None:
         self._loggers = list(loggers)
         self._own: Any = None
+        #: Where a run of our own is to be opened, at its first value: TensorBoard takes a tenth of
+        #: a second to open it, and a training's first step does not wait for that.
+        self._own_log_dir = None if loggers else own_log_dir
         self._writers: list[Any] = []
         self._log_dirs: list[str] = []
-        self.log_dir: str | None = None
         #: Failures warned of: a full disk stays full for a while.
         self._warned: set[str] = set()
-        if not self._loggers and own_log_dir is not None:
-            action_name, hint = (
-                f"write to {own_log_dir!r}",
-                "Set default_root_dir of the Trainer to a folder that can be written.",
-            )
-            self._attempt(action_name, hint, self._open_own, own_log_dir)
         for logger in loggers:
             self._attempt(
                 f"open {_name(logger)}",
@@ -47,9 +43,15 @@ class Writers:
                 logger,
             )
 
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first TensorBoard run; None if there is none."""
+        return self._log_dirs[0] if self._runs() else None
+
     def write_layout(self, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:
         """Write the dashboard layout to every TensorBoard run."""
         action_name, hint = "write the layout of a TensorBoard run", "Check the run's folder."
+        self._runs()
         for log_dir in self._log_dirs:
             self._attempt(
                 action_name, hint, write_layout, log_dir, has_band=has_band, rank_bands=rank_bands
@@ -57,7 +59,7 @@ class Writers:
 
     def log_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Write one value for each tag to every logger."""
-        for writer in self._writers:
+        for writer in self._runs():
             self._attempt(
                 "write to a TensorBoard run",
                 "Check the run's folder.",
@@ -77,7 +79,7 @@ class Writers:
 
     def log_text(self, tag: str, markdown: str, step: int) -> None:
         """Write a text to every TensorBoard run."""
-        for writer in self._writers:
+        for writer in self._runs():
             self._attempt(
                 f"write the text {tag!r}",
                 "Check the run's folder.",
@@ -96,13 +98,13 @@ class Writers:
         **kwargs: _P.kwargs,
     ) -> None:
         """Draw a picture of shape (height, width, 3) and write it to every TensorBoard run."""
-        if not self._writers:
+        if not self._runs():
             return
         # In a thread of its own: matplotlib's label parser caches exceptions, and their frames
         # would keep the callers' variables alive, the training's batch among them.
         with ThreadPoolExecutor(max_workers=1) as pool:
             image = pool.submit(draw, *args, **kwargs).result()
-        for writer in self._writers:
+        for writer in self._runs():
             self._attempt(
                 f"write the image {tag!r}",
                 "Check the run's folder.",
@@ -119,6 +121,18 @@ class Writers:
             self._attempt("write out a TensorBoard run", "Check the run's folder.", writer.flush)
         if self._own is not None:
             self._attempt("close a TensorBoard run", "Check the run's folder.", self._own.close)
+
+    def _runs(self) -> list[Any]:
+        """All TensorBoard runs; the one of our own is opened when first asked for."""
+        if self._own_log_dir is not None:
+            folder, self._own_log_dir = self._own_log_dir, None
+            self._attempt(
+                f"write to {folder!r}",
+                "Set default_root_dir of the Trainer to a folder that can be written.",
+                self._open_own,
+                folder,
+            )
+        return self._writers
 
     def _open_own(self, log_dir: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -137,7 +151,6 @@ class Writers:
             self._open_run(logger.log_dir)
 
     def _open_run(self, log_dir: str) -> None:
-        self.log_dir = self.log_dir or log_dir
         self._log_dirs.append(log_dir)
 
     def _attempt(

@@ -87,8 +87,9 @@ def test_a_run_that_can_no_longer_be_written_is_told_and_training_goes_on(tmp_pa
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
+    sinks = Writers([], str(blocked))
     with pytest.warns(MemoryWarning, match="Set default_root_dir"):
-        sinks = Writers([], str(blocked))
-    assert sinks.log_dir is None
+        log_dir = sinks.log_dir
+    assert log_dir is None
     sinks.log_scalars({"memory/peak": 1.0}, 1)
     sinks.close()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.fitted import FittedBatchSize
 from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
 from memcallback.core.files import inside, place_of
 from memcallback.core.interruptions import ENDS, raise_if_meant
@@ -28,10 +27,6 @@ from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve
-from memcallback.diagnose.out_of_memory.explain import OomContext
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-from memcallback.integrations.lightning.fit.fit_batch_size import fit_in_place
-from memcallback.integrations.lightning.fit.settings import FitSettings
 from memcallback.integrations.lightning.trainer.savings import (
     TrainerSavings,
     compare_savings,
@@ -68,6 +63,9 @@ from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
+
+    from memcallback.batch_size.fitted import FittedBatchSize
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 else:
     # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback
     # of the other package. A program uses one of them: the one it has imported. If it has imported
@@ -283,6 +281,9 @@ class MemoryCallback(Callback):
                 self._fit_batch_size(trainer, pl_module)
 
     def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        from memcallback.integrations.lightning.fit.fit_batch_size import fit_in_place
+        from memcallback.integrations.lightning.fit.settings import FitSettings
+
         self.fitted = None
         settings = FitSettings(
             capacity_bytes=self._settings.capacity_bytes, headroom=self._settings.headroom
@@ -507,6 +508,8 @@ class MemoryCallback(Callback):
                 self.out_of_memory = self._monitor.out_of_memory
             return
         # Before training, in a test, in a prediction: nothing is recorded.
+        from memcallback.diagnose.out_of_memory.explain import OomContext
+
         report = explain_or_warn(
             error,
             lambda: OomContext(

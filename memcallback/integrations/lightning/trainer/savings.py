@@ -31,7 +31,6 @@ from memcallback.savings.checkpointing import (
 )
 from memcallback.savings.mixed_precision import CountingGradScaler, check_precision
 from memcallback.savings.plan import Plan
-from memcallback.savings.what_if import plan_here
 from memcallback.step.training_step import TrainingStep
 
 
@@ -235,6 +234,8 @@ def compare_savings(
     say: Callable[[str], None],
 ) -> Plan | None:
     """Predict a Trainer's step with each saving; None, with a warning, if that fails."""
+    from memcallback.savings.what_if import plan_here
+
     try:
         progress = report_progress(lambda part: say(f"Trying savings: {part}."), of="savings")
         return plan_here(
