@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 from machine import (
@@ -186,7 +187,7 @@ def run(case: str, device: str, *, is_watched: bool) -> float:
     return float(done.stdout.strip().splitlines()[-1])
 
 
-def measure(case: str, device: str, num_rounds: int) -> dict[str, object]:
+def measure(case: str, device: str, num_rounds: int) -> dict[str, Any]:
     """The medians of a case, and the quotients of neighbouring runs."""
     run(case, device, is_watched=True)  # what a first run compiles and caches
     pairs = [
@@ -203,14 +204,20 @@ def measure(case: str, device: str, num_rounds: int) -> dict[str, object]:
     }
 
 
-def to_markdown(rows: list[dict[str, object]], about: dict[str, str]) -> str:
+def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     """The page beside the JSON file."""
     lines = ["# Time to the end of the first step", ""]
     lines += [f"- {name}: {text}" for name, text in about.items()]
-    lines += ["", "| program | without, s | with, s | ratio |", "|:---|---:|---:|---:|"]
+    lines += [
+        "",
+        "| program | without, s | with, s | ratio, median | of all rounds |",
+        "|:---|---:|---:|---:|---:|",
+    ]
     for row in rows:
+        ratios = row["ratios"]
         lines.append(
-            f"| {row['case']} | {row['without_s']:.2f} | {row['with_s']:.2f} | {row['ratio']:.3f} |"
+            f"| {row['case']} | {row['without_s']:.2f} | {row['with_s']:.2f} | {row['ratio']:.3f} "
+            f"| {min(ratios):.2f} to {max(ratios):.2f} |"
         )
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
