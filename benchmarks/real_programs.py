@@ -37,6 +37,20 @@ NUM_UPDATES = 6
 PHASES = ("forward", "backward", "optimizer step")
 
 
+def step_of(program: Program) -> Any:
+    """A program's step, to be predicted."""
+    import memcallback as mc
+
+    return mc.TrainingStep(
+        program.model,
+        program.batch,
+        loss=program.loss,
+        optimizer=program.optimizer,
+        precision=program.precision,
+        also=list(program.also),
+    )
+
+
 def measure(program: Program) -> list[tuple[int, int]]:
     """Peaks of allocated and reserved bytes of each phase, in the last of some updates."""
     import torch
@@ -80,16 +94,8 @@ def compare(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     program: Program = import_module(f"programs.{name}").make()
     program.model.train()
-    step = mc.TrainingStep(
-        program.model,
-        program.batch,
-        loss=program.loss,
-        optimizer=program.optimizer,
-        precision=program.precision,
-        also=list(program.also),
-    )
     start = time.perf_counter()
-    prediction = mc.predict(step, device="cuda")
+    prediction = mc.predict(step_of(program), device="cuda")
     seconds = time.perf_counter() - start
     measured = measure(program)
     return {

@@ -36,10 +36,11 @@ class Function:
 
 class Library:
     """As much of cuDNN as a question needs: engines with their notes and workspaces, None for one
-    that the device cannot run.
+    that the device cannot run. With `compiles`, a plan takes a compiler, which nobody has.
     """
 
-    def __init__(self, instant=(), fallback=(), version=91900, schema=4):
+    def __init__(self, instant=(), fallback=(), version=91900, schema=4, *, compiles=False):
+        self.compiles = compiles
         self.lists = {0: list(instant), 2: list(fallback)}
         self.version, self.schema = version, schema
         self.kinds, self.attributes, self.alive, self.asked = {}, {}, set(), []
@@ -78,6 +79,7 @@ class Library:
         if self.kinds[descriptor] == Kind.HEURISTICS:
             self.asked.append(mine[Attribute.HEURISTICS_MODE][0])
         if self.kinds[descriptor] == Kind.PLAN:
+            assert not self.compiles
             return (
                 0
                 if self.attributes[mine[Attribute.PLAN_CONFIG][0]]["engine"][1] is not None
@@ -99,6 +101,12 @@ class Library:
             notes = mine["engine"][0]
             values[: len(notes)] = notes
             count._obj.value = len(notes)
+        elif attribute == Attribute.ENGINE_BEHAVIOR:
+            values[0] = 0
+            count._obj.value = int(self.compiles)
+        elif attribute == Attribute.CONFIG_WORKSPACE:
+            values[0] = mine["engine"][1]
+            count._obj.value = 1
         elif attribute == Attribute.PLAN_WORKSPACE:
             values[0] = self.attributes[mine[Attribute.PLAN_CONFIG][0]]["engine"][1]
             count._obj.value = 1
@@ -123,6 +131,11 @@ def ask(convolution=THREE):
 
 def test_the_first_plan_that_the_device_can_run_is_taken(installed):
     installed(Library(instant=[([], None), ([], 77), ([], 5)]))
+    assert ask() == 77
+
+
+def test_an_engine_that_would_be_compiled_is_asked_without_a_plan(installed):
+    installed(Library(instant=[([DOWN_CONVERT], 5), ([], 77)], compiles=True))
     assert ask() == 77
 
 

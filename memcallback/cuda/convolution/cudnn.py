@@ -48,6 +48,7 @@ class Attribute(IntEnum):
     HEURISTICS_RESULTS = 202
     HEURISTICS_DEVICE = 204
     CONFIG_ENGINE = 300
+    CONFIG_WORKSPACE = 303
     PLAN_CONFIG = 401
     PLAN_WORKSPACE = 402
     PLAN_DEVICE = 407
@@ -59,6 +60,7 @@ class Attribute(IntEnum):
     TENSOR_ID = 906
     TENSOR_IS_VIRTUAL = 907
     ENGINE_NOTES = 1303
+    ENGINE_BEHAVIOR = 1305
     DEVICE_TEXT = 2702
 
 
@@ -74,6 +76,7 @@ class Type(IntEnum):
     HEURISTICS_MODE = 8
     NOTE = 11
     DESCRIPTOR = 15
+    BEHAVIOR = 19
     CHAR = 24
 
 
