@@ -1,7 +1,8 @@
 """A trace as a function of the batch size.
 
 The size of every tensor in a step's trace is a straight line over the batch size, a + b * batch
-size, as long as the program takes the same path at every size.
+size, as long as the program takes the same path at every size. Where samples are compared with each
+other it is a parabola, as for the similarities of a contrastive loss.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class BatchTrace:
 
     Attributes:
         traced: The step as it was traced at the smaller of the batch sizes.
-        slopes: How much each of its `numbers` grows per sample; None if only the traced batch size
-            is known.
+        slopes: How much each of its `numbers` grows with the next sample; None if only the traced
+            batch size is known.
         caveats: What was assumed, one sentence each.
         base: The `numbers` of the same step at another sequence length; None for its own.
         largest_traced: The largest batch size whose trace agrees; None for that of `traced`.
@@ -49,6 +50,7 @@ class BatchTrace:
             allocation, where any grows.
         exceptions: Batch sizes at which the step runs in another way, as often with one sample ->
             traces that know that size alone.
+        curvatures: How much each slope grows with each sample; None if they are straight lines.
     """
 
     traced: TracedStep
@@ -58,6 +60,7 @@ class BatchTrace:
     largest_traced: int | None = None
     shape_slopes: Mapping[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     exceptions: Mapping[int, BatchTrace] = field(default_factory=dict, repr=False)
+    curvatures: tuple[int, ...] | None = field(default=None, repr=False)
     #: Cached results of kernel rules: batch sizes repeat, and many operators have the same inputs.
     _answers: dict[tuple[int, ...], Kernel] = field(default_factory=dict, repr=False)
 
@@ -65,6 +68,24 @@ class BatchTrace:
     def single(cls, traced: TracedStep) -> BatchTrace:
         """A trace at one batch size, which knows only that."""
         return cls(traced, caveats=traced.caveats)
+
+    @classmethod
+    def fit_curve(
+        cls, first: TracedStep, second: TracedStep, third: TracedStep, check: TracedStep
+    ) -> BatchTrace:
+        """Fit parabolas through the sizes at three batch sizes in a row, checked by a fourth."""
+        line = cls.fit(first, second)
+        if not is_same_path(second, third):
+            raise _path_depends(second, third, len(third.items))
+        curvatures = tuple(
+            last - middle - slope
+            for last, middle, slope in zip(
+                third.numbers, second.numbers, line.slopes or (), strict=True
+            )
+        )
+        caveats = tuple(dict.fromkeys((*line.caveats, *third.caveats, *check.caveats)))
+        curved = replace(line, curvatures=curvatures, caveats=caveats)
+        return curved.verified(check)
 
     @classmethod
     def fit(
@@ -139,18 +160,20 @@ class BatchTrace:
     @cached_property
     def largest_known(self) -> int | None:
         """The largest batch size at which no size is negative; None if none shrinks."""
-        shrinking = (
-            number // -slope
-            for number, slope in zip(self.numbers, self.slopes or (), strict=False)
-            if slope < 0 <= number
+        slopes = self.slopes or ()
+        curvatures = self.curvatures or (0,) * len(slopes)
+        ends = (
+            _last_above_zero(number, slope, curvature)
+            for number, slope, curvature in zip(self.numbers, slopes, curvatures, strict=False)
+            if number >= 0 and (slope < 0 or curvature < 0)
         )
-        least = min(shrinking, default=None)
+        least = min((end for end in ends if end is not None), default=None)
         return None if least is None else self.batch_size + least
 
     @property
     def grows(self) -> bool:
         """Whether a larger batch needs more of anything."""
-        return self.slopes is not None and any(slope > 0 for slope in self.slopes)
+        return any(rise > 0 for rise in (*(self.slopes or ()), *(self.curvatures or ())))
 
     def at(self, batch_size: int) -> AllocationTrace:
         """The trace at a batch size."""
@@ -169,6 +192,12 @@ class BatchTrace:
         numbers = [
             number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)
         ]
+        if self.curvatures is not None:
+            pairs = more * (more - 1) // 2
+            numbers = [
+                number + pairs * curvature
+                for number, curvature in zip(numbers, self.curvatures, strict=True)
+            ]
         for position in [
             position
             for position, number in enumerate(self.traced.numbers)
@@ -209,12 +238,52 @@ class BatchTrace:
             raise BatchDependentPath(str(error)) from error
         for position, (our_event, their_event) in enumerate(zip(ours, theirs, strict=False)):
             if our_event != their_event:
-                raise _check_fails(
+                raise self._check_fails(
                     check.batch_size, event_text(ours, position), event_text(theirs, position)
                 )
         if len(ours) != len(theirs):
             end = min(len(ours), len(theirs))
-            raise _check_fails(check.batch_size, event_text(ours, end), event_text(theirs, end))
+            raise self._check_fails(
+                check.batch_size, event_text(ours, end), event_text(theirs, end)
+            )
+
+    def _check_fails(self, batch_size: int, ours: str, theirs: str) -> BatchDependentPath:
+        through = (
+            "a straight line through two" if self.curvatures is None else "a parabola through three"
+        )
+        return BatchDependentPath(
+            f"the step does something else at another batch size: it has {theirs} at batch size "
+            f"{batch_size}, where {through} other batch sizes gives {ours}. Predict each batch "
+            "size from a trace of its own."
+        )
+
+
+def is_same_path(first: TracedStep, second: TracedStep) -> bool:
+    """Whether two traces agree in all but numbers."""
+    return len(first.items) == len(second.items) and all(map(is_same, first.items, second.items))
+
+
+def _last_above_zero(number: int, slope: int, curvature: int) -> int | None:
+    """After how many samples more a size that shrinks is still at least 0; None if for ever."""
+
+    def at(more: int) -> int:
+        return number + more * slope + more * (more - 1) // 2 * curvature
+
+    if curvature == 0:
+        return number // -slope
+    if curvature > 0:
+        bad = -slope // curvature + 1  # about where it is smallest
+        if at(bad) >= 0:
+            return None
+    else:
+        bad = 1
+        while at(bad) >= 0:
+            bad *= 2
+    good = 0
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if at(middle) >= 0 else (good, middle)
+    return good
 
 
 def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[float, ...]]:
@@ -240,12 +309,4 @@ def _path_depends(first: TracedStep, second: TracedStep, index: int) -> BatchDep
         f"the step does something else at another batch size: it has {item_text(first, index)} at "
         f"batch size {first.batch_size}, where it has {item_text(second, index)} at batch size "
         f"{second.batch_size}. Predict each batch size from a trace of its own."
-    )
-
-
-def _check_fails(batch_size: int, ours: str, theirs: str) -> BatchDependentPath:
-    return BatchDependentPath(
-        f"the step does something else at another batch size: it has {theirs} at batch size "
-        f"{batch_size}, where a straight line through two other batch sizes gives {ours}. Predict "
-        "each batch size from a trace of its own."
     )

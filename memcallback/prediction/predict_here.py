@@ -18,7 +18,7 @@ from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
 from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
-from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
+from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace, is_same_path
 from memcallback.prediction.length_trace import (
     LengthDependentPath,
     SequenceLengthTrace,
@@ -178,7 +178,7 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
         lambda size: first if size == batch_size else traces.at(size, sequence_length)
     )
     try:
-        return _line(at, batch_size)
+        return _line(at, batch_size, traces)
     except PredictionError as error:
         reason = str(error)
     except BatchDependentPath as error:
@@ -187,15 +187,22 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
             # Kernels for one sample are often others. The line goes through larger batches.
             traces.num_traces += 2
             with suppress(BatchDependentPath, PredictionError):
-                return replace(_line(at, 2), exceptions={1: BatchTrace.single(first)})
+                return replace(_line(at, 2, traces), exceptions={1: BatchTrace.single(first)})
     reason = reason.rstrip(".")
     caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
     return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
 
 
-def _line(at: Callable[[int], TracedStep], batch_size: int) -> BatchTrace:
-    """The trace at any batch size, from traces at three."""
-    return BatchTrace.fit(at(batch_size), at(batch_size + 1)).verified(at(_far(batch_size)))
+def _line(at: Callable[[int], TracedStep], batch_size: int, traces: Traces) -> BatchTrace:
+    """The trace at any batch size, from traces at three; at four if a size is no straight line."""
+    first, second, far = at(batch_size), at(batch_size + 1), at(_far(batch_size))
+    try:
+        return BatchTrace.fit(first, second).verified(far)
+    except BatchDependentPath:
+        if not (is_same_path(first, second) and is_same_path(first, far)):
+            raise
+        traces.num_traces += 1
+        return BatchTrace.fit_curve(first, second, at(batch_size + 2), far)
 
 
 def _far(batch_size: int) -> int:
@@ -206,6 +213,14 @@ def _far(batch_size: int) -> int:
 def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> SequenceLengthTrace:
     """The step's trace at any sequence length; at one alone, if it takes another path at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
+    if own.curvatures is not None:
+        caveat = (
+            f"Only sequence length {sequence_length} is predicted: sizes are squares of the batch "
+            "size."
+        )
+        return SequenceLengthTrace.single(
+            replace(own, caveats=(*own.caveats, caveat)), sequence_length
+        )
     batch_size, is_any = own.batch_size, own.is_any_batch_size_known
     traces.num_traces += 3 * len(own.exceptions)
 

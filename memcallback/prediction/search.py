@@ -160,14 +160,19 @@ class BatchReplays:
         return None if found is None else self._below_failures(found, holds)
 
     def _below_failures(self, found: int, holds: Callable[[int], bool]) -> int:
-        """The largest size up to the one found below which none tried fails."""
-        failing = [size for size in self._tried_here() if size <= found and not self.fits(size)]
-        size = found = min([found, *(size - 1 for size in failing)])
-        while size > max(0, found - _NUM_BELOW):
-            if not holds(size):
-                found = size - 1
-            size -= 1
-        return found
+        """The largest size up to the one found that is below each size known to fail."""
+        below = range(found - 1, max(0, found - 1 - _NUM_BELOW), -1)
+        failing = [size for size in below if not holds(size)]
+        failing += [size for size in self._tried_here() if size <= found and not self.fits(size)]
+        if not failing:
+            return found
+        smaller = min(failing) - 1
+        if smaller == 0:
+            return 0
+        result = largest_number(
+            lambda size: size <= smaller and holds(size), near=smaller, end=found
+        )
+        return result or 0
 
     def limits(self, start: int) -> Limits:
         """The largest batch sizes that fit, searched from `start`; None also without a capacity."""

@@ -21,12 +21,17 @@ def step():
     )
 
 
-CAPACITY = "712MiB"
+def card(name, mib):
+    """A card of a size with the architecture of a known one."""
+    return replace(find_device(name), capacity_bytes=mib << 20, caveats=())
+
+
+SMALL = card("A100", 712)
 
 
 @pytest.fixture(scope="module")
 def prediction(step):
-    return mc.predict(step, device=CAPACITY)
+    return mc.predict(step, device=SMALL)
 
 
 def test_the_limit_is_below_the_first_size_that_does_not_fit(prediction):
@@ -43,7 +48,7 @@ def test_the_limit_is_below_the_first_size_that_does_not_fit(prediction):
 
 
 def test_the_advice_says_the_same_limits(step, prediction):
-    advice = mc.suggest_batch_size(step, device=CAPACITY, headroom=0)
+    advice = mc.suggest_batch_size(step, device=SMALL, headroom=0)
     assert advice.batch_size <= advice.largest <= advice.limit == prediction.limit
     assert advice.limit_without_retry == prediction.limit_without_retry
     assert advice.limit_fits_again == prediction.limit + 2
@@ -54,7 +59,7 @@ def test_the_advice_says_the_same_limits(step, prediction):
 def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     advice = mc.suggest_batch_size(step, device="1GiB")
     of_each = {
-        name: mc.suggest_batch_size(step, device=card_of_1_gib(name)) for name in ("A100", "H100")
+        name: mc.suggest_batch_size(step, device=card(name, 1024)) for name in ("A100", "H100")
     }
     assert of_each["H100"].largest < of_each["A100"].largest  # or the test shows nothing
     assert advice.largest == of_each["H100"].largest
@@ -69,11 +74,6 @@ def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     assert data["caveats"] == list(advice.caveats)
     assert advice.fits(advice.largest)
     assert not advice.fits(advice.largest + 1)
-
-
-def card_of_1_gib(name):
-    """A card of 1 GiB with the architecture of a known one."""
-    return replace(find_device(name), capacity_bytes=1 << 30, caveats=())
 
 
 def test_a_card_by_name_has_its_own_architecture(step):

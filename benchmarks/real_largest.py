@@ -1,0 +1,211 @@
+"""The largest batch of programs of other libraries: what is suggested trains, one more does not.
+
+    python benchmarks/real_largest.py [--arch h200 rtx3090] [--only NAME ...]     # virtual devices
+
+Each card has 12 GiB and the architecture named. The step is predicted there, and so for the size
+alone (`device="12GiB"`), where the advice is the smaller of two architectures. Then it is trained
+for six updates without memcallback, in processes of their own: with the suggested batch, with the
+limit without a retry, with the limit, and with one sample more.
+
+The result goes to `benchmarks/results/virtual-cards-<date>/` as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from machine import RESULTS, command, driver, not_reported, processor, today
+from programs import Program
+from real_programs import measure, step_of
+
+NAMES = (
+    "bert_padding",
+    "distillation",
+    "llama_8bit_adam",
+    "llama_lora",
+    "llama_qlora",
+    "monai_unet",
+    "resnet_average",
+    "swin",
+    "t5_mask",
+    "whisper",
+)
+ARCHITECTURES = ("h200", "rtx3090")
+CAPACITY = "12GiB"
+CAPACITY_BYTES = 12 << 30
+NOT_REPORTED = (
+    "The largest size that trains: sizes between the suggestion and the limits.",
+    "Sizes above the limit by more than one sample, of which some may train again.",
+)
+
+
+def suggest(name: str) -> dict[str, Any]:
+    """What is suggested for a program on the device here, and for its size alone."""
+    import memcallback as mc
+
+    program: Program = import_module(f"programs.{name}").make()
+    program.model.train()
+    step = step_of(program)
+    advice = mc.suggest_batch_size(step, device="cuda")
+    by_size = mc.suggest_batch_size(step, device=CAPACITY)
+    return {
+        "current": advice.current_batch_size,
+        "suggested": advice.batch_size,
+        "fits": advice.largest,
+        "limit_without_retry": advice.limit_without_retry,
+        "limit": advice.limit,
+        "by_size": by_size.largest,
+        "by_size_architecture": by_size.architecture_of,
+    }
+
+
+def train(name: str, size: int) -> dict[str, Any]:
+    """Train a program with batches of a size."""
+    import torch
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    program: Program = import_module(f"programs.{name}").make()
+    program.model.train()
+    current = len(tree_leaves(program.batch)[0])
+
+    def sized(tensor: torch.Tensor) -> torch.Tensor:
+        """The batch's samples, again and again."""
+        return tensor[torch.arange(size) % current] if len(tensor) == current else tensor
+
+    program.batch = tree_map_only(torch.Tensor, sized, program.batch)
+    try:
+        measure(program)
+    except torch.OutOfMemoryError:
+        return {"size": size, "trains": False, "num_retries": None}
+    num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    return {"size": size, "trains": True, "num_retries": num_retries}
+
+
+def in_its_own_process(arch: str, *arguments: str) -> dict[str, Any]:
+    """What this file prints with these arguments, on a card of that architecture."""
+    card = {"VGPU_ARCH": arch, "VGPU_TOTAL_BYTES": str(CAPACITY_BYTES)}
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        env=os.environ | card,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(arguments)} on {arch} failed:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def row_of(name: str, arch: str) -> dict[str, Any]:
+    """The advice for a program, and what trains."""
+    row = in_its_own_process(arch, "--suggest", name)
+    tried = {
+        size: in_its_own_process(arch, "--train", name, "--size", str(size))
+        for size in dict.fromkeys(
+            (row["suggested"], row["limit_without_retry"], row["limit"], row["limit"] + 1)
+        )
+    }
+    return {"name": name, "arch": arch, **row, "tried": list(tried.values())}
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether what is said to fit trains, without a retry where that is said, and one more not."""
+    tried = {one["size"]: one for one in row["tried"]}
+    clean = (row["suggested"], row["limit_without_retry"])
+    return (
+        all(tried[size]["trains"] and not tried[size]["num_retries"] for size in clean)
+        and tried[row["limit"]]["trains"]
+        and not tried[row["limit"] + 1]["trains"]
+    )
+
+
+def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
+    """The page beside the JSON file."""
+    num_right = sum(is_right(row) for row in rows)
+    num_safe = sum(row["by_size"] <= row["limit_without_retry"] for row in rows)
+    lines = [
+        "# The largest batch of programs of other libraries",
+        "",
+        f"Of {len(rows)} pairs of a program and a card of {CAPACITY}, {num_right} are right: the "
+        "suggestion and the limit without a retry train without a retry, the limit trains, and one "
+        f"sample more runs out of memory. The advice for the size alone fits on {num_safe}.",
+        "",
+    ]
+    lines += [f"- {name}: {text}" for name, text in about.items()]
+    lines += [
+        "",
+        "| program | architecture | suggested | limit without a retry | limit | one more | for the "
+        "size alone |",
+        "|:---|:---|---:|---:|---:|:---|---:|",
+    ]
+    for row in rows:
+        tried = {one["size"]: one for one in row["tried"]}
+
+        def said(size: int, tried: dict[int, dict[str, Any]] = tried) -> str:
+            one = tried[size]
+            if not one["trains"]:
+                return f"{size:,} (runs out of memory)"
+            retries = one["num_retries"]
+            return f"{size:,} ({f'trains, {retries} retries' if retries else 'trains'})"
+
+        more = "trains" if tried[row["limit"] + 1]["trains"] else "runs out of memory"
+        lines.append(
+            f"| {row['name']} | {row['arch']} | {said(row['suggested'])} "
+            f"| {said(row['limit_without_retry'])} | {said(row['limit'])} | {more} "
+            f"| {row['by_size']:,} |"
+        )
+    lines += not_reported(NOT_REPORTED)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Suggest and train all programs and write the results, or one."""
+    parser = argparse.ArgumentParser(description="The largest batch of programs of libraries.")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
+    parser.add_argument("--out", type=Path, help="the folder for largest.json and largest.md")
+    parser.add_argument("--suggest", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--train", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.suggest or options.train:
+        result = suggest(options.suggest) if options.suggest else train(options.train, options.size)
+        print(json.dumps(result), flush=True)
+        return
+    rows = []
+    for arch in options.arch:
+        for name in options.only:
+            rows.append(row_of(name, arch))
+            print(arch, name, rows[-1], flush=True)
+    about = {
+        "device": f"virtual cards of {CAPACITY}",
+        "driver": driver(),
+        "processor": processor(),
+        "versions": f"Python {platform.python_version()}, torch {version('torch')}",
+        "date": today(),
+        "command": command(),
+    }
+    out = options.out or RESULTS / f"virtual-cards-{today()}"
+    out.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"about": about, "rows": rows, "not_reported": NOT_REPORTED}, indent=2)
+    (out / "largest.json").write_text(content + "\n")
+    text = to_markdown(rows, about)
+    (out / "largest.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
