@@ -315,6 +315,23 @@ def _simple(partial: Callable[[torch.dtype], int], vector: int = 4, dims_at: int
     return rule
 
 
+def _logsumexp(call: OpCall) -> Kernel:
+    """`logsumexp_out_impl` (ReduceOps.cpp): the sum of exp(x - max(x))."""
+    x, output = call.arguments[0], call.outputs[0]
+    kernel = KernelBuilder()
+    size_bytes = output.numel() * output.element_size()
+    largest = kernel.alloc(size_bytes)
+    _reduce(kernel, call, Reducer(_own(output.dtype)), dims=call.arguments[1])
+    # Where the largest is infinite it counts as 0.
+    absolute, is_infinite = kernel.alloc(size_bytes), kernel.alloc(output.numel())
+    kernel.free(is_infinite, absolute)
+    shifted = kernel.alloc(x.numel() * output.element_size())
+    kernel.output(0)
+    _reduce(kernel, call, Reducer(accumulate_bytes(output.dtype)), dims=call.arguments[1])
+    kernel.free(shifted, largest)
+    return kernel.build()
+
+
 def _welford(dtype: torch.dtype) -> int:
     """`WelfordData<acc_t, int32_t>`: mean, m2, a count and the count as a number, aligned."""
     return 16 if accumulate_bytes(dtype) == 4 else 32
@@ -341,6 +358,7 @@ RULES: dict[str, Rule] = {
     "norm": _simple(accumulate_bytes, dims_at=2),
     "amax": _simple(_own),
     "amin": _simple(_own),
+    "logsumexp": _logsumexp,
     "argmax": _simple(_pair),
     "argmin": _simple(_pair),
     "any": _simple(_own),

@@ -22,6 +22,9 @@ IN_PLACE = {
     _aten.scatter.value: _aten.scatter_.value,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
+#: A node that uses these operators out of place: `scatter_reduce_backward` in
+#: torch/csrc/autograd/FunctionsManual.cpp.
+_OUT_OF_PLACE = "ScatterReduceBackward"
 #: Operators of a loss gradient that are in place: `sigmoid(x).sub_(target).mul_(gradient)`.
 _LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
 
@@ -85,7 +88,8 @@ class InPlace:
                 else None
             )
         is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
-        return first if (func in IN_PLACE or is_loss) and entry.node == sequence_nr(node) else None
+        accumulates = func in IN_PLACE and not node.name().startswith(_OUT_OF_PLACE)
+        return first if (accumulates or is_loss) and entry.node == sequence_nr(node) else None
 
     def _is_alone(self, tensor: FakeTensor) -> bool:
         is_sparse = tensor.layout is torch.sparse_coo
