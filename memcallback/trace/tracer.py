@@ -41,7 +41,7 @@ from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
 from memcallback.trace.patches.cuda import cuda_semantics
-from memcallback.trace.patches.libraries import transformers_patches, value_patches
+from memcallback.trace.patches.libraries import NumbersRead, transformers_patches, value_patches
 from memcallback.trace.patches.patching import patched
 from memcallback.trace.patches.rank_messages import Messages, with_messages
 from memcallback.trace.patches.triton import triton_patches
@@ -154,6 +154,7 @@ def _semantics(mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
         else:
             stack.enter_context(registered(None))
             stack.enter_context(mode)
+            stack.enter_context(NumbersRead())
         stack.enter_context(patched(transformers_patches(mode)))
         stack.enter_context(torch.enable_grad())
         if rank is not None:

@@ -308,3 +308,24 @@ def test_the_mask_of_a_transformers_model_is_read_and_said():
     assert said_of_padded == ""
     _, said_of_large = predicted(torch.ones(64, 2048, dtype=torch.long))
     assert "A mask with padding was assumed" in said_of_large
+
+
+@pytest.mark.parametrize("device", ["NVIDIA L4", "cpu"])
+def test_numbers_that_stand_in_a_list_as_tensors_are_read(device):
+    def loss(model, batch):
+        inputs, numbers = batch
+        unknown = torch.tensor([inputs.max(), 2, inputs.min()], device=inputs.device)
+        known = torch.tensor([numbers.max() + 1, 3], device=inputs.device)
+        assert (unknown.dtype, known.dtype) == (torch.float32, torch.int64)
+        assert unknown.shape == (3,)
+        rows = torch.ones(int(known[0]), 64, device=inputs.device)
+        return model(torch.cat([inputs, rows])).sum() + unknown.sum()
+
+    step = mc.TrainingStep(
+        nn.Linear(64, 64),
+        (torch.randn(8, 64), torch.arange(1000, 1008)),
+        loss=loss,
+        optimizer=torch.optim.SGD,
+    )
+    prediction = mc.predict(step, device=device, isolate=False)
+    assert prediction.peak_allocated_bytes > 3 * 1016 * 64 * 4

@@ -25,6 +25,7 @@ from memcallback.trace.patches import autocast
 from memcallback.trace.patches.backward_order import BackwardNodes
 from memcallback.trace.patches.cuda_api import Streams, cuda_api_patches
 from memcallback.trace.patches.flex_attention import flex_attention_patches
+from memcallback.trace.patches.libraries import with_numbers_read
 from memcallback.trace.patches.patching import Patch, in_this_thread, patched
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -90,6 +91,8 @@ class CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         placement = self._placement
         before = placement.arguments, placement.target, placement.reports_cuda_device
+        if func is torch.tensor:
+            args, kwargs = with_numbers_read(args, kwargs)
         placement.arguments = (*args, *kwargs.values())
         placement.reports_cuda_device = False
         try:

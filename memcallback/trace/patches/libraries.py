@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
 
 import memcallback
 from memcallback.core.errors import CompiledCodeError
@@ -147,3 +150,48 @@ def transformers_patches(mode: TraceMode) -> Iterator[Patch]:
         return indices
 
     yield masking, "find_packed_sequence_indices", find
+
+
+class NumbersRead(TorchFunctionMode):
+    """Lets `torch.tensor` read fakes; on CUDA the mode that knows its devices does."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch function."""
+        if func is torch.tensor:
+            args, kwargs = with_numbers_read(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _dtype_of(number: object) -> torch.dtype:
+    if isinstance(number, bool):
+        return torch.bool
+    return torch.int64 if isinstance(number, int) else torch.get_default_dtype()
+
+
+def with_numbers_read(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `torch.tensor`: it reads tensors of one number that stand in a list."""
+    dtypes: list[torch.dtype] = []
+
+    def read(part: Any) -> Any:
+        if isinstance(part, FakeTensor) and part.ndim == 0:
+            dtypes.append(part.dtype)
+            return part.item()
+        dtypes.append(part.dtype if isinstance(part, torch.Tensor) else _dtype_of(part))
+        return part
+
+    if not args or not isinstance(args[0], (list, tuple)):
+        return args, kwargs
+    if not any(isinstance(part, FakeTensor) for part in tree_leaves(args[0])):
+        return args, kwargs
+    numbers = tree_map(read, args[0])
+    if kwargs.get("dtype") is None:
+        kwargs = {**kwargs, "dtype": reduce(torch.promote_types, dtypes)}
+    return (numbers, *args[1:]), kwargs
