@@ -24,6 +24,8 @@ class Program:
         optimizer: From the trained parameters to an optimizer.
         precision: As for `memcallback.TrainingStep`: `32-true` or `bf16-mixed`.
         also: What is on the device beside the model.
+        needs_values: Whether its path depends on values that the device computes. A virtual device
+            computes zeros: there it is predicted and not measured.
     """
 
     model: torch.nn.Module
@@ -33,6 +35,7 @@ class Program:
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     precision: str = "32-true"
     also: tuple[Any, ...] = ()
+    needs_values: bool = False
 
 
 def names() -> list[str]:

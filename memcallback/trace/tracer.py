@@ -15,6 +15,7 @@ from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
+from memcallback.core.torch_private import tree_leaves
 from memcallback.cuda.convolution.cudnn import is_driver_installed
 from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
@@ -188,7 +189,7 @@ class _Tracer:
         )
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         for root in (self._model, *self._beside.values()) if mode.spec else ():
-            for module in root.modules() if isinstance(root, torch.nn.Module) else ():
+            for module in _modules_in(root):
                 for name, value in vars(module).items():
                     if isinstance(value, torch.device):
                         vars(module)[name] = CUDA
@@ -341,6 +342,22 @@ def _tensors_of(it: object) -> Iterator[torch.Tensor]:
     if isinstance(it, torch.nn.Module):
         return (tensor for _, tensor in in_order_of_moving(it))
     return tensors_in(it)
+
+
+def _modules_in(root: object) -> Iterator[torch.nn.Module]:
+    """A module and all below it, those in plain lists and mappings too."""
+    seen: set[int] = set()
+    left = [root]
+    while left:
+        found = left.pop()
+        if not isinstance(found, torch.nn.Module) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        left += found.children()
+        left += tree_leaves(
+            [value for value in vars(found).values() if isinstance(value, (list, tuple, dict))]
+        )
 
 
 def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]:

@@ -324,3 +324,50 @@ def test_a_model_that_is_dropped_is_not_kept_alive():
     del teacher
     gc.collect()
     assert alive() is None
+
+
+class Refusing(tuple):
+    """A container of a user's that has no length."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_container_that_refuses_to_be_counted_is_no_obstacle():
+    model = network(64)
+    model.kinds = Refusing((1, 2))
+    prediction = predicted(model, lambda model, batch: model(batch).sum())
+    assert parameter_bytes(prediction) > 0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.device = network(512), torch.device("cuda")
+
+    def forward(self, batch):
+        return self.net(batch.to(self.device))
+
+
+class Stack(nn.Module):
+    """A model that keeps its blocks in a list, and registers their weights alone."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+        self.weights = nn.ParameterList(p for block in blocks for p in block.parameters())
+
+    def forward(self, batch):
+        return sum(block(batch) for block in self.blocks)
+
+
+def test_a_module_in_a_plain_list_finds_its_device():
+    hidden, registered = Stack([Block(), Block()]), Stack([])
+    registered.blocks = nn.ModuleList([Block(), Block()])
+    one, other = (
+        predicted(model, lambda model, batch: model(batch).sum()) for model in (hidden, registered)
+    )
+    assert one.phases[Phase.BACKWARD] == other.phases[Phase.BACKWARD]
+    assert one.phases[Phase.FORWARD].peak_allocated_bytes == (
+        other.phases[Phase.FORWARD].peak_allocated_bytes
+    )

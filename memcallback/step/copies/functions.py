@@ -232,12 +232,13 @@ def contents_of(value: object) -> list[Any] | None:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (Mapping, *_CONTAINERS)) and len(value) > _MAX_ITEMS:
-        return None
-    if isinstance(value, Mapping):
-        return [*value, *value.values()]
-    if isinstance(value, _CONTAINERS):
-        return list(value)
+    if isinstance(value, (Mapping, *_CONTAINERS)):
+        try:
+            if len(value) > _MAX_ITEMS:
+                return None
+            return [*value, *value.values()] if isinstance(value, Mapping) else list(value)
+        except Exception:  # a user's own class of container may refuse
+            return None
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
     return [*value.modules()] if isinstance(value, nn.Module) else None
