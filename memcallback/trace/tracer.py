@@ -42,7 +42,12 @@ from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
 from memcallback.trace.patches.cuda import cuda_semantics
-from memcallback.trace.patches.libraries import NumbersRead, transformers_patches, value_patches
+from memcallback.trace.patches.libraries import (
+    NumbersRead,
+    compiled_code_patches,
+    transformers_patches,
+    value_patches,
+)
 from memcallback.trace.patches.patching import patched
 from memcallback.trace.patches.rank_messages import Messages, with_messages
 from memcallback.trace.patches.triton import triton_patches
@@ -129,6 +134,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
         untouched_globals(),
         untouched_variables(step.model, step.losses),
         patched(value_patches(mode)),
+        patched(compiled_code_patches(mode)),
         patched(triton_patches()),
     ):
         mode.calibrate()

@@ -329,3 +329,10 @@ def test_numbers_that_stand_in_a_list_as_tensors_are_read(device):
     )
     prediction = mc.predict(step, device=device, isolate=False)
     assert prediction.peak_allocated_bytes > 3 * 1016 * 64 * 4
+
+
+def test_a_batch_of_any_size_takes_no_memory_of_the_host():
+    step = mc.TrainingStep(
+        nn.Embedding(10, 2), torch.arange(8), loss=lambda model, batch: model(batch).sum()
+    )
+    assert mc.predict(step, device=CARD, batch_size=1 << 40).peak_allocated_bytes > 1 << 43

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def remember_values(fake: torch.Tensor, real: torch.Tensor) -> None:
 def resized_values(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
     """A fake's values in another shape: samples repeat from the first, sequences at their end."""
     real = values_of(fake)
-    if real is None:
+    if real is None or prod(shape) > MAX_KNOWN:
         return None
     with DisableTorchFunction(), no_dispatch():
         for dim, size in enumerate(shape):
@@ -81,7 +82,7 @@ def resized_values(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | N
                 last = real.shape[dim]
                 index = index % last if dim == 0 else index.clamp(max=last - 1)
                 real = real.index_select(dim, index)
-        return real.clone() if real.numel() <= MAX_KNOWN else None
+        return real.clone()
 
 
 def is_small_on_host(tensor: torch.Tensor) -> bool:
