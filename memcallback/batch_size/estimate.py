@@ -20,7 +20,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.prediction.search import BatchReplays, Limits
+from memcallback.prediction.search import BatchReplays, Limits, largest_up_to
 from memcallback.prediction.textbook.law import TextbookPrediction
 
 
@@ -155,15 +155,14 @@ class Estimate:
     ) -> BatchSizeAdvice:
         """The estimate in numbers, with both limits and the curve (replays of a trace)."""
         current = self.peaks.batch_size
-        limits = self._limits(self.capacity_bytes - (self.outside_bytes or 0))
-        largest = self.largest if limits.at_all is None else min(self.largest, limits.at_all)
-        batch_size = self.bounds.within(largest, self.fits)
+        limits = _limits(self.peaks, self.capacity_bytes - (self.outside_bytes or 0))
+        batch_size = self.best_batch_size()
         end = 2 * max(batch_size, current)
         sizes = {1 << power for power in range(end.bit_length())} | {current, max(1, batch_size)}
         without_retry = limits.without_retry
         return BatchSizeAdvice(
             batch_size=batch_size,
-            largest=largest,
+            largest=self.largest,
             limit=limits.at_all,
             limit_without_retry=without_retry,
             limit_fits_again=limits.fits_again,
@@ -185,18 +184,20 @@ class Estimate:
             fits_at=self.fits,
         )
 
-    def _limits(self, free_bytes: int) -> Limits:
-        """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace."""
-        without_retry = self.peaks.largest_within(free_bytes)
-        if not isinstance(self.peaks, TracedPeak):
-            return Limits(at_all=None, without_retry=without_retry)
-        replays = self.peaks.replays
-        capacity_bytes = free_bytes - self.peaks.shift_bytes + replays.device.outside_bytes
-        device = replace(replays.device, capacity_bytes=capacity_bytes)
-        limits = replays.on(device).limits(self.peaks.batch_size)
-        if limits.without_retry is None or without_retry is None:
-            return limits
-        return replace(limits, without_retry=min(limits.without_retry, without_retry))
+
+def _limits(peaks: PeakLine | TracedPeak, free_bytes: int) -> Limits:
+    """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace."""
+    without_retry = peaks.largest_within(free_bytes)
+    if not isinstance(peaks, TracedPeak):
+        return Limits(at_all=None, without_retry=without_retry)
+    replays = peaks.replays
+    capacity_bytes = free_bytes - peaks.shift_bytes + replays.device.outside_bytes
+    device = replace(replays.device, capacity_bytes=capacity_bytes)
+    limits = replays.on(device).limits(peaks.batch_size)
+    if limits.at_all is None or without_retry is None or without_retry <= limits.at_all:
+        return replace(limits, without_retry=without_retry)
+    smaller = largest_up_to(limits.at_all, lambda size: peaks.fits(size, free_bytes))
+    return replace(limits, without_retry=smaller)
 
 
 def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> int:
@@ -369,6 +370,9 @@ def estimate_from_trace(
         largest = bounds.most
     if largest is None:
         return None
+    at_all = _limits(peaks, capacity_bytes - (outside or 0)).at_all
+    if at_all is not None and largest > at_all:
+        largest = largest_up_to(at_all, lambda size: peaks.fits(size, budget_bytes))
     leaves_out = _always_left_out(outside)
     if outside_bytes is None and outside:
         leaves_out.append(

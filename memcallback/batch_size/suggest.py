@@ -98,7 +98,10 @@ def suggest_batch_size(
             several kinds of ranks, or the number of devices is not that of ranks.
     """
     devices, is_list = _devices(step, device)
-    candidates = [devices] if is_list else [[one] for one in architectures(devices[0])]
+    both = [architectures(one) for one in devices]
+    candidates = [[of_one[0] for of_one in both]]
+    if any(len(of_one) > 1 for of_one in both):
+        candidates.append([of_one[-1] for of_one in both])
     check_headroom(headroom)
     lengths = _Lengths()
     if sequence_lengths is not None:
@@ -129,8 +132,7 @@ def _smallest(advices: Sequence[BatchSizeAdvice]) -> BatchSizeAdvice:
     smallest = min(advices, key=lambda advice: advice.largest)
     others = [advice for advice in advices if advice.largest != smallest.largest]
     caveats = [
-        f"With the architecture of {other.architecture_of} {other.largest:,} would fit; the "
-        "smaller number is given."
+        f"{other.largest:,} would fit with the architecture of {other.architecture_of}."
         for other in others
     ]
     return replace(smallest, caveats=(*smallest.caveats, *caveats), fits_at=smallest.fits)

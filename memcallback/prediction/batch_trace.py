@@ -71,7 +71,11 @@ class BatchTrace:
 
     @classmethod
     def fit_curve(
-        cls, first: TracedStep, second: TracedStep, third: TracedStep, check: TracedStep
+        cls,
+        first: TracedStep,
+        second: TracedStep,
+        third: TracedStep,
+        check: TracedStep | None = None,
     ) -> BatchTrace:
         """Fit parabolas through the sizes at three batch sizes in a row, checked by a fourth."""
         line = cls.fit(first, second)
@@ -83,9 +87,10 @@ class BatchTrace:
                 third.numbers, second.numbers, line.slopes or (), strict=True
             )
         )
-        caveats = tuple(dict.fromkeys((*line.caveats, *third.caveats, *check.caveats)))
+        of_check = check.caveats if check else ()
+        caveats = tuple(dict.fromkeys((*line.caveats, *third.caveats, *of_check)))
         curved = replace(line, curvatures=curvatures, caveats=caveats)
-        return curved.verified(check)
+        return curved if check is None else curved.verified(check)
 
     @classmethod
     def fit(
@@ -166,6 +171,21 @@ class BatchTrace:
             _last_above_zero(number, slope, curvature)
             for number, slope, curvature in zip(self.numbers, slopes, curvatures, strict=False)
             if number >= 0 and (slope < 0 or curvature < 0)
+        )
+        least = min((end for end in ends if end is not None), default=None)
+        return None if least is None else self.batch_size + least
+
+    def largest_within(self, capacity_bytes: int) -> int | None:
+        """The largest batch size at which each single allocation fits; None if each always does."""
+        slopes = self.slopes or ()
+        curvatures = self.curvatures or (0,) * len(slopes)
+        ends = (
+            _last_above_zero(
+                capacity_bytes - self.numbers[position], -slopes[position], -curvatures[position]
+            )
+            for position in self.traced.positions_of_sizes
+            if self.numbers[position] <= capacity_bytes
+            and (slopes[position] > 0 or curvatures[position] > 0)
         )
         least = min((end for end in ends if end is not None), default=None)
         return None if least is None else self.batch_size + least

@@ -153,6 +153,11 @@ class SequenceLengthTrace:
                 if longest.slopes is None
                 else tuple(parabola.through([trace.slopes or () for trace in traces], loose))
             )
+            curvatures = (
+                None
+                if longest.curvatures is None
+                else tuple(parabola.through([trace.curvatures or () for trace in traces], loose))
+            )
         except _NotWholeError as error:
             place = item_text(longest.traced, item_of(longest.traced, error.position))
             raise UnknownSequenceLength(
@@ -179,6 +184,7 @@ class SequenceLengthTrace:
             longest,
             base=tuple(numbers),
             slopes=slopes,
+            curvatures=curvatures,
             exceptions={size: own.at(sequence_length) for size, own in self._exceptions.items()},
             caveats=(*longest.caveats, *self._caveats(sequence_length)),
         )

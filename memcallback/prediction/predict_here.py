@@ -213,23 +213,20 @@ def _far(batch_size: int) -> int:
 def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> SequenceLengthTrace:
     """The step's trace at any sequence length; at one alone, if it takes another path at others."""
     own = _batch_trace(traces, batch_size, sequence_length)
-    if own.curvatures is not None:
-        caveat = (
-            f"Only sequence length {sequence_length} is predicted: sizes are squares of the batch "
-            "size."
-        )
-        return SequenceLengthTrace.single(
-            replace(own, caveats=(*own.caveats, caveat)), sequence_length
-        )
     batch_size, is_any = own.batch_size, own.is_any_batch_size_known
     traces.num_traces += 3 * len(own.exceptions)
+    if own.curvatures is not None:
+        traces.num_traces += 2
 
     def traced(length: int) -> BatchTrace:
         first = traces.at(batch_size, length)
         if not is_any:
             return BatchTrace.single(first)
+        second = traces.at(batch_size + 1, length)
         return replace(
-            BatchTrace.fit(first, traces.at(batch_size + 1, length)),
+            BatchTrace.fit(first, second)
+            if own.curvatures is None
+            else BatchTrace.fit_curve(first, second, traces.at(batch_size + 2, length)),
             exceptions={
                 size: BatchTrace.single(traces.at(size, length)) for size in own.exceptions
             },

@@ -281,9 +281,11 @@ class Prediction(Printable):
                 assumed += (
                     f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
                 )
-            lines.append(f"Largest batch size: {limits}, with nothing kept free. {assumed}.")
-            if self.limits is not None and self.limits.fits_again is not None:
-                lines.append(gap_sentence(self.limit, self.limits.fits_again))
+            largest = f"Largest batch size: {limits}, with nothing kept free."
+            if self.limits is None or self.limits.fits_again is None:
+                lines.append(f"{largest} {assumed}.")
+            else:
+                lines += [largest, gap_sentence(self.limit, self.limits.fits_again)]
         return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -303,6 +305,7 @@ class Prediction(Printable):
             "out_of_memory": self.out_of_memory,
             "limit_batch_size": self.limit,
             "limit_without_retry_batch_size": self.limit_without_retry,
+            "limit_fits_again_batch_size": self.limits.fits_again if self.limits else None,
             "steps": [step_dict(step) for step in self.steps],
             "peak_phase": self.peak_phase.value,
             "at_peak_by_category_bytes": {

@@ -50,6 +50,13 @@ def largest_number(holds: Callable[[int], bool], *, near: int, end: int) -> int 
     return good
 
 
+def largest_up_to(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `most` for which `holds(n)`; 0 if none is found."""
+    if most < 1:
+        return 0
+    return largest_number(lambda n: n <= most and holds(n), near=most, end=most + 1) or 0
+
+
 def crossing(value: Callable[[int], int], bound: int, *, first: int, second: int, end: int) -> int:
     """Roughly where a growing value reaches a bound, by straight lines through known points."""
     here, there = first, second
@@ -88,8 +95,8 @@ class Limits:
 def gap_sentence(limit: int, fits_again: int) -> str:
     """That a size fits though a smaller one does not."""
     return (
-        f"{limit + 1:,} does not fit, and {fits_again:,} would again: with each size, blocks fit "
-        "into each other differently."
+        f"{limit + 1:,} samples do not fit, but {fits_again:,} do: how well blocks fill gaps "
+        "differs from size to size."
     )
 
 
@@ -166,13 +173,7 @@ class BatchReplays:
         failing += [size for size in self._tried_here() if size <= found and not self.fits(size)]
         if not failing:
             return found
-        smaller = min(failing) - 1
-        if smaller == 0:
-            return 0
-        result = largest_number(
-            lambda size: size <= smaller and holds(size), near=smaller, end=found
-        )
-        return result or 0
+        return largest_up_to(min(failing) - 1, holds)
 
     def limits(self, start: int) -> Limits:
         """The largest batch sizes that fit, searched from `start`; None also without a capacity."""
@@ -188,7 +189,9 @@ class BatchReplays:
         )
         return Limits(
             at_all=at_all,
-            without_retry=min(at_all, without_retry),
+            without_retry=without_retry
+            if without_retry <= at_all
+            else largest_up_to(at_all, self.fits_without_retry),
             fits_again=fitting if fitting > at_all else None,
         )
 
@@ -200,6 +203,9 @@ class BatchReplays:
     def _near_capacity(self, start: int, by_allocated: bool) -> int:
         capacity_bytes = self.device.allocator_capacity_bytes
         end = self.trace.largest_known or _MAX_BATCH_SIZE
+        if capacity_bytes is not None and self.trace.curvatures is not None:
+            # Two points of a parabola lead far beyond it, where a replay may take for ever.
+            end = min(end, self.trace.largest_within(capacity_bytes) or end)
         if capacity_bytes is None or end < 2 * start:
             return start
 

@@ -60,8 +60,6 @@ def explain_or_warn(
     error: BaseException, context: Callable[[], OomContext]
 ) -> OutOfMemoryReport | None:
     """Explain an out-of-memory error; None for another error, or, with a warning, if that fails."""
-    from memcallback.diagnose.out_of_memory.explain import explain
-
     shortage = find_out_of_memory(error)
     if shortage is None:
         return None
@@ -69,6 +67,8 @@ def explain_or_warn(
     with suppress(TypeError):
         _explained[id(shortage)] = weakref.ref(shortage)
     try:
+        from memcallback.diagnose.out_of_memory.explain import explain
+
         return explain(shortage, context())
     except Exception as other:  # a full device can fail in any way, and the error itself goes on
         warn_and_go_on(

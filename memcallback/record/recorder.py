@@ -33,6 +33,7 @@ from memcallback.step.holdings import HoldingsCounter
 from memcallback.step.module_follower import module_infos
 
 if TYPE_CHECKING:
+    from memcallback.diagnose.out_of_memory.explain import OomContext
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 #: In a sentence.
@@ -675,9 +676,9 @@ class MemoryRecorder:
         step = self._open
         phase = (step.failed_in or self.current_phase) if step else None
 
-        from memcallback.diagnose.out_of_memory.explain import OomContext
-
         def context() -> OomContext:
+            from memcallback.diagnose.out_of_memory.explain import OomContext
+
             return OomContext(
                 device=self.meter.device,
                 modules=self._modules,

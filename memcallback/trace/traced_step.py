@@ -113,6 +113,20 @@ class TracedStep:
         return frozenset(loose)
 
     @cached_property
+    def positions_of_sizes(self) -> list[int]:
+        """Positions in `numbers` of the sizes of allocations."""
+        positions: list[int] = []
+        start = 0
+        for item in self.items:
+            if isinstance(item, KernelCall):
+                positions += range(start, start + len(item.kept))
+                start += len(item.kept) + len(item.rule.numbers)
+            elif isinstance(item, Alloc):
+                positions.append(start)
+                start += 1
+        return positions
+
+    @cached_property
     def _allocs(self) -> dict[int, Alloc]:
         return {event.id: event for event in self.trace.events if isinstance(event, Alloc)}
 

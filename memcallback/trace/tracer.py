@@ -15,14 +15,17 @@ from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
-from memcallback.core.torch_private import tree_leaves
 from memcallback.cuda.convolution.cudnn import is_driver_installed
 from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
-from memcallback.step.copies.functions import optimizers_in_hooks, untouched_variables
+from memcallback.step.copies.functions import (
+    contents_of,
+    optimizers_in_hooks,
+    untouched_variables,
+)
 from memcallback.step.copies.optimizers import (
     fill_history,
     moved_to,
@@ -356,14 +359,14 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
     left = [root]
     while left:
         found = left.pop()
-        if not isinstance(found, torch.nn.Module) or id(found) in seen:
+        if id(found) in seen or not isinstance(found, (torch.nn.Module, list, tuple, dict)):
             continue
         seen.add(id(found))
-        yield found
-        left += found.children()
-        left += tree_leaves(
-            [value for value in vars(found).values() if isinstance(value, (list, tuple, dict))]
-        )
+        if isinstance(found, torch.nn.Module):
+            yield found
+            left += [*found.children(), *vars(found).values()]
+        else:
+            left += contents_of(found) or ()
 
 
 def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]:

@@ -42,9 +42,11 @@ def test_the_limit_is_below_the_first_size_that_does_not_fit(prediction):
     assert 0 < without_retry <= limit
     assert all(prediction.at(size).fits_without_retry for size in range(1, without_retry + 1))
     assert (
-        f"{limit + 1} does not fit, and {limit + 2} would again: with each size, blocks fit into "
-        "each other differently."
+        f"{limit + 1} samples do not fit, but {limit + 2} do: how well blocks fill gaps differs "
+        "from size to size."
     ) in prediction.verdict()
+    assert not any("no less memory" in line for line in prediction.verdict())
+    assert prediction.to_dict()["limit_fits_again_batch_size"] == limit + 2
 
 
 def test_the_advice_says_the_same_limits(step, prediction):
@@ -52,7 +54,7 @@ def test_the_advice_says_the_same_limits(step, prediction):
     assert advice.batch_size <= advice.largest <= advice.limit == prediction.limit
     assert advice.limit_without_retry == prediction.limit_without_retry
     assert advice.limit_fits_again == prediction.limit + 2
-    assert f"{advice.limit + 1} does not fit" in str(advice)
+    assert f"{advice.limit + 1} samples do not fit" in str(advice)
     assert advice.to_dict()["limit_fits_again_batch_size"] == advice.limit_fits_again
 
 
@@ -66,14 +68,15 @@ def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     assert advice.architecture_of == "NVIDIA H100 80GB HBM3"
     assert "headroom, with the architecture of NVIDIA H100 80GB HBM3." in advice.sentence()
     assert (
-        f"With the architecture of NVIDIA A100-SXM4-80GB {of_each['A100'].largest} would fit; the "
-        "smaller number is given."
+        f"{of_each['A100'].largest} would fit with the architecture of NVIDIA A100-SXM4-80GB."
     ) in advice.caveats
     data = advice.to_dict()
     assert data["architecture_of"] == advice.architecture_of
     assert data["caveats"] == list(advice.caveats)
     assert advice.fits(advice.largest)
     assert not advice.fits(advice.largest + 1)
+    # In a list of the ranks' devices as well.
+    assert mc.suggest_batch_size(step, device=["1GiB"]).largest == advice.largest
 
 
 def test_a_card_by_name_has_its_own_architecture(step):

@@ -37,3 +37,33 @@ def test_the_largest_batch_of_squares_is_found():
     assert advice.fits(advice.largest)
     assert not advice.fits(advice.largest + 1)
     assert 4 * advice.largest**2 < advice.capacity_bytes < 40 * advice.largest**2
+
+
+@pytest.mark.parametrize("num_samples", [2, 8])
+def test_sums_over_all_pairs_end_the_search_for_a_limit(num_samples):
+    def loss(model, batch):
+        queries = model(batch)
+        return (queries @ queries.T).square().mean()
+
+    step = mc.TrainingStep(nn.Linear(64, 32), torch.randn(num_samples, 64), loss=loss)
+    prediction = mc.predict(step, device="NVIDIA L4")
+    assert not prediction.at(prediction.limit + 1).fits
+    advice = mc.suggest_batch_size(step, device="NVIDIA L4")
+    assert advice.limit == prediction.limit
+    assert advice.largest <= advice.limit_without_retry <= advice.limit
+
+
+def test_other_sequence_lengths_are_known_as_well():
+    def loss(model, batch):
+        queries = model(batch).mean(1)
+        return F.cross_entropy(queries @ queries.T, torch.arange(len(queries)).to(queries.device))
+
+    def step(length):
+        tokens = torch.zeros(4, length, dtype=torch.long)
+        return mc.TrainingStep(nn.Embedding(50, 32), tokens, loss=loss, sequence_length=length)
+
+    prediction = mc.predict(step(64), device="NVIDIA L4")
+    for length, size in ((32, 4), (32, 50), (64, 50)):
+        there = prediction.at(size, sequence_length=length)
+        own = mc.predict(step(length), device="NVIDIA L4", batch_size=size)
+        assert there.phases == own.phases

@@ -93,3 +93,14 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     assert log_dir is None
     sinks.log_scalars({"memory/peak": 1.0}, 1)
     sinks.close()
+
+
+def test_a_run_is_opened_at_its_first_value(tmp_path):
+    sinks = Writers([], str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    sinks.close()
+    assert not list(tmp_path.iterdir())
+    sinks = Writers([], str(tmp_path))
+    sinks.log_scalars({"memory/peak": 1.0}, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["version_0"]
+    sinks.close()

@@ -373,3 +373,10 @@ def test_a_module_in_a_plain_list_finds_its_device():
     assert one.phases[Phase.FORWARD].peak_allocated_bytes == (
         other.phases[Phase.FORWARD].peak_allocated_bytes
     )
+
+
+def test_a_list_that_holds_itself_is_no_obstacle():
+    model = network(64)
+    model.tree = [1]
+    model.tree.append(model.tree)
+    assert parameter_bytes(predicted(model, lambda model, batch: model(batch).sum())) > 0

@@ -103,20 +103,31 @@ def _order(a: _Dim, b: _Dim) -> int:
 
 
 def _parts(dims: list[_Dim], itemsize: int) -> list[list[_Dim]]:
-    """Split into parts with 32-bit indices: `TensorIterator::with_32bit_indexing`."""
-    extents = [(dim.size - 1) * max(dim.in_stride, dim.out_stride) * itemsize for dim in dims]
-    if (
-        math.prod(d.size for d in dims) <= _INT32_MAX
-        and 1 + sum((d.size - 1) * d.in_stride * itemsize for d in dims) <= _INT32_MAX
-    ):
-        return [dims]
-    widest = extents.index(max(extents))
-    halves = []
-    for size in (dims[widest].size // 2, dims[widest].size - dims[widest].size // 2):
-        half = [_Dim(d.size, d.out_stride, d.in_stride) for d in dims]
-        half[widest].size = size
-        halves += _parts(half, itemsize)
-    return halves
+    """Split into parts with 32-bit indices: `TensorIterator::with_32bit_indexing`.
+
+    Of parts of the same size one is given: a search for a batch size may ask for millions.
+    """
+    parts, left, seen = [], [dims], set()
+    while left:
+        whole = left.pop()
+        sizes = tuple(dim.size for dim in whole)
+        if sizes in seen:
+            continue
+        seen.add(sizes)
+        if (
+            math.prod(sizes) <= _INT32_MAX
+            and 1 + sum((d.size - 1) * d.in_stride * itemsize for d in whole) <= _INT32_MAX
+        ):
+            parts.append(whole)
+            continue
+        extents = [(dim.size - 1) * max(dim.in_stride, dim.out_stride) * itemsize for dim in whole]
+        widest = extents.index(max(extents))
+        size = whole[widest].size
+        for half in (size // 2, size - size // 2):
+            part = [_Dim(d.size, d.out_stride, d.in_stride) for d in whole]
+            part[widest].size = half
+            left.append(part)
+    return parts
 
 
 @lru_cache(maxsize=4096)
@@ -215,7 +226,8 @@ def accumulation_bytes(
     """`AccumulationBuffer`, in which half types with more than 2^31 - 1 bytes are summed."""
     ndim = len(reduced)
     shape, strides = numbers[:ndim], numbers[ndim:]
-    if 0 in shape or len(_parts(_arranged(shape, strides, reduced), itemsize)) == 1:
+    dims = [] if 0 in shape else _arranged(shape, strides, reduced)
+    if 0 in shape or _parts(dims, itemsize) == [dims]:
         return 0
     return partial_bytes * math.prod(s for s, r in zip(shape, reduced, strict=True) if not r)
 

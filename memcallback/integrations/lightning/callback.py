@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from memcallback.batch_size.fitted import FittedBatchSize
+    from memcallback.diagnose.out_of_memory.explain import OomContext
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 else:
     # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback
@@ -507,18 +508,19 @@ class MemoryCallback(Callback):
                 self._monitor.on_out_of_memory(report, make_step=make_step)
                 self.out_of_memory = self._monitor.out_of_memory
             return
-        # Before training, in a test, in a prediction: nothing is recorded.
-        from memcallback.diagnose.out_of_memory.explain import OomContext
 
-        report = explain_or_warn(
-            error,
-            lambda: OomContext(
+        # Before training, in a test, in a prediction: nothing is recorded.
+        def context() -> OomContext:
+            from memcallback.diagnose.out_of_memory.explain import OomContext
+
+            return OomContext(
                 device=trainer.strategy.root_device,
                 modules=[pl_module],
                 phase=stage_of(trainer),
                 rank=rank_here(),
-            ),
-        )
+            )
+
+        report = explain_or_warn(error, context)
         if report is not None:
             self.out_of_memory = respond(
                 report, print_fn=print_beside(pl_module), folder=_folder_of(trainer)

@@ -217,6 +217,8 @@ class NumbersRead(TorchFunctionMode):
 def _dtype_of(number: object) -> torch.dtype:
     if isinstance(number, bool):
         return torch.bool
+    if isinstance(number, complex):
+        return torch.complex64
     return torch.int64 if isinstance(number, int) else torch.get_default_dtype()
 
 
