@@ -1,13 +1,12 @@
 """The stated limits where some sizes fit although smaller ones do not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from small_cards import card_of
 from torch import nn
 
 import memcallback as mc
-from memcallback.devices.catalogue import find_device
+from memcallback.core.units import GiB, MiB
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +20,7 @@ def step():
     )
 
 
-def card(name, mib):
-    """A card of a size with the architecture of a known one."""
-    return replace(find_device(name), capacity_bytes=mib << 20, caveats=())
-
-
-SMALL = card("A100", 712)
+SMALL = card_of(712 * MiB)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,8 @@ def test_the_advice_says_the_same_limits(step, prediction):
 def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     advice = mc.suggest_batch_size(step, device="1GiB")
     of_each = {
-        name: mc.suggest_batch_size(step, device=card(name, 1024)) for name in ("A100", "H100")
+        name: mc.suggest_batch_size(step, device=card_of(GiB, like=name))
+        for name in ("A100", "H100")
     }
     assert of_each["H100"].largest < of_each["A100"].largest  # or the test shows nothing
     assert advice.largest == of_each["H100"].largest

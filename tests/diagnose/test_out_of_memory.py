@@ -94,7 +94,7 @@ def test_what_cannot_be_explained_goes_on_as_it_is(monkeypatch):
     def broken(*_, **__):
         raise KeyError("nothing is as it was")
 
-    monkeypatch.setattr("memcallback.record.oom_response.explain", broken)
+    monkeypatch.setattr("memcallback.diagnose.out_of_memory.explain.explain", broken)
     recorder = mc.MemoryRecorder(nn.Linear(2, 2))
     with (
         pytest.warns(mc.MemoryWarning, match="could not be explained: KeyError"),
@@ -321,7 +321,7 @@ def test_where_warnings_are_errors_the_error_is_still_the_users(monkeypatch):
     def broken(*_, **__):
         raise KeyError("nothing is as it was")
 
-    monkeypatch.setattr("memcallback.record.oom_response.explain", broken)
+    monkeypatch.setattr("memcallback.diagnose.out_of_memory.explain.explain", broken)
     recorder = mc.MemoryRecorder(nn.Linear(2, 2))
     with pytest.raises(MemoryError), recorder.step(torch.ones(2, 2)):
         raise MemoryError

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_cards import card_of
 from torch import nn
 
 import memcallback as mc
@@ -97,8 +98,8 @@ def test_a_cuda_device_that_is_not_here_is_said_so(given):
 
 
 def test_a_suggestion_before_training_stays_within_the_capacity():
-    advice = mc.suggest_batch_size(make_step(), device="1GiB", headroom=0.1)
-    prediction = mc.predict(make_step(), device="1GiB")
+    advice = mc.suggest_batch_size(make_step(), device=card_of(GiB), headroom=0.1)
+    prediction = mc.predict(make_step(), device=card_of(GiB))
     assert not advice.is_measured
     for size, fits in ((advice.largest, True), (advice.largest + 1, False)):
         needed = max(step.peak_reserved_bytes for step in prediction.at(size).steps)
@@ -135,7 +136,7 @@ def test_a_suggestion_fits_although_fewer_samples_can_need_more():
     assert drops
     for size, more in drops:
         capacity_bytes = (more + needed[size - size % 8]) // 2 + context_bytes
-        advice = mc.suggest_batch_size(step, device=capacity_bytes, headroom=0.0)
+        advice = mc.suggest_batch_size(step, device=card_of(capacity_bytes), headroom=0.0)
         assert 0 < needed[advice.batch_size] <= capacity_bytes - context_bytes
         assert advice.batch_size % 8 == 0 or (
             advice.batch_size == advice.largest and advice.largest < 16
@@ -150,11 +151,11 @@ def test_several_ranks_have_buckets_besides():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     step = make_step(model, torch.ones(16, 1024))
     one, two = (
-        mc.suggest_batch_size(step, device="1GiB", world_size=size, multiple_of=1)
+        mc.suggest_batch_size(step, device=card_of(GiB), world_size=size, multiple_of=1)
         for size in (1, 2)
     )
     assert two.batch_size == two.largest
-    at_largest = mc.predict(step, device="1GiB").at(two.largest)
+    at_largest = mc.predict(step, device=card_of(GiB)).at(two.largest)
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert (
         dict(two.curve)[two.largest]
@@ -332,12 +333,12 @@ class AnotherPath(nn.Module):
 def test_a_suggestion_is_verified_by_a_trace_at_its_own_size():
     for begins_at in (1000, 10**9):
         step = make_step(AnotherPath(begins_at), torch.ones(4, 1024))
-        advice = mc.suggest_batch_size(step, device="4GiB")
+        advice = mc.suggest_batch_size(step, device=card_of(4 * GiB))
         assert advice.batch_size > 64 * 11
         peaks = [
             max(
                 one.peak_reserved_bytes
-                for one in mc.predict(step, device="4GiB", batch_size=size).steps
+                for one in mc.predict(step, device=card_of(4 * GiB), batch_size=size).steps
             )
             for size in (advice.batch_size, advice.batch_size + 1)
         ]
