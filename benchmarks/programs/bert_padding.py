@@ -21,4 +21,5 @@ def make() -> Program:
     mask = torch.ones_like(tokens)
     mask[1:, 100:] = 0
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
-    return Program(BertForMaskedLM(config), batch, own_loss, ("transformers",))
+    # transformers looks whether the mask is all ones.
+    return Program(BertForMaskedLM(config), batch, own_loss, ("transformers",), needs_values=True)

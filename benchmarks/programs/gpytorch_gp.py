@@ -32,12 +32,12 @@ class Process(gpytorch.models.ApproximateGP):
 def make() -> Program:
     """256 inducing points, 1024 samples of 32 numbers."""
     batch = torch.randn(1024, 32), torch.randn(1024)
-    return Program(Process(), batch, loss, ("gpytorch", "linear_operator"))
+    return Program(Process(), batch, loss, ("gpytorch", "linear_operator"), needs_values=True)
 
 
 def loss(model: Any, batch: Any) -> torch.Tensor:
     """Less the lower bound of the evidence."""
     samples, values = batch
     bound = gpytorch.mlls.VariationalELBO(model.likelihood, model, num_data=10_000)
-    total: torch.Tensor = -bound(model(model.features(samples)), values, needs_values=True)
+    total: torch.Tensor = -bound(model(model.features(samples)), values)
     return total

@@ -14,11 +14,13 @@ from programs import Program
 def make() -> Program:
     """ResNet-18, 64 images of 64 x 64, 8 of each class."""
     batch = torch.randn(64, 3, 64, 64), torch.arange(64) // 8
-    return Program(resnet18(num_classes=128), batch, loss, ("pytorch-metric-learning",))
+    return Program(
+        resnet18(num_classes=128), batch, loss, ("pytorch-metric-learning",), needs_values=True
+    )
 
 
 def loss(model: Any, batch: Any) -> torch.Tensor:
     """Margin of each triplet."""
     images, classes = batch
-    total: torch.Tensor = TripletMarginLoss(margin=0.2)(model(images), classes, needs_values=True)
+    total: torch.Tensor = TripletMarginLoss(margin=0.2)(model(images), classes)
     return total

@@ -139,6 +139,11 @@ def test_an_engine_that_would_be_compiled_is_asked_without_a_plan(installed):
     assert ask() == 77
 
 
+def test_an_engine_whose_workspace_is_beyond_what_cudnn_counts_is_passed_over(installed):
+    installed(Library(instant=[([], -7924240384), ([], 77)], compiles=True))
+    assert ask() == 77
+
+
 def test_the_fallback_list_is_asked_when_the_heuristics_have_no_plan(installed):
     library = installed(Library(instant=[([], None)], fallback=[([], 3)]))
     assert ask() == 3

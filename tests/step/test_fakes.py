@@ -379,6 +379,40 @@ def test_recurrent_modules_run_as_copies(mode):
         assert copy(torch.zeros(5, 2, 3))[0].shape == (5, 2, 4)
 
 
+class TracedAgain(nn.Module):
+    """Makes its graph when its state is set, as modules of e3nn do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.make()
+
+    def make(self):
+        root = nn.Module()
+        root.weight = self.weight
+        graph = torch.fx.Graph()
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        x, weight = (
+            torch.fx.Proxy(node, tracer)
+            for node in (graph.placeholder("x"), graph.get_attr("weight"))
+        )
+        graph.output(torch.cat([x * weight, x]).node)
+        self.graph = torch.fx.GraphModule(root, graph)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.make()
+
+    def forward(self, x):
+        return self.graph(x)
+
+
+def test_a_module_that_traces_its_graph_again_is_copied(mode):
+    copy = fake_copy(TracedAgain(), mode)
+    with mode:
+        assert copy(torch.ones(3)).shape == (6,)
+
+
 def test_a_compiled_module_is_copied_as_the_module_that_it_wraps(mode):
     inner = torch.compile(nn.Linear(3, 3), backend="eager")
     in_place = nn.Linear(3, 3)

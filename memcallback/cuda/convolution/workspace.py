@@ -102,9 +102,11 @@ def _workspace_bytes(
                     engine = query.engine(config)
                     if _is_filtered(convolution, query.notes(engine)):
                         continue
-                    if query.is_compiled(engine):
-                        return query.config_workspace(config)
-                    size_bytes = query.plan_workspace(config)
+                    size_bytes = (
+                        query.config_workspace(config)
+                        if query.is_compiled(engine)
+                        else query.plan_workspace(config)
+                    )
                     if size_bytes is not None:
                         return size_bytes
     except CuDNNError:
@@ -184,14 +186,16 @@ class _Query:
         behavior = self.library.get(engine, Attribute.ENGINE_BEHAVIOR, Type.BEHAVIOR, _NUM_NOTES)
         return _COMPILED_WHEN_PLANNED in behavior
 
-    def config_workspace(self, config: int) -> int:
-        """The workspace of a configuration, without a plan.
+    def config_workspace(self, config: int) -> int | None:
+        """The workspace of a configuration, without a plan; None if the device cannot run it.
 
         Compiling takes a third of a second for each convolution and batch size, and shows nothing
         new: with cuDNN 9.19, all 1,969 configurations of tests/recorded/convolutions (H200, A100,
-        T4), 120 of them compiled, could be planned and took this workspace.
+        T4), 120 of them compiled, could be planned and took this workspace. A size beyond what
+        cuDNN counts comes back negative: such a configuration cannot be planned.
         """
-        return self.library.get(config, Attribute.CONFIG_WORKSPACE, Type.INT64, 1)[0]
+        size_bytes = self.library.get(config, Attribute.CONFIG_WORKSPACE, Type.INT64, 1)[0]
+        return size_bytes if size_bytes >= 0 else None
 
     def plan_workspace(self, config: int) -> int | None:
         """The workspace of a configuration's plan; None if the device cannot run it."""

@@ -184,6 +184,9 @@ class _CopyMode(TorchFunctionMode):
             return memo[id(tensor)]
         if getattr(func, "__name__", None) == "clone" and isinstance(args[0], torch.Tensor):
             return self._make(args[0])
+        if not all(issubclass(kind, torch.Tensor) for kind in types):
+            # A graph that is traced again as it is copied: its proxies are no tensors.
+            return func(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
