@@ -29,13 +29,13 @@ from programs import Program
 from real_programs import measure, step_of
 
 NAMES = (
-    "bert_padding",
     "distillation",
     "llama_8bit_adam",
     "llama_lora",
     "llama_qlora",
     "monai_unet",
     "resnet_average",
+    "schedulefree_vit",
     "swin",
     "t5_mask",
     "whisper",
