@@ -3,7 +3,8 @@
     pip install -r benchmarks/programs/requirements.txt
     python benchmarks/real_programs.py [--only NAME ...]       # on a CUDA device, real or virtual
 
-Each program of `benchmarks/programs/` is predicted before it runs, then trained for six updates in
+With `--only` the other programs' figures of the same day stay. Each program of
+`benchmarks/programs/` is predicted before it runs, then trained for six updates in
 a loop without memcallback, in a process of its own; the figures are those of the last update. The
 result goes to `benchmarks/results/<device>-<date>/` as JSON and Markdown.
 """
@@ -198,6 +199,13 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def earlier_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a file, by program; none if it is not there."""
+    if not path.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+
+
 def main() -> None:
     """Compare all programs and write the results, or compare one."""
     parser = argparse.ArgumentParser(description="Predict and measure programs of libraries.")
@@ -209,26 +217,30 @@ def main() -> None:
         warnings.simplefilter("ignore")
         print(json.dumps(compare(options.one)), flush=True)
         return
-    rows = []
-    for name in options.only:
-        rows.append(in_its_own_process(name))
-        print(name, rows[-1].get("error", "compared"), flush=True)
     import torch
 
     device = torch.cuda.get_device_name()
+    out = options.out or results_folder(device)
+    earlier = earlier_rows(out / "programs.json") if len(options.only) < len(names()) else {}
+    rows = dict(earlier)
+    for name in options.only:
+        rows[name] = in_its_own_process(name)
+        print(name, rows[name].get("error", "compared"), flush=True)
     about = {
         "device": device + (" (virtual device)" if is_virtual() else ""),
         "driver": driver(),
         "processor": processor(),
         "versions": f"Python {platform.python_version()}, torch {version('torch')}",
         "date": today(),
-        "command": command(),
+        "command": f"python benchmarks/real_programs.py, then {command()}"
+        if earlier
+        else command(),
     }
-    out = options.out or results_folder(device)
     out.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"about": about, "rows": rows, "not_reported": NOT_REPORTED}, indent=2)
+    listed = [rows[name] for name in names() if name in rows]
+    content = json.dumps({"about": about, "rows": listed, "not_reported": NOT_REPORTED}, indent=2)
     (out / "programs.json").write_text(content + "\n")
-    text = to_markdown(rows, about)
+    text = to_markdown(listed, about)
     (out / "programs.md").write_text(text)
     print(text)
 

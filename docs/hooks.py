@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: put the help of each command where the page asks for it."""
+"""Hooks of mkdocs: put the help of a command, or a result, where a page asks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 from memcallback.cli import main  # (plain Python: building the site needs no PyTorch)
 
@@ -18,13 +19,27 @@ _WIDTH = "96"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `<!-- help COMMAND -->` by what `memcallback COMMAND --help` prints."""
+    """Replace `<!-- help COMMAND -->` by what `memcallback COMMAND --help` prints.
+
+    And `<!-- result FOLDER/FILE.md -->` by that page of `benchmarks/results`, without its title.
+    """
+    markdown = re.sub(
+        r"^<!-- result (\S+) -->$",
+        lambda match: _result(match[1]),
+        markdown,
+        flags=re.MULTILINE,
+    )
     return re.sub(
         r"^<!-- help (\S+) -->$",
         lambda match: f"```text\n{_help(match[1])}```",
         markdown,
         flags=re.MULTILINE,
     )
+
+
+def _result(page: str) -> str:
+    text = (ROOT / "benchmarks" / "results" / page).read_text(encoding="utf-8")
+    return text.partition("\n")[2].strip()
 
 
 def _help(command: str) -> str:
