@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memcallback.cli import main  # (plain Python: building the site needs no PyTorch)
 
 _WIDTH = "96"
+_RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _result(page: str) -> str:
-    text = (ROOT / "benchmarks" / "results" / page).read_text(encoding="utf-8")
+    text = (_RESULTS / page).read_text(encoding="utf-8")
     return text.partition("\n")[2].strip()
 
 

@@ -24,10 +24,11 @@ MAY_IMPORT = {
     "step": "core isolation",
     "cuda": "core devices",
     "trace": "core devices step cuda",
-    "prediction": "core isolation devices step trace",
+    "page": "core",
+    "prediction": "core isolation devices step trace page",
     "batch_size": "core isolation devices step prediction",
     "savings": "core isolation devices step prediction batch_size",
-    "report": "core prediction batch_size savings",
+    "report": "core page prediction batch_size savings",
     "diagnose": "core devices step prediction savings",
     "record": "core isolation devices step prediction batch_size savings report diagnose",
     "integrations": "core isolation devices step prediction batch_size savings report diagnose "

@@ -77,6 +77,22 @@ def line_here() -> CodeLine | None:
     return line_of(sys._getframe(1))
 
 
+def lines_inside(file: str) -> tuple[CodeLine | None, CodeLine | None]:
+    """The innermost running line outside the frameworks, and that of the program itself.
+
+    None where there is none among the frames that a function of `file` has called.
+    """
+    line, frame = None, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        path = frame.f_code.co_filename
+        if not is_framework(path):
+            line = line or line_at(frame)
+            if not is_library(path):
+                return line, line_at(frame)
+        frame = frame.f_back  # type: ignore[assignment]  # typeshed: the first frame is never None
+    return line, None
+
+
 def own_line_here() -> CodeLine | None:
     """The innermost running line of the program, else of a library; None if there is neither."""
     frame: FrameType | None = sys._getframe(1)

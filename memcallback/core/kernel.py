@@ -126,9 +126,12 @@ class AllocationSource:
     Attributes:
         shape: The shape of the tensor that it was made for.
         dtype: The tensor's type, such as `float32`.
-        line: The line of the user's program; None if unknown.
+        line: The innermost line outside of PyTorch and Lightning, often a library's; None if none
+            ran, as in a backward pass.
+        own_line: The innermost line of the user's program; None if none ran.
     """
 
     shape: tuple[int, ...]
     dtype: str
     line: CodeLine | None
+    own_line: CodeLine | None = None

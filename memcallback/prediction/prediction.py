@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from memcallback.core.allocation_trace import Alloc, StepEnd
 from memcallback.core.document import Document, Printable
+from memcallback.core.files import write_file
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
@@ -17,14 +19,19 @@ from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
+from memcallback.page.page import Page, Section
+from memcallback.page.step_page import step_page
 from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.batch_size_chart import batch_size_chart
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
+from memcallback.prediction.peak_tree import peak_tree
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
 from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
-from memcallback.prediction.text import peak_table, phase_table, step_dict
+from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
+from memcallback.prediction.timeline import timeline_of
 from memcallback.trace.traced_step import SAMPLES
 
 SOURCE = "traced step"
@@ -240,6 +247,69 @@ class Prediction(Printable):
             f"<Prediction: batch size {self.batch_size} on {self.device_name}, {self.source} of "
             f"{num_events:,} events>"
         )
+
+    def page(
+        self,
+        title: str = "One training step",
+        *,
+        measured: StepMemory | None = None,
+        verdict: Sequence[str] = (),
+        more: Sequence[Section] = (),
+    ) -> Page:
+        """A page of charts, which takes some replays.
+
+        Args:
+            title: What the step is, such as `mymodel:make_step`; batch and device follow.
+            measured: A measured step, whose peaks are shown beside the predicted ones.
+            verdict: Sentences to begin with, instead of the prediction's own answer.
+            more: Sections before the last, which has the caveats.
+        """
+        length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
+        phases = measured.phases.items() if measured else ()
+        peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
+        return step_page(
+            f"{title}, batch size {self.batch_size:,}{length} on {self.device_name}",
+            (*(verdict or self._answer()), *self.verdict()[1:]),
+            is_good=None if self.capacity_bytes is None else self.fits,
+            timeline=timeline_of(
+                self.trace.at(self.batch_size).events,
+                self.device,
+                self.settings,
+                self.origin_of,
+                is_unlimited=not self.fits,
+                measured={phase: size for phase, size in peaks.items() if size is not None},
+            ),
+            tree=peak_tree(
+                self.at_peak, self.origin_of, {one.name: one.kind for one in self.modules.modules}
+            ),
+            by_category=self.by_category,
+            curve=batch_size_chart(
+                BatchReplays(self.trace, self.device, self.settings), self.batch_size, self.limit
+            ),
+            more=more,
+            caveats=self.caveats,
+        )
+
+    def _answer(self) -> tuple[str, ...]:
+        """Whether it fits, and the peak; then where memory runs out."""
+        capacity_bytes = self.device.allocator_capacity_bytes
+        peak = peak_sentence(self.step, self.peak_phase, capacity_bytes)
+        first = f"{peak} Predicted, not run."
+        if self.capacity_bytes is not None:
+            first = f"{'Fits.' if self.fits else 'Does not fit.'} {first}"
+        return (first, *([] if self.fits else [f"Out of memory in {self.out_of_memory}"]))
+
+    def save_html(self, path: str | Path, *, title: str = "One training step") -> None:
+        """Write `page` as one file, which needs no network.
+
+        Args:
+            path: The file; it is replaced if it is there.
+            title: As for `page`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        write_file(path, self.page(title).html())
 
     def document(self) -> Document:
         """Each phase, the memory live at the peak, whether it fits, and the assumptions."""

@@ -9,6 +9,7 @@ from memcallback.core.document import Table
 from memcallback.core.step_memory import PHASE_COLUMNS, MemoryStats, StepMemory
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import format_bytes
+from memcallback.page.scale import short_size
 
 #: How many modules `peak_table` names: those that hold most at the peak.
 _NUM_MODULES = 8
@@ -93,3 +94,15 @@ def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
         "inactive_split_bytes": stats.inactive_split_bytes,
         "held_by_category_bytes": {category.value: size for category, size in by_category.items()},
     }
+
+
+def peak_sentence(step: StepMemory, phase: Phase, capacity_bytes: int | None) -> str:
+    """The peak of a step, and where it is."""
+    allocated, reserved = step.peak_allocated_bytes or 0, step.peak_reserved_bytes
+    peak = f"{short_size(allocated)} allocated"
+    if reserved is not None:
+        peak = f"{short_size(reserved)} reserved ({peak})"
+    available = ""
+    if capacity_bytes is not None:
+        available = f" of the {short_size(capacity_bytes)} that the allocator can have"
+    return f"Peak {peak}{available}, in {phase.label}."

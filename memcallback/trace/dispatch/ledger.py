@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ from memcallback.core.allocation_trace import (
     StepEnd,
     StepStart,
 )
-from memcallback.core.code_lines import line_here
+from memcallback.core.code_lines import lines_inside
 from memcallback.core.kernel import FIRST_TEMPORARY, AllocationSource, KernelCall, KernelRule
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import storage_id
@@ -29,6 +30,9 @@ from memcallback.core.types import Category, Phase
 from memcallback.core.visible import visible_name
 from memcallback.trace.dispatch.blocks import Block, Position
 from memcallback.trace.dispatch.entries import Entry
+
+#: Frames of the tracer and those that called it are not the step's.
+_TRACER = str(Path(__file__).parents[1] / "tracer.py")
 
 
 class Ledger:
@@ -77,7 +81,9 @@ class Ledger:
         )
         if not is_host:
             entry.origin = AllocationSource(
-                tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), line_here()
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                *lines_inside(_TRACER),
             )
         self._follow(storage, entry)
         return entry

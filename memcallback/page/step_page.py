@@ -1,0 +1,66 @@
+"""step_page(): the page of a training step, its sections in the order in which they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from memcallback.core.document import Document
+from memcallback.core.types import Category
+from memcallback.page.charts import CategoryBars, LineChart
+from memcallback.page.page import Page, Section
+from memcallback.page.scale import short_size
+from memcallback.page.timeline import Timeline
+from memcallback.page.treemap import Node, Treemap
+
+#: Parts named of those with most memory at the peak.
+_NUM_PARTS = 3
+
+
+def step_page(
+    title: str,
+    verdict: Sequence[str],
+    *,
+    is_good: bool | None,
+    timeline: Timeline,
+    tree: Node,
+    by_category: Mapping[Category, int],
+    curve: LineChart | None,
+    more: Sequence[Section] = (),
+    caveats: Sequence[str] = (),
+) -> Page:
+    """The verdict, the step, its peak, the batch size, further sections, and what was assumed."""
+    sections = [
+        Section(
+            title="One training step",
+            note=f"{timeline.num_allocations:,} allocations, stacked by category",
+            parts=[timeline],
+        ),
+        Section(
+            title="In memory at the peak",
+            note=f"{short_size(tree.num_bytes)}, by module and by category",
+            parts=[Treemap(tree), CategoryBars(by_category)],
+        ),
+    ]
+    if curve is not None:
+        sections.append(Section(title="Batch size", parts=[curve]))
+    sections += more
+    if caveats:
+        sections.append(
+            Section(title="What was assumed", parts=[Document(*caveats)], is_folded=True)
+        )
+    first, *further = verdict
+    return Page(
+        title=title,
+        verdict=(first, _most(tree), *further),
+        is_good=is_good,
+        sections=sections,
+    )
+
+
+def _most(tree: Node) -> str:
+    """What has most memory at the peak."""
+    named = ", ".join(
+        f"{part.name} {short_size(part.num_bytes)} ({100 * part.num_bytes / tree.num_bytes:.0f} %)"
+        for part in tree.largest_parts()[:_NUM_PARTS]
+    )
+    return f"Most at the peak: {named}."

@@ -1,0 +1,153 @@
+"""The page of a prediction: its figures are those of the prediction."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+from memcallback.core.types import Category, Phase
+from memcallback.core.units import MiB
+from memcallback.prediction.peak_tree import peak_tree
+from memcallback.prediction.timeline import timeline_of
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.mlp = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(128, 4000)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model, batch):
+    return model(batch).log_softmax(-1).square().mean()
+
+
+def predict(device="24GiB", **options):
+    step = mc.TrainingStep(Model(), torch.zeros(256, 128), loss=loss_of, optimizer=torch.optim.Adam)
+    return mc.predict(step, device=device, **options)
+
+
+@pytest.fixture(scope="module")
+def prediction():
+    return predict()
+
+
+def timeline(prediction, **options):
+    return timeline_of(
+        prediction.trace.at(prediction.batch_size).events,
+        prediction.device,
+        prediction.settings,
+        prediction.origin_of,
+        is_unlimited=not prediction.fits,
+        **options,
+    )
+
+
+def tree(prediction):
+    kinds = {module.name: module.kind for module in prediction.modules.modules}
+    return peak_tree(prediction.at_peak, prediction.origin_of, kinds)
+
+
+@pytest.mark.parametrize("device", ["24GiB", "cpu", "20MiB"])
+def test_the_timeline_has_the_peaks_of_the_prediction(device):
+    prediction = predict(device if device != "20MiB" else 540 * MiB)
+    assert prediction.fits is (device != "20MiB")
+    drawn = timeline(prediction)
+    peak = drawn.moments[drawn.peak]
+    assert peak.allocated_bytes == prediction.peak_allocated_bytes
+    by_category = dict(zip(Category, peak.by_category, strict=True))
+    assert {c: size for c, size in by_category.items() if size} == dict(prediction.by_category)
+    for phase, start, stop in drawn.phases:
+        highest = max(moment.allocated_bytes for moment in drawn.moments[start:stop])
+        assert highest == prediction.phases[phase].peak_allocated_bytes
+    assert [phase for phase, _, _ in drawn.phases] == list(Phase)
+    reserved = [moment.reserved_bytes for moment in drawn.moments]
+    if device == "cpu":
+        assert set(reserved) == {None}
+    else:
+        assert max(reserved) == prediction.peak_reserved_bytes
+
+
+def test_a_long_step_keeps_its_peak_though_moments_share_columns():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(400)))
+    prediction = mc.predict(mc.TrainingStep(model, torch.zeros(4, 8)), device="24GiB")
+    drawn = timeline(prediction)
+    assert len(drawn.moments) < drawn.num_allocations
+    assert drawn.moments[drawn.peak].allocated_bytes == prediction.peak_allocated_bytes
+
+
+def test_boxes_at_the_peak_add_up_to_it(prediction):
+    root = tree(prediction)
+    assert root.num_bytes == prediction.peak_allocated_bytes
+
+    def check(node):
+        if node.children:
+            assert node.num_bytes == sum(child.num_bytes for child in node.children)
+            for child in node.children:
+                check(child)
+        else:
+            assert node.category is not None
+
+    check(root)
+
+
+def test_repeated_layers_share_a_box_and_the_loss_is_named_by_its_function(prediction):
+    names = [child.name for child in tree(prediction).children]
+    assert "blocks.* Block (4)" in names
+    assert "head" in names
+    assert any(re.fullmatch(r"loss_of, .*test_prediction_page\.py:\d+", name) for name in names)
+    assert not any("root" in name for name in names)
+
+
+def test_a_page_begins_with_the_answer(prediction):
+    page = prediction.page("mine:step")
+    assert page.title == f"mine:step, batch size 256 on {prediction.device_name}"
+    assert page.verdict[0].startswith("Fits. Peak ")
+    assert page.is_good
+    too_small = predict(540 * MiB).page()
+    assert too_small.verdict[0].startswith("Does not fit. Peak ")
+    assert any(line.startswith("Out of memory in step 1") for line in too_small.verdict)
+    assert too_small.is_good is False
+    assert predict("cpu").page().is_good is None
+
+
+def test_measured_peaks_are_dots_on_the_prediction(prediction):
+    drawn = timeline(prediction, measured={Phase.BACKWARD: 9 * MiB})
+    assert "measured peak of backward: 9.00 MiB" in drawn.html()
+
+
+def test_a_page_is_saved_whole(prediction, tmp_path):
+    path = tmp_path / "memory.html"
+    prediction.save_html(path, title="mine:step")
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<title>mine:step, batch size 256" in text
+    assert len(text) < 500_000
+    prediction.save_html(str(path))
+    assert "<title>One training step, batch size 256" in path.read_text(encoding="utf-8")
+
+
+def test_lines_of_a_backward_pass_are_not_those_that_asked_for_the_prediction(prediction):
+    functions = {
+        source.own_line.function
+        for live in prediction.at_peak
+        if (source := prediction.origin_of(live.alloc)) is not None and source.own_line
+    }
+    assert functions == {"loss_of", "forward"}
