@@ -29,8 +29,8 @@ MAY_IMPORT = {
     "batch_size": "core isolation devices step prediction",
     "savings": "core isolation devices step prediction batch_size",
     "report": "core page prediction batch_size savings",
-    "diagnose": "core devices step prediction savings",
-    "record": "core isolation devices step prediction batch_size savings report diagnose",
+    "diagnose": "core devices step page prediction savings",
+    "record": "core isolation devices step page prediction batch_size savings report diagnose",
     "integrations": "core isolation devices step prediction batch_size savings report diagnose "
     "record",
     "cli": "core isolation devices step prediction batch_size savings",

@@ -23,6 +23,11 @@ _INDENT = "  "
 #: Between two columns of a table on a console.
 _GAP = "  "
 UNKNOWN = "n/a"
+#: A notebook's own style aligns all cells alike.
+_NOTEBOOK_STYLE = (
+    "<style>.memcallback caption,.memcallback th.left,.memcallback td.left,"
+    ".memcallback td:first-child{text-align:left}</style>"
+)
 _Row = TypeVar("_Row")
 
 
@@ -41,12 +46,16 @@ class Printable:
         """GitHub's Markdown, for TensorBoard and files."""
         return self.document().markdown()
 
+    def to_notebook_html(self) -> str:
+        """Elements for the output of a notebook's cell."""
+        return f'<div class="memcallback">{_NOTEBOOK_STYLE}{self.document().html()}</div>'
+
     def __str__(self) -> str:
         return self.to_text().rstrip("\n")
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """IPython asks for this first, whatever `repr` a class has."""
-        return {"text/plain": str(self)}
+        return {"text/plain": str(self), "text/html": self.to_notebook_html()}
 
 
 class Document:

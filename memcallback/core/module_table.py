@@ -231,9 +231,13 @@ class ModuleTable(Printable):
             left_columns=frozenset({"class"}),
         )
 
+    def document(self, other: ModuleTable | None = None) -> Document:
+        """The summary and the notes."""
+        return Document(self.summary(other), *self.notes)
+
     def to_text(self, other: ModuleTable | None = None) -> str:
         """The summary and the notes, for a console."""
-        return Document(self.summary(other), *self.notes).text()
+        return self.document(other).text()
 
     def to_markdown(self, other: ModuleTable | None = None) -> str:
         """The whole table and the notes, for TensorBoard and files."""

@@ -294,10 +294,12 @@ class Prediction(Printable):
         """Whether it fits, and the peak; then where memory runs out."""
         capacity_bytes = self.device.allocator_capacity_bytes
         peak = peak_sentence(self.step, self.peak_phase, capacity_bytes)
-        first = f"{peak} Predicted, not run."
         if self.capacity_bytes is not None:
-            first = f"{'Fits.' if self.fits else 'Does not fit.'} {first}"
-        return (first, *([] if self.fits else [f"Out of memory in {self.out_of_memory}"]))
+            peak = f"{'Fits.' if self.fits else 'Does not fit.'} {peak}"
+        reason = "Predicted, not run."
+        if not self.fits:
+            reason = f"{reason} Out of memory in {self.out_of_memory}"
+        return peak, reason
 
     def save_html(self, path: str | Path, *, title: str = "One training step") -> None:
         """Write `page` as one file, which needs no network.
@@ -310,6 +312,10 @@ class Prediction(Printable):
             OSError: If the file cannot be written.
         """
         write_file(path, self.page(title).html())
+
+    def to_notebook_html(self) -> str:
+        """The page, in a frame; it takes some replays."""
+        return self.page().notebook_html()
 
     def document(self) -> Document:
         """Each phase, the memory live at the peak, whether it fits, and the assumptions."""

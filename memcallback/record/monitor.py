@@ -14,6 +14,7 @@ import torch
 from memcallback.batch_size.estimate import check_headroom
 from memcallback.core.document import for_console
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.files import inside, write_file
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import CATALOGUE, Device
@@ -32,6 +33,7 @@ from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
 from memcallback.record.rank_exchange import RankExchange, place_of
 from memcallback.record.recorder import MemoryRecorder
+from memcallback.report.history import PeakHistory
 from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
 from memcallback.report.rank_values import RankValues, point_of
 from memcallback.report.report import Report
@@ -44,6 +46,7 @@ from memcallback.report.tensorboard import (
     rank_scalars,
     scalars,
 )
+from memcallback.report.training_page import PAGE_NAME, training_page
 from memcallback.report.writers import Writers
 from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
 from memcallback.step.holdings import written_storages
@@ -168,6 +171,7 @@ class Monitor:
         self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
         self._has_layout = False
         self._unlogged: StepMemory | None = None
+        self._peaks = PeakHistory()
         device = recorder.meter.device
         self._history = record_history(device) if settings.oom_snapshot else None
         self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
@@ -288,6 +292,7 @@ class Monitor:
             if is_first_exchange and self._ranks is not None:
                 self._print(self._ranks.to_text())
         self._unlogged = larger(self._unlogged, record)
+        self._peaks.add(record, number)
         is_predicted = self._await_prediction(0)
         is_steady = self._recorder.steady is not None
         is_first_steady = is_predicted and is_steady and self.report is None
@@ -377,6 +382,8 @@ class Monitor:
             self._log_ranks(self._exchange.end())
             self.notes = (*self.notes, *self._notes_on_ranks(self._exchange))
         self._write_report(device, number)
+        if not is_interrupted:
+            self._write_page()
         if self.writers is not None and self.writers.log_dir is not None:
             self._print(
                 f"Memory curves: tensorboard --logdir {self.writers.log_dir}\n"
@@ -487,6 +494,22 @@ class Monitor:
             self._print(modules.to_text(predicted))
             self.writers.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
             self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)
+
+    def _write_page(self) -> None:
+        """Write the page of the training beside the logs, and say where it is."""
+        folder = None if self.writers is None else self.writers.log_dir or self._folder
+        if folder is None or self.report is None:
+            return
+        path = inside(folder, PAGE_NAME)
+        try:
+            write_file(path, training_page(self.report, self._peaks).html())
+        except Exception as error:  # a page is worth no training
+            warn_and_go_on(
+                f"The page of this training could not be written to {path!r}: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. The report is printed."
+            )
+            return
+        self._print(f"This training as a page: {path}")
 
 
 def sample_interval(device: torch.device) -> int:

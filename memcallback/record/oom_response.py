@@ -90,7 +90,7 @@ def respond(
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> OutOfMemoryReport:
-    """Print, write (Markdown and JSON) and log a report; find savings that would have helped.
+    """Print, write (JSON, Markdown, a page) and log a report; find savings that would have helped.
 
     The savings come last, since each needs a trace of the step. Ctrl-C ends the search and keeps
     the rows found so far.
@@ -98,7 +98,8 @@ def respond(
     step = "" if report.place.step is None else f"_step{report.place.step}"
     name = f"out_of_memory{step}" + ("" if report.rank is None else f"_rank{report.rank}")
     print_fn(report.to_text())
-    path = _write(report, folder, name)
+    failed = _at_failed_size(prediction, report)
+    path = _write(report, folder, name, failed)
     if history is not None and folder is not None and path is not None:
         try:
             snapshot = history.write(folder, name)
@@ -110,12 +111,12 @@ def respond(
                 f"The allocator's history could not be written: {error}. Give a folder with more "
                 "room."
             )
-    if isinstance(prediction, Prediction) and make_step is not None:
-        rows = _savings(report, prediction, make_step, print_fn, isolate, timeout_s)
+    if failed is not None and make_step is not None:
+        rows = _savings(failed, make_step, print_fn, isolate, timeout_s)
         report = report.with_savings(rows)
         if report.savings:
             print_fn(report.savings_document().text().rstrip("\n"))
-            _write(report, folder, name)
+            _write(report, folder, name, failed)
     if writers is not None:
         writers.log_text(OUT_OF_MEMORY_TAG, report.to_markdown(), report.place.step or 0)
     if path is not None:
@@ -123,21 +124,36 @@ def respond(
     return report
 
 
+def _at_failed_size(
+    prediction: StepPrediction | None, report: OutOfMemoryReport
+) -> Prediction | None:
+    """The traced prediction of the batch that failed, in the memory that there was."""
+    from memcallback.diagnose.out_of_memory.explain import at_failed_size
+
+    if not isinstance(prediction, Prediction):
+        return None
+    try:
+        failed = at_failed_size(prediction, report.batch_size, report.shortage)
+    except Exception as error:  # a trace may know one batch size alone; the real error goes on
+        warn_and_go_on(
+            f"The step that failed could not be predicted: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}."
+        )
+        return None
+    return failed if isinstance(failed, Prediction) else None
+
+
 def _savings(
-    report: OutOfMemoryReport,
-    prediction: Prediction,
+    base: Prediction,
     make_step: Callable[[], TrainingStep],
     print_fn: Callable[[str], None],
     isolate: bool,
     timeout_s: float,
 ) -> list[PlanRow]:
-    from memcallback.diagnose.out_of_memory.explain import at_failed_size
     from memcallback.savings.what_if import rescues
 
     rows: list[PlanRow] = []
     try:
-        base = at_failed_size(prediction, report.batch_size, report.shortage)
-        assert isinstance(base, Prediction)
         progress = report_progress(
             lambda part: print_fn(
                 f"Trying savings that would have helped: {part} (Ctrl-C to stop)."
@@ -170,21 +186,24 @@ def _savings(
     return rows
 
 
-def _write(report: OutOfMemoryReport, folder: str | None, name: str) -> str | None:
-    """Write both files and return the Markdown file's path; None, with a warning, on failure."""
+def _write(
+    report: OutOfMemoryReport, folder: str | None, name: str, failed: Prediction | None
+) -> str | None:
+    """Write the report as JSON, Markdown and a page, whose path is returned; None on failure."""
     if folder is None:
         return None
     try:
         make_folder(folder)
         write_file(inside(folder, f"{name}.json"), json.dumps(report.to_dict(), indent=2) + "\n")
         write_file(inside(folder, f"{name}.md"), report.to_markdown() + "\n")
-    except OSError as error:
+        write_file(inside(folder, f"{name}.html"), report.page(failed).html())
+    except Exception as error:  # the real error goes on
         warn_and_go_on(
             f"The out-of-memory report could not be written to {folder!r}: {error}. It is "
             "printed. Give a folder that can be written."
         )
         return None
-    return inside(folder, f"{name}.md")
+    return inside(folder, f"{name}.html")
 
 
 class AllocatorHistory:

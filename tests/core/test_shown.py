@@ -66,9 +66,11 @@ def results(step):
 def test_a_result_is_printed_as_its_text_and_shown_so_by_a_notebook(results, name):
     result, part = results[name]
     assert part in str(result)
-    assert result._repr_mimebundle_(include=None, exclude=None) == {
-        "text/plain": str(result)
-    }  # which IPython asks for first
+    shown = result._repr_mimebundle_(include=None, exclude=None)  # which IPython asks for first
+    assert shown["text/plain"] == str(result)
+    html = shown["text/html"]
+    assert html.startswith("<iframe" if name == "prediction" else '<div class="memcallback">')
+    assert html.count("<table") >= 1 or name == "prediction"
     assert str(result) == result.to_text().rstrip("\n")
 
 

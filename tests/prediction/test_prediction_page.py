@@ -123,7 +123,7 @@ def test_a_page_begins_with_the_answer(prediction):
     assert page.is_good
     too_small = predict(540 * MiB).page()
     assert too_small.verdict[0].startswith("Does not fit. Peak ")
-    assert any(line.startswith("Out of memory in step 1") for line in too_small.verdict)
+    assert any("Out of memory in step 1" in line for line in too_small.verdict)
     assert too_small.is_good is False
     assert predict("cpu").page().is_good is None
 

@@ -9,6 +9,8 @@ from typing import Any
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.document import Code, Document, Heading, Paragraph, Printable, Table
 from memcallback.core.units import format_bytes
+from memcallback.page.page import Page, Section
+from memcallback.prediction.prediction import Prediction
 from memcallback.savings.plan import PlanRow
 
 #: Live tensors to list, the largest.
@@ -273,6 +275,27 @@ class OutOfMemoryReport(Printable):
             *(table for table in (self._memory_table(), self._tensor_table()) if table.rows),
             *self.notes,
             self.savings_document(),
+        )
+
+    def page(self, prediction: Prediction | None = None) -> Page:
+        """The report as a page, with the charts of a prediction of the step that failed."""
+        verdict = (self.headline(), *self.sentences(), *self.processes)
+        section = Section(
+            title="At that moment",
+            note="measured",
+            parts=[
+                Document(
+                    Code(self.error),
+                    *(one for one in (self._memory_table(), self._tensor_table()) if one.rows),
+                    *self.notes,
+                    self.savings_document(),
+                )
+            ],
+        )
+        if prediction is None:
+            return Page(title="Out of memory", verdict=verdict, is_good=False, sections=[section])
+        return replace(
+            prediction.page("Out of memory", verdict=verdict, more=[section]), is_good=False
         )
 
     def savings_document(self) -> Document:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from memcallback.core.document import Printable
+from memcallback.core.document import Document, Printable
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
@@ -79,13 +79,13 @@ class TextbookPrediction(Printable):
         """
         return replace(self, batch_size=whole_number("batch_size", batch_size, SAMPLES))
 
-    def to_text(self) -> str:
-        """For a console: the step by phase, what a further sample adds, and what was assumed."""
+    def document(self) -> Document:
+        """The step by phase, what a further sample adds, and what was assumed."""
         per_sample = (
             f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the peak, which is "
             "an upper estimate."
         )
-        return "\n".join([f"{self.step}\n", per_sample, *self.caveats]) + "\n"
+        return Document(self.step.to_table(), per_sample, *self.caveats)
 
     @property
     def per_sample_bytes(self) -> int:

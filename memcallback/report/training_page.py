@@ -1,0 +1,81 @@
+"""training_page(): the page of a training: what was measured, on the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memcallback.batch_size.advice import BatchSizeAdvice
+from memcallback.core.step_memory import StepMemory
+from memcallback.page.charts import Line, LineChart, Mark
+from memcallback.page.page import Page, Section
+from memcallback.page.scale import short_size
+from memcallback.prediction.prediction import Prediction
+from memcallback.report.history import PeakHistory
+from memcallback.report.report import Report
+
+#: The file beside the logs.
+PAGE_NAME = "memory.html"
+
+
+def training_page(report: Report, history: PeakHistory, *, title: str = "Training") -> Page:
+    """The measured peaks beside the prediction, the peaks of all steps, savings, the report."""
+    prediction = report.prediction if isinstance(report.prediction, Prediction) else None
+    sections = list(_sections(report, history))
+    verdict = [_measured(report), *report.notes]
+    if report.advice is not None:
+        verdict.append(report.advice.sentence())
+    if prediction is not None:
+        return prediction.page(title, measured=report.measured, verdict=verdict, more=sections)
+    if report.advice is not None:
+        sections.insert(0, Section(title="Batch size", parts=[_curve(report.advice)]))
+    return Page(title=title, verdict=verdict, is_good=None, sections=sections)
+
+
+def _sections(report: Report, history: PeakHistory) -> Iterator[Section]:
+    predicted = report.prediction
+    chart = history.chart(
+        predicted.peak_allocated_bytes if predicted else None, report.device.capacity_bytes
+    )
+    if chart is not None:
+        yield Section(
+            title="Peaks over the training", note="a line that climbs is a leak", parts=[chart]
+        )
+    yield Section(title="The report in full", parts=[report.document()], is_folded=True)
+
+
+def _measured(report: Report) -> str:
+    """The measured peak beside the predicted one."""
+    if report.measured is None:
+        return "No step was measured."
+    text = f"Measured peak: {_peak(report.measured)}"
+    if report.device.capacity_bytes is not None:
+        text += f" of {short_size(report.device.capacity_bytes)}"
+    if report.prediction is not None and not report.measured.is_warm_up:
+        text += f"; predicted: {_peak(report.prediction.step)}"
+    return f"{text}."
+
+
+def _peak(step: StepMemory) -> str:
+    allocated = f"{short_size(step.peak_allocated_bytes or 0)} allocated"
+    if step.peak_reserved_bytes is None:
+        return allocated
+    return f"{short_size(step.peak_reserved_bytes)} reserved ({allocated})"
+
+
+def _curve(advice: BatchSizeAdvice) -> LineChart:
+    """The expected peak over batch sizes."""
+    peaks = dict(advice.curve)
+    marks = [
+        Mark(name=name, x=size, num_bytes=peaks[size], kind=kind)
+        for name, size, kind in (
+            ("now", advice.current_batch_size, "now"),
+            ("largest", advice.batch_size, "good"),
+        )
+        if size in peaks
+    ]
+    return LineChart(
+        lines=[Line(name="expected peak", points=advice.curve, kind="allocated")],
+        x_name="samples per batch",
+        marks=marks,
+        capacity_bytes=advice.capacity_bytes,
+    )
