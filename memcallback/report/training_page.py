@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memcallback.batch_size.advice import BatchSizeAdvice
 from memcallback.core.step_memory import StepMemory
@@ -24,11 +25,14 @@ def training_page(report: Report, history: PeakHistory, *, title: str = "Trainin
     verdict = [_measured(report), *report.notes]
     if report.advice is not None:
         verdict.append(report.advice.sentence())
+    # What was measured has run, so it fits.
+    is_good = True if report.measured is not None else None
     if prediction is not None:
-        return prediction.page(title, measured=report.measured, verdict=verdict, more=sections)
+        page = prediction.page(title, measured=report.measured, verdict=verdict, more=sections)
+        return replace(page, is_good=is_good)
     if report.advice is not None:
         sections.insert(0, Section(title="Batch size", parts=[_curve(report.advice)]))
-    return Page(title=title, verdict=verdict, is_good=None, sections=sections)
+    return Page(title=title, verdict=verdict, is_good=is_good, sections=sections)
 
 
 def _sections(report: Report, history: PeakHistory) -> Iterator[Section]:
