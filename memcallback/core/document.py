@@ -182,7 +182,7 @@ class Table(Printable):
         """Aligned lines, as wide as they need to be."""
         lines = [[cell.splitlines() or [""] for cell in row] for row in (self.columns, *self.rows)]
         widths = [
-            max(_num_cells(line) for row in lines for line in row[position])
+            max(num_cells(line) for row in lines for line in row[position])
             for position in range(len(self.columns))
         ]
         rule = for_console("─", "-") * (sum(widths) + len(_GAP) * (len(widths) - 1))
@@ -248,7 +248,7 @@ class Table(Printable):
         for line in zip_longest(*row, fillvalue=""):
             cells = []
             for position, (cell, width) in enumerate(zip(line, widths, strict=True)):
-                missing = " " * (width - _num_cells(cell))
+                missing = " " * (width - num_cells(cell))
                 cells.append(cell + missing if self._is_left(position) else missing + cell)
             yield f" {_GAP.join(cells)}".rstrip()
 
@@ -272,7 +272,7 @@ def _is_group_name(row: tuple[str, ...]) -> bool:
     return bool(row[0]) and not any(row[1:])
 
 
-def _num_cells(text: str) -> int:
+def num_cells(text: str) -> int:
     """Columns of a console that a text fills: East Asian letters two, combining accents none."""
     return sum(
         0

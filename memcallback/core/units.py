@@ -51,6 +51,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{sign}{size / GiB:.2f} GiB"
 
 
+def brief_bytes(num_bytes: int) -> str:
+    """A size with three significant digits, such as `13.0 GiB`, for what is read at a glance."""
+    sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    if size < 1000:
+        return f"{sign}{size} bytes"
+    units = ((KiB, "KiB"), (MiB, "MiB"), (GiB, "GiB"))
+    unit, name = next((pair for pair in units if size < 999.5 * pair[0]), units[-1])
+    number = size / unit
+    num_digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{sign}{number:,.{num_digits}f} {name}"
+
+
 def parse_bytes(text: str | int) -> int:
     """Read a size such as `24GiB`, `24 GB`, `512 MiB`, `1_000` or 1000 as bytes.
 

@@ -23,10 +23,12 @@ from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.record.monitor import Monitor, MonitorSettings, print_here, sample_interval
+from memcallback.record.monitor import Monitor, sample_interval
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
+from memcallback.record.settings import MonitorSettings
 from memcallback.record.watch import Watch
+from memcallback.report.console import BRIEF
 from memcallback.report.report import Report
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.loss import Loss
@@ -60,7 +62,8 @@ class MemoryTrainerCallback(TrainerCallback):
     The training itself does not change. A Trainer's callbacks learn where steps end; hooks on its
     model and optimizer mark the phases (see `MemoryRecorder.watch`). Values go every
     `logging_steps` to a TensorBoard run in the folder `memcallback` under the Trainer's logging or
-    output folder. A report is printed once the first steady step is known, and at the end.
+    output folder. A report is printed once the first steady step is known, and one line at the
+    end.
 
     Args:
         batch_size: Samples in a batch of this process; by default inferred from the model's
@@ -79,13 +82,14 @@ class MemoryTrainerCallback(TrainerCallback):
         wait_for_prediction: Whether the first step waits for the prediction (see `MemoryCallback`).
         isolate: As for `memcallback.predict`.
         timeout_s: As for `memcallback.predict`.
+        verbose: How much is printed (see `MemoryCallback`).
 
     Attributes:
         recorder: The recorder of the current or last training; None before.
 
     Raises:
-        ValueError: If the device is unknown or has no known size; if the headroom or the batch size
-            is out of range.
+        ValueError: If the device is unknown or has no known size; if the headroom, the batch size
+            or `verbose` is out of range.
         TypeError: If an argument has the wrong type.
 
     Examples:
@@ -106,6 +110,7 @@ class MemoryTrainerCallback(TrainerCallback):
         wait_for_prediction: bool = False,
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
+        verbose: int = BRIEF,
     ) -> None:
         self._settings = MonitorSettings(
             owner="MemoryTrainerCallback",
@@ -118,6 +123,7 @@ class MemoryTrainerCallback(TrainerCallback):
             isolate=isolate,
             timeout_s=timeout_s,
             warnings=warnings,
+            verbose=verbose,
         )
         self._loss = loss
         self._per_module = per_module
@@ -295,7 +301,7 @@ class MemoryTrainerCallback(TrainerCallback):
 
     def _print(self, text: str) -> None:
         if self._state.is_world_process_zero:
-            print_here(text)
+            print(text)
 
     def _finish(self, state: Any, *, is_interrupted: bool = False) -> None:
         if self._monitor is not None and self._watch is not None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from html import escape
 
 from memcallback.core.types import Category
+from memcallback.core.units import brief_bytes
 from memcallback.page.elements import SLUGS
-from memcallback.page.scale import Scale, round_step, short_size
+from memcallback.page.scale import Scale, round_step
 
 _WIDTH, _HEIGHT = 1000, 300
 
@@ -90,7 +91,7 @@ class LineChart:
             place = (
                 f"left:{100 * mark.x / end:.2f}%;bottom:{100 * scale.share(mark.num_bytes):.2f}%"
             )
-            text = f"{mark.name} {mark.x:,}: {short_size(mark.num_bytes)}"
+            text = f"{mark.name} {mark.x:,}: {brief_bytes(mark.num_bytes)}"
             # A curve that rises leaves room above it on the left, and below it on the right.
             is_above = 4 * mark.x > 3 * end or (4 * mark.x > end and mark.kind == "good")
             side = "above" if is_above else "below"
@@ -164,7 +165,7 @@ class Bars:
         line = f"<code>{escape(bar.line)}</code>" if bar.line else ""
         return (
             f'<tr><td class="left">{escape(bar.name)}</td>'
-            f'<td class="bar"><i style="width:{width:.1f}%"></i>{short_size(bar.num_bytes)}</td>'
+            f'<td class="bar"><i style="width:{width:.1f}%"></i>{brief_bytes(bar.num_bytes)}</td>'
             f"<td>{escape(bar.note)}</td><td>{line}</td></tr>"
         )
 
@@ -184,7 +185,7 @@ class CategoryBars:
         )
         return (
             f'<table class="categories"><tbody>{rows}</tbody><tfoot><tr><th class="left">all</th>'
-            f"<th></th><th>{short_size(total)}</th><th>100 %</th></tr></tfoot></table>"
+            f"<th></th><th>{brief_bytes(total)}</th><th>100 %</th></tr></tfoot></table>"
         )
 
     def _row(self, category: Category, num_bytes: int, share: float) -> str:
@@ -192,5 +193,5 @@ class CategoryBars:
         return (
             f'<tr><td class="left"><i class="{slug}"></i>{category.label}</td><td class="bar">'
             f'<i class="{slug}" style="width:{100 * share:.1f}%"></i></td>'
-            f"<td>{short_size(num_bytes)}</td><td>{100 * share:.1f} %</td></tr>"
+            f"<td>{brief_bytes(num_bytes)}</td><td>{100 * share:.1f} %</td></tr>"
         )

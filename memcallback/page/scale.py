@@ -5,24 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from memcallback.core.units import GiB, KiB, MiB
+from memcallback.core.units import GiB, KiB, MiB, brief_bytes
 
 #: How many steps an axis has at most.
 _MOST_TICKS = 6
 #: A capacity so many times the largest size is named and not drawn: all else would be flat.
 _FAR = 3
-
-
-def short_size(num_bytes: int) -> str:
-    """A size of three digits, such as `13.0 GiB`; bytes as they are."""
-    sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        # 999.5 MiB and more would be written with four digits.
-        if size >= unit * 0.9995 and size >= KiB:
-            number = size / unit
-            digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
-            return f"{sign}{number:,.{digits}f} {name}"
-    return f"{sign}{size:,} B"
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class Scale:
         if capacity_bytes is None:
             return ""
         bottom = 100 * self.share(capacity_bytes) if is_drawn else 100
-        text = f"capacity {short_size(capacity_bytes)}{'' if is_drawn else ', far above'}"
+        text = f"capacity {brief_bytes(capacity_bytes)}{'' if is_drawn else ', far above'}"
         return f'<div class="mark capacity" style="bottom:{bottom:.2f}%">{text}</div>'
 
     def line_svg(self, kind: str, num_bytes: int, width: int, height: int) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from memcallback.core.document import Document
 from memcallback.core.types import Category
+from memcallback.core.units import brief_bytes
 from memcallback.page.charts import CategoryBars, LineChart
 from memcallback.page.page import Page, Section
-from memcallback.page.scale import short_size
 from memcallback.page.timeline import Timeline
 from memcallback.page.treemap import Node, Treemap
 
@@ -37,7 +37,7 @@ def step_page(
         ),
         Section(
             title="In memory at the peak",
-            note=f"{short_size(tree.num_bytes)}, by module and by category",
+            note=f"{brief_bytes(tree.num_bytes)}, by module and by category",
             parts=[Treemap(tree), CategoryBars(by_category)],
         ),
     ]
@@ -60,7 +60,7 @@ def step_page(
 def _most(tree: Node) -> str:
     """What has most memory at the peak."""
     named = ", ".join(
-        f"{part.name} {short_size(part.num_bytes)} ({100 * part.num_bytes / tree.num_bytes:.0f} %)"
+        f"{part.name} {brief_bytes(part.num_bytes)} ({100 * part.num_bytes / tree.num_bytes:.0f} %)"
         for part in tree.largest_parts()[:_NUM_PARTS]
     )
     return f"Most at the peak: {named}."

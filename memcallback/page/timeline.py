@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 from memcallback.core.types import Category, Phase
+from memcallback.core.units import brief_bytes
 from memcallback.page.elements import SLUGS, legend, script_json
-from memcallback.page.scale import Scale, short_size
+from memcallback.page.scale import Scale
 
 #: Units of the drawing; it is stretched to the width of the page.
 _WIDTH, _HEIGHT = 1000, 300
@@ -106,7 +107,7 @@ class Timeline:
         moment = self.moments[self.peak]
         return (
             f"Memory over {self.num_allocations:,} allocations of a step; the peak is "
-            f"{short_size(moment.allocated_bytes)} at {moment.what}"
+            f"{brief_bytes(moment.allocated_bytes)} at {moment.what}"
         )
 
     def _x(self, position: float) -> float:
@@ -152,7 +153,7 @@ class Timeline:
         yield (
             f'<div class="dot" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%"></div>'
             f'<div class="peak {side}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">'
-            f"<b>peak {short_size(peak.allocated_bytes)}</b> {escape(peak.what)} "
+            f"<b>peak {brief_bytes(peak.allocated_bytes)}</b> {escape(peak.what)} "
             f"<span>{escape(peak.where)}</span></div>"
         )
         for phase, start, stop in self.phases:
@@ -161,7 +162,7 @@ class Timeline:
                 size = self.measured[phase]
                 yield (
                     f'<div class="measured" tabindex="0" data-tip="measured peak of '
-                    f'{phase.label}: {short_size(size)}" '
+                    f'{phase.label}: {brief_bytes(size)}" '
                     f'style="left:{100 * self._x(highest + 0.5):.2f}%;'
                     f'bottom:{100 * scale.share(size):.2f}%"></div>'
                 )
@@ -169,7 +170,7 @@ class Timeline:
         if reserved is not None:
             yield (
                 f'<div class="mark" style="bottom:{100 * scale.share(reserved):.2f}%">'
-                f"reserved {short_size(reserved)}</div>"
+                f"reserved {brief_bytes(reserved)}</div>"
             )
 
     def _phase_names(self) -> Iterator[str]:

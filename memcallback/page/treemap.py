@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from memcallback.core.types import Category
+from memcallback.core.units import brief_bytes
 from memcallback.page.elements import SLUGS
-from memcallback.page.scale import short_size
 
 #: The size in pixels for which boxes are shaped and labelled; the page may be narrower.
 _WIDTH, _HEIGHT = 1060.0, 340.0
@@ -85,7 +85,7 @@ class Treemap:
             f"left:{100 * box.left / width:.2f}%;top:{100 * box.top / height:.2f}%;"
             f"width:{100 * box.width / width:.2f}%;height:{100 * box.height / height:.2f}%"
         )
-        size = short_size(node.num_bytes)
+        size = brief_bytes(node.num_bytes)
         share = 100 * node.num_bytes / self.root.num_bytes
         tip = escape(f"{node.name}\n{size}, {share:.1f} % of the peak\n{node.detail}".strip())
         has_label = box.width > _LEAST_WIDTH and box.height > _LEAST_HEIGHT

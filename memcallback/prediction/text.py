@@ -8,8 +8,7 @@ from typing import Any
 from memcallback.core.document import Table
 from memcallback.core.step_memory import PHASE_COLUMNS, MemoryStats, StepMemory
 from memcallback.core.types import Category, Phase
-from memcallback.core.units import format_bytes
-from memcallback.page.scale import short_size
+from memcallback.core.units import brief_bytes, format_bytes
 
 #: How many modules `peak_table` names: those that hold most at the peak.
 _NUM_MODULES = 8
@@ -99,10 +98,10 @@ def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
 def peak_sentence(step: StepMemory, phase: Phase, capacity_bytes: int | None) -> str:
     """The peak of a step, and where it is."""
     allocated, reserved = step.peak_allocated_bytes or 0, step.peak_reserved_bytes
-    peak = f"{short_size(allocated)} allocated"
+    peak = f"{brief_bytes(allocated)} allocated"
     if reserved is not None:
-        peak = f"{short_size(reserved)} reserved ({peak})"
+        peak = f"{brief_bytes(reserved)} reserved ({peak})"
     available = ""
     if capacity_bytes is not None:
-        available = f" of the {short_size(capacity_bytes)} that the allocator can have"
+        available = f" of the {brief_bytes(capacity_bytes)} that the allocator can have"
     return f"Peak {peak}{available}, in {phase.label}."

@@ -20,10 +20,12 @@ from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.record.monitor import Monitor, MonitorSettings, print_here
+from memcallback.record.monitor import Monitor
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
+from memcallback.record.settings import MonitorSettings
+from memcallback.report.console import BRIEF
 from memcallback.report.report import Report
 from memcallback.step.training_step import TrainingStep
 
@@ -32,8 +34,8 @@ class MemoryLog:
     """Predicts a loop's step, logs recorded steps beside it to TensorBoard, prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.report.tensorboard` lists the tags),
-    counted in optimizer updates. The report is printed once the first steady step is known, and
-    when the log is closed. In a job of several processes only rank zero writes and prints,
+    counted in optimizer updates. A report is printed once the first steady step is known, and one
+    line when the log is closed. In a job of several processes only rank zero writes and prints,
     including the range over the ranks; make the log after the process group.
 
     As a context manager it closes itself. It is closed with its recorder too.
@@ -52,6 +54,7 @@ class MemoryLog:
         wait_for_prediction: Whether the first step waits for the prediction (see `MemoryCallback`).
         isolate: As for `memcallback.predict`.
         timeout_s: As for `memcallback.predict`.
+        verbose: How much is printed (see `MemoryCallback`).
 
     Raises:
         ValueError: If the device is unknown or has no known size; or if a number is out of range.
@@ -82,6 +85,7 @@ class MemoryLog:
         wait_for_prediction: bool = False,
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
+        verbose: int = BRIEF,
     ) -> None:
         if not isinstance(recorder, MemoryRecorder):
             raise TypeError(
@@ -105,6 +109,7 @@ class MemoryLog:
             isolate=isolate,
             timeout_s=timeout_s,
             warnings=warnings,
+            verbose=verbose,
         )
         self._recorder = recorder
         self._last_point = recorder.num_updates
@@ -116,7 +121,7 @@ class MemoryLog:
         self._monitor = Monitor(
             recorder,
             settings,
-            print_fn=print_here if is_main else lambda _: None,
+            print_fn=print if is_main else lambda _: None,
             folder=None if log_dir is None else place_of(log_dir),
             is_main=is_main,
         )

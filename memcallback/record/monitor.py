@@ -5,22 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.estimate import check_headroom
-from memcallback.core.document import for_console
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.files import inside, write_file
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
-from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
-from memcallback.devices.catalogue import CATALOGUE, Device
+from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.diagnose.health.growth import Progress
-from memcallback.isolation.isolated import TIMEOUT_S, check_timeout
 from memcallback.prediction.predict_or_warn import (
     PredictedSteps,
     device_or_error,
@@ -29,14 +25,18 @@ from memcallback.prediction.predict_or_warn import (
 )
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.prediction.textbook.law import TextbookPrediction
+from memcallback.record.announcer import Announcer, setup_of
 from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
 from memcallback.record.rank_exchange import RankExchange, place_of
 from memcallback.record.recorder import MemoryRecorder
+from memcallback.record.settings import MonitorSettings
+from memcallback.report.closing import Ending
+from memcallback.report.console import BRIEF, FULL, SILENT, Console
 from memcallback.report.history import PeakHistory
 from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
 from memcallback.report.rank_values import RankValues, point_of
-from memcallback.report.report import Report
+from memcallback.report.report import Report, Setup
 from memcallback.report.tensorboard import (
     CURVE_IMAGE_TAG,
     MODULES_IMAGE_TAG,
@@ -48,7 +48,7 @@ from memcallback.report.tensorboard import (
 )
 from memcallback.report.training_page import PAGE_NAME, training_page
 from memcallback.report.writers import Writers
-from memcallback.step.batch import INFERRED, infer_batch_size, warn_of_batch
+from memcallback.step.batch import infer_batch_size, warn_of_batch
 from memcallback.step.holdings import written_storages
 from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
@@ -75,48 +75,6 @@ def nothing_more(prediction: StepPrediction | None, say: Callable[[str], None]) 
 
 def nothing_to_do(prediction: StepPrediction | None, more: Any) -> None:
     """Do nothing with a prediction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorSettings:
-    """What the user of a callback or a log has set.
-
-    Attributes:
-        owner: The name of that class, for warnings.
-        without_prediction: How to leave the prediction out, for warnings.
-        target: The device to suggest a batch size for; None for the one that trains.
-        headroom: The fraction of its memory that the suggestion leaves free.
-        batch_size: Samples in a batch; None to infer them.
-        predict: Whether to predict the first step.
-        wait_for_prediction: Whether the first step waits for the prediction.
-        isolate: Whether to predict in a child process.
-        timeout_s: Seconds after which a prediction is ended.
-        warnings: Whether to warn of unhealthy memory; None for all devices but a CPU.
-        oom_snapshot: Whether to record the CUDA allocator's history.
-    """
-
-    owner: str
-    without_prediction: str
-    target: Device | None = None
-    headroom: float = DEFAULT_HEADROOM
-    batch_size: int | None = None
-    predict: bool = True
-    wait_for_prediction: bool = False
-    isolate: bool = True
-    timeout_s: float = TIMEOUT_S
-    warnings: bool | None = None
-    oom_snapshot: bool = False
-
-    def __post_init__(self) -> None:
-        check_headroom(self.headroom)
-        check_timeout(self.timeout_s)
-        if self.batch_size is not None:
-            whole_number("batch_size", self.batch_size, INFERRED)
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """The memory of the target; None for that of the device that trains."""
-        return self.target.capacity_bytes if self.target else None
 
 
 class Monitor:
@@ -154,7 +112,11 @@ class Monitor:
         self.writers = Writers(list(loggers), folder) if is_main else None
         self._recorder = recorder
         self._settings = settings
-        self._print = print_fn
+        self._console = Console(print_fn, settings.verbose)
+        self._announcer = Announcer(self._console)
+        self._setup = Setup()
+        #: Whether somebody waits for the prediction, and is told how far it is.
+        self._is_waited_for = settings.wait_for_prediction or not settings.isolate
         self._folder = folder
         self._progress = progress
         self._complete = complete
@@ -196,6 +158,7 @@ class Monitor:
         """
         # Without `make_step` nothing is predicted; a batch that `make_step` checks is not given.
         meter, settings = self._recorder.meter, self._settings
+        self._setup = self._setup_of(None)
         if model is not None:
             warn_of_devices(model, meter.device)
         if batch is not None:
@@ -206,7 +169,9 @@ class Monitor:
             self._write_layout()
             return
         with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
-            self._recorder.count_beside(make_step().beside().values())
+            step = make_step()
+            self._setup = self._setup_of(step)
+            self._recorder.count_beside(step.beside().values())
         device, device_name = device_or_error(meter.device), meter.device_name
         make = make_step
 
@@ -227,7 +192,7 @@ class Monitor:
         self._on_predicted = on_predicted
         self._pending = PendingPrediction(
             work,
-            say=self._print,
+            say=self._say_progress,
             without=settings.without_prediction,
             isolate=settings.isolate,
             timeout_s=settings.timeout_s,
@@ -244,6 +209,7 @@ class Monitor:
     def prediction(self) -> StepPrediction | None:
         """The prediction, if need be awaited for up to 30 s; None if there is none."""
         start = monotonic()
+        self._is_waited_for = True
         self._await_prediction(self._patience_s)
         # Whoever waits next has the rest of it.
         self._patience_s = max(0.0, self._patience_s - (monotonic() - start))
@@ -263,6 +229,15 @@ class Monitor:
         self._on_predicted(pending.prediction, pending.more)
         self._flush()
         return True
+
+    def _say_progress(self, text: str) -> None:
+        """Say how far the prediction is: to somebody who waits for it, else if all is asked for."""
+        self._console.say(text, level=BRIEF if self._is_waited_for else FULL)
+
+    def _setup_of(self, step: TrainingStep | None) -> Setup:
+        target = self._settings.target
+        models, optimizers = self._recorder.models, self._recorder.optimizers
+        return setup_of(models, optimizers, step, target=target.name if target else "")
 
     def _write_layout(self) -> None:
         """Write the dashboard's layout, once."""
@@ -290,20 +265,25 @@ class Monitor:
             is_first_exchange = self._ranks is None
             self._log_ranks(self._exchange.ready())
             if is_first_exchange and self._ranks is not None:
-                self._print(self._ranks.to_text())
+                self._console.say(self._ranks.to_text(), level=FULL)
         self._unlogged = larger(self._unlogged, record)
         self._peaks.add(record, number)
         is_predicted = self._await_prediction(0)
-        is_steady = self._recorder.steady is not None
-        is_first_steady = is_predicted and is_steady and self.report is None
-        if not is_window_complete or not (is_due or is_first_steady):
+        recorder = self._recorder
+        is_steady = is_predicted and recorder.steady is not None
+        is_point = is_due or (is_steady and self._steady_since is None)
+        is_reported = is_predicted and recorder.typical is not None and self.report is None
+        if not is_window_complete or not (is_point or is_reported):
             return
         reserved_bytes = record.windows[-1].end.reserved_bytes if record.windows else None
-        device = device_memory(self._recorder.meter.device, reserved_bytes=reserved_bytes)
-        self._log(device, number)
-        if is_first_steady:
-            self._write_report(device, number)
+        device = device_memory(recorder.meter.device, reserved_bytes=reserved_bytes)
+        if is_point:
+            self._log(device, number)
+        if is_steady and self._steady_since is None:
             self._steady_since = number
+        if is_reported:
+            self._announcer.report(self._write_report(device, number), self._log_dir)
+            self._print_modules()
         if self._health is not None:
             self._health.on_reading(device)
 
@@ -337,10 +317,7 @@ class Monitor:
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
         self.out_of_memory = respond(
             report,
-            # Rank zero prints for all, but here the rank that failed speaks.
-            print_fn=(lambda text: print(f"Rank {rank}: {text}", file=sys.stderr))
-            if rank
-            else self._print,
+            print_fn=self._print_of_rank(rank) if rank else self._console.say,
             folder=folder,
             writers=self.writers,
             prediction=self.prediction if is_first_in_step else None,
@@ -349,6 +326,12 @@ class Monitor:
             make_step=make_step,
             history=self._history,
         )
+
+    def _print_of_rank(self, rank: int) -> Callable[[str], None]:
+        """Rank zero prints for all, but of an error the rank that failed speaks."""
+        if self._console.is_silent:
+            return lambda _: None
+        return lambda text: print(f"Rank {rank}: {text}", file=sys.stderr)
 
     def note_interruption(self, kind: type[BaseException] | None) -> None:
         """Say in the last report which exception ended the last step."""
@@ -381,14 +364,15 @@ class Monitor:
         if self._exchange is not None:
             self._log_ranks(self._exchange.end())
             self.notes = (*self.notes, *self._notes_on_ranks(self._exchange))
-        self._write_report(device, number)
-        if not is_interrupted:
-            self._write_page()
-        if self.writers is not None and self.writers.log_dir is not None:
-            self._print(
-                f"Memory curves: tensorboard --logdir {self.writers.log_dir}\n"
-                "then open http://localhost:6006/#custom_scalars"
-            )
+        report = self._write_report(device, number)
+        ending = Ending(
+            num_steps=recorder.num_updates,
+            largest=recorder.largest,
+            num_alloc_retries=recorder.num_alloc_retries,
+            page=None if is_interrupted else self._write_page(),
+        )
+        self._announcer.end(report, ending, self._log_dir)
+        self._print_modules()
 
     def close(self) -> None:
         """Flush the writers and release the loop. Nothing is written or printed afterwards."""
@@ -404,11 +388,9 @@ class Monitor:
         if self._health is not None:
             self._health.close()
         self.writers = self._exchange = self._history = None
-        self._complete, self._print, self._progress = (
-            lambda report: report,
-            lambda _: None,
-            Progress,
-        )
+        self._complete, self._progress = (lambda report: report), Progress
+        self._console = Console(lambda _: None, SILENT)
+        self._announcer = Announcer(self._console)
         self._warns = False
 
     def _log(self, device: DeviceMemory, number: int) -> None:
@@ -464,8 +446,18 @@ class Monitor:
             return []
         return [f"The memory of the other ranks is unknown: {problem}."]
 
-    def _write_report(self, device: DeviceMemory, number: int) -> None:
-        """Print the report, and log it with its pictures."""
+    @property
+    def _log_dir(self) -> str | None:
+        return None if self.writers is None else self.writers.log_dir
+
+    def _print_modules(self) -> None:
+        modules = self._recorder.modules
+        if modules is not None:
+            predicted = predicted_modules(self._prediction, modules.batch_size)
+            self._announcer.modules(modules, predicted)
+
+    def _write_report(self, device: DeviceMemory, number: int) -> Report:
+        """Make the report, and log it with its pictures."""
         findings = self._health.findings if self._health else ()
         report = self._recorder.report(
             self._prediction,
@@ -474,10 +466,12 @@ class Monitor:
             headroom=self._settings.headroom,
             notes=(*self.notes, *map(str, findings)),
         )
-        self.report = report = self._complete(replace(report, ranks=self._ranks))
+        if not self._setup.model:  # a recorder may get its model after a log was made
+            self._setup = self._setup_of(None)
+        report = replace(report, ranks=self._ranks, setup=self._setup)
+        self.report = report = self._complete(report)
         if self.writers is None:
-            return
-        self._print(report.to_text())
+            return report
         self.writers.log_text(REPORT_TAG, report.to_markdown(), number)
         step, prediction, advice = report.measured, report.prediction, report.advice
         if (
@@ -491,25 +485,26 @@ class Monitor:
         modules = self._recorder.modules
         if modules is not None:
             predicted = predicted_modules(self._prediction, modules.batch_size)
-            self._print(modules.to_text(predicted))
             self.writers.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
             self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)
+        return report
 
-    def _write_page(self) -> None:
-        """Write the page of the training beside the logs, and say where it is."""
+    def _write_page(self) -> str | None:
+        """Write the page of the training beside the logs; its path, None if there is none."""
         folder = None if self.writers is None else self.writers.log_dir or self._folder
         if folder is None or self.report is None:
-            return
+            return None
         path = inside(folder, PAGE_NAME)
         try:
             write_file(path, training_page(self.report, self._peaks).html())
         except Exception as error:  # a page is worth no training
             warn_and_go_on(
                 f"The page of this training could not be written to {path!r}: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. The report is printed."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Give a folder that can be "
+                "written."
             )
-            return
-        self._print(f"This training as a page: {path}")
+            return None
+        return path
 
 
 def sample_interval(device: torch.device) -> int:
@@ -517,8 +512,3 @@ def sample_interval(device: torch.device) -> int:
     # A CPU is read at those alone. Elsewhere the split by category, which walks the model, is not
     # needed as often as points.
     return sys.maxsize if device.type == "cpu" else 50
-
-
-def print_here(text: str) -> None:
-    """Print a text in characters that the console has."""
-    print(for_console(text))

@@ -21,6 +21,7 @@ class OpenStep:
 
     Attributes:
         phases: Its phases; None once the reading is over.
+        num_rebuilt: `num_rebuilt` of the models when it began.
         failed_in: The phase that an exception has ended; None if none has.
     """
 
@@ -30,6 +31,7 @@ class OpenStep:
         batch_size: int | None,
         *,
         num_updates_before: int,
+        num_rebuilt: int,
         meter: Meter,
         count_holdings: Callable[[], Holdings] | None,
         modules: ModuleTimeline | None,
@@ -37,6 +39,7 @@ class OpenStep:
         self.batch = batch
         self.batch_size = batch_size
         self.num_updates_before = num_updates_before
+        self.num_rebuilt = num_rebuilt
         self.failed_in: Phase | None = None
         self.phases: PhaseSpans | None = PhaseSpans(self._read)
         self._meter = meter
@@ -104,6 +107,11 @@ class OpenStep:
         if self._modules is None:
             return record, None
         return record, self._modules.table(windows, self._stats, batch_size=self.batch_size)
+
+
+def num_rebuilt(models: Sequence[nn.Module]) -> int:
+    """How many of the models have rebuilt their buckets (DistributedDataParallel)."""
+    return sum(bool(getattr(model, "_has_rebuilt_buckets", False)) for model in models)
 
 
 class ModuleTimeline:

@@ -22,7 +22,7 @@ from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
 from memcallback.diagnose.out_of_memory.observer import forget_failure, record_failures
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
-from memcallback.record.open_step import ModuleTimeline, OpenStep
+from memcallback.record.open_step import ModuleTimeline, OpenStep, num_rebuilt
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recording import Recording
 from memcallback.record.watch import FirstCall, Watch
@@ -330,6 +330,20 @@ class MemoryRecorder:
         return self.history.largest
 
     @property
+    def typical(self) -> StepMemory | None:
+        """The last sampled steady step of the kind of which there were most, or None.
+
+        Of kinds with as many steps, the one with the largest peaks. The step in which
+        DistributedDataParallel rebuilds its buckets is none.
+        """
+        return self.history.typical
+
+    @property
+    def num_alloc_retries(self) -> int | None:
+        """Retries of the allocator since the first step began; None if unknown."""
+        return self.history.num_alloc_retries
+
+    @property
     def modules(self) -> ModuleTable | None:
         """With `per_module` the last sampled steady step by module; None if there was none.
 
@@ -524,6 +538,7 @@ class MemoryRecorder:
             batch,
             infer_batch_size(batch).batch_size if batch_size is None else batch_size,
             num_updates_before=self._num_updates,
+            num_rebuilt=num_rebuilt(self._modules),
             meter=self.meter,
             count_holdings=(lambda: counter.count(batch)) if counts_holdings else None,
             modules=self._new_timeline() if counts_holdings and self._per_module else None,
@@ -621,7 +636,8 @@ class MemoryRecorder:
         record, compute_modules = step.to_memory(
             index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted
         )
-        self.history.add(record, step.stats, compute_modules)
+        is_usual = step.num_rebuilt == num_rebuilt(self._modules)
+        self.history.add(record, step.stats, compute_modules, is_usual=is_usual)
         for listener in tuple(self._listeners):
             listener.on_step(record, step.batch)
         return record

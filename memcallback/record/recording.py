@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from memcallback.batch_size.estimate import suggest
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, StepMemory, larger, largest
 from memcallback.core.types import Phase
+from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.memory import device_memory, usable_bytes
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.report.report import Report
+from memcallback.record.typical import TypicalStep
+from memcallback.report.report import Report, Setup
 
 _NUM_STEPS = 100
 _PEAKS = ("allocated_bytes", "reserved_bytes", "resident_bytes")
@@ -29,6 +32,9 @@ class Recording:
         self.warm_up: StepMemory | None = None
         self.steady: StepMemory | None = None
         self.largest: StepMemory | None = None
+        self._typical = TypicalStep()
+        #: Before the first step and after the last one, since the program began.
+        self._retries: tuple[int, int] | None = None
         #: By name, such as `allocated_bytes`; None before the first step.
         self.lifetime_peaks: dict[str, int | None] = dict.fromkeys(_PEAKS)
         self._compute_modules: Callable[[], ModuleTable] | None = None
@@ -39,6 +45,7 @@ class Recording:
         return vars(self) | {
             "_steps": self._steps.copy(),
             "lifetime_peaks": dict(self.lifetime_peaks),
+            "_typical": copy(self._typical),
             "_modules": self.modules,
             "_compute_modules": None,
         }
@@ -55,17 +62,36 @@ class Recording:
             self._modules = self._compute_modules()
         return self._modules
 
+    @property
+    def typical(self) -> StepMemory | None:
+        """As `MemoryRecorder.typical`."""
+        return self._typical.step
+
+    @property
+    def num_alloc_retries(self) -> int | None:
+        """As `MemoryRecorder.num_alloc_retries`."""
+        return None if self._retries is None else self._retries[1] - self._retries[0]
+
     def add(
         self,
         record: StepMemory,
         stats: Sequence[MemoryStats],
         compute_modules: Callable[[], ModuleTable] | None,
+        *,
+        is_usual: bool = True,
     ) -> None:
-        """Add a step, with all its readings and what computes its table by module."""
+        """Add a step, with all its readings and what computes its table by module.
+
+        `is_usual` says whether it could be a typical one.
+        """
         for name, peak in self.lifetime_peaks.items():
             self.lifetime_peaks[name] = largest(
                 (peak, *(getattr(reading, f"peak_{name}") for reading in stats))
             )
+        counts = [reading.num_alloc_retries for reading in stats]
+        known = [count for count in counts if count is not None]
+        if known:
+            self._retries = (self._retries[0] if self._retries else known[0], known[-1])
         self._steps.append(record)
         if record.is_warm_up:
             self.warm_up = record
@@ -73,6 +99,8 @@ class Recording:
             self.largest = larger(self.largest, record)
             if record.held_bytes is not None:
                 self.steady = larger(self.steady, record, in_all_phases=True)
+            if is_usual:
+                self._typical.add(record)
             if compute_modules is not None and (
                 self._compute_modules is None or Phase.OPTIMIZER_STEP in record.phases
             ):
@@ -98,7 +126,7 @@ class Recording:
     ) -> Report:
         """As `MemoryRecorder.report`, of steps on a device."""
         device = device_memory(torch_device) if device is None else device
-        step = self.steady or self.warm_up
+        step = self.typical or self.steady or self.warm_up
         if prediction and step and step.batch_size:
             try:
                 prediction = prediction.at(step.batch_size)
@@ -117,7 +145,9 @@ class Recording:
             outside_bytes=outside_bytes,
             headroom=headroom,
         )
+        setup = Setup()
         if capacity_bytes is not None:
+            setup = Setup(target=f"a device of {format_bytes(capacity_bytes)}")
             device = DeviceMemory(capacity_bytes=capacity_bytes, unavailable=device.unavailable)
         return Report(
             measured=step,
@@ -126,6 +156,7 @@ class Recording:
             advice=advice,
             lifetime_peak_allocated_bytes=self.lifetime_peaks["allocated_bytes"],
             notes=notes,
+            setup=setup,
         )
 
     def _outside_bytes(self, device: DeviceMemory) -> int | None:

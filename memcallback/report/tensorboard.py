@@ -34,6 +34,10 @@ In a job of several ranks these are rank zero's. Over the ranks there are at mos
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +124,17 @@ def _gib(num_bytes: int | None) -> float | None:
     # Four digits: TensorBoard fits the axis to its values, and a curve would show little but a few
     # bytes more or less.
     return None if num_bytes is None else float(f"{num_bytes / GiB:.4g}")
+
+
+def dashboard_command(log_dir: str) -> str:
+    """The command that shows a run, as this console can run it."""
+    program = "tensorboard"
+    if shutil.which(program) is None:
+        python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+        program = f"{shlex.quote(python)} -m tensorboard.main"
+    if "://" not in log_dir:
+        log_dir = min(log_dir, os.path.relpath(log_dir), key=len)
+    return f"{program} --logdir {shlex.quote(log_dir)}"
 
 
 def write_layout(log_dir: str, *, has_band: bool, rank_bands: Sequence[str] = ()) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from memcallback.batch_size.advice import BatchSizeAdvice
 from memcallback.core.step_memory import StepMemory
+from memcallback.core.units import brief_bytes
 from memcallback.page.charts import Line, LineChart, Mark
 from memcallback.page.page import Page, Section
-from memcallback.page.scale import short_size
 from memcallback.prediction.prediction import Prediction
 from memcallback.report.history import PeakHistory
 from memcallback.report.report import Report
@@ -53,17 +53,17 @@ def _measured(report: Report) -> str:
         return "No step was measured."
     text = f"Measured peak: {_peak(report.measured)}"
     if report.device.capacity_bytes is not None:
-        text += f" of {short_size(report.device.capacity_bytes)}"
+        text += f" of {brief_bytes(report.device.capacity_bytes)}"
     if report.prediction is not None and not report.measured.is_warm_up:
         text += f"; predicted: {_peak(report.prediction.step)}"
     return f"{text}."
 
 
 def _peak(step: StepMemory) -> str:
-    allocated = f"{short_size(step.peak_allocated_bytes or 0)} allocated"
+    allocated = f"{brief_bytes(step.peak_allocated_bytes or 0)} allocated"
     if step.peak_reserved_bytes is None:
         return allocated
-    return f"{short_size(step.peak_reserved_bytes)} reserved ({allocated})"
+    return f"{brief_bytes(step.peak_reserved_bytes)} reserved ({allocated})"
 
 
 def _curve(advice: BatchSizeAdvice) -> LineChart:

@@ -189,7 +189,7 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("memcallback.prediction.apart.TICK_S", float("inf"))
-    callback = fit(tmp_path)
+    callback = fit(tmp_path, callback=MemoryCallback(wait_for_prediction=True))
     assert isinstance(callback.prediction, Prediction)
     assert callback.prediction.batch_size == 8
     assert callback.report.measured.kind is Kind.MEASURED
@@ -197,13 +197,13 @@ def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_
     assert_boundaries_agree(callback.prediction.step, callback.report.measured)
     printed = capsys.readouterr().out
     assert re.search(r"Traced the step in \d+\.\d s \(\d+ events\)\.", printed)
-    assert printed.index("Traced the step") < printed.index("Memory of one training step")
+    assert printed.index("Traced the step") < printed.index("memcallback │")
     assert "traces after" not in printed
 
 
 def test_a_trace_that_takes_long_says_report_progress_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("memcallback.prediction.apart.TICK_S", -1)
-    fit(tmp_path)
+    fit(tmp_path, callback=MemoryCallback(wait_for_prediction=True))
     told = re.findall(
         r"Tracing the step: (\d) of 3 traces after \d+\.\d s\.",
         capsys.readouterr().out,
@@ -550,7 +550,7 @@ def test_a_batch_size_is_replayed_once(tmp_path, monkeypatch):
         ],
         batch_size=None,
     )
-    fit(tmp_path, data=data)
+    fit(tmp_path, data=data, callback=MemoryCallback(verbose=0))
     assert replayed == [8, 5]
 
 
@@ -583,8 +583,20 @@ def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why
         )
 
 
-def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
-    fit(tmp_path)
+def test_the_report_is_printed_once_and_one_line_at_the_end(tmp_path, capsys):
+    fit(tmp_path, callback=MemoryCallback(wait_for_prediction=True))
+    printed = capsys.readouterr().out
+    title = "memcallback │ Automatic · batch 8 · Adam · 32-true · CPU ("
+    assert printed.count(title) == 1
+    assert printed.count("is the largest that fits with 5 % kept free (now 8)") == 1
+    assert printed.count("--logdir") == 1
+    report = printed[printed.index(title) :].splitlines()
+    assert len(report) - 1 <= 18
+    assert report[-1].startswith("memcallback: 4 steps, peak ")
+
+
+def test_with_all_tables_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
+    fit(tmp_path, callback=MemoryCallback(wait_for_prediction=True, verbose=2))
     printed = capsys.readouterr().out
     assert (
         printed.count(
@@ -594,7 +606,20 @@ def test_the_report_is_printed_early_and_at_the_end(tmp_path, capsys):
         == 2
     )
     assert printed.count("Largest batch size:") == 2
-    assert "Memory curves: tensorboard --logdir" in printed
+    assert "Scratch memory" in " ".join(printed.split())
+
+
+def test_nothing_is_printed_if_nothing_is_to_be(tmp_path, capsys):
+    callback = MemoryCallback(verbose=0, what_if=True, device="1GiB", amp="16-mixed")
+    fit(tmp_path, callback=callback, num_batches=2)
+    assert callback.report is not None
+    assert callback.plan is not None
+    assert "emory" not in capsys.readouterr().out
+
+
+def test_other_values_of_verbose_are_refused():
+    with pytest.raises(ValueError, match=r"verbose must be 0, 1 or 2, got 3\. Give 0 to print"):
+        MemoryCallback(verbose=3)
 
 
 def test_a_capacity_to_plan_for_takes_the_place_of_the_devices_own(tmp_path):
@@ -657,7 +682,9 @@ def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_pat
     )
     assert callback.plan.current.peak_allocated_bytes == callback.prediction.peak_allocated_bytes
     assert callback.plan.capacity_bytes == 2**30
-    assert callback.plan.to_text() in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert callback.plan.to_text() not in printed
+    assert "  to save " in printed
     written = EventAccumulator(str(tmp_path / "memcallback" / "version_0")).Reload().Tags()
     assert "memory/what_if_bars" in written["images"]
     assert any(tag.startswith("memory/what_if") for tag in written["tensors"])
@@ -745,7 +772,7 @@ def test_a_fit_that_fails_before_training_reports_nothing_of_the_one_before(tmp_
     capsys.readouterr()
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, NeverStarts(), callback=callback)
-    assert "Memory of one training step" not in capsys.readouterr().out
+    assert "memcallback" not in capsys.readouterr().out
 
 
 def test_an_error_of_ours_in_an_optimizers_hook_does_not_reach_the_training(tmp_path, monkeypatch):
@@ -844,7 +871,7 @@ def test_a_warm_up_step_is_compared_with_nothing(tmp_path):
     table = callback.report.table()
     assert table.columns[:2] == ("", "measured")
     assert not any(table.columns[2:])
-    assert all(not any(cells[2:]) for cells in table.rows if "capacity" not in cells[0])
+    assert all(not any(cells[2:]) for cells in table.rows)
 
 
 def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the_next_fit(tmp_path):
@@ -1108,7 +1135,7 @@ def test_a_folder_that_cannot_be_written_costs_the_curves_and_nothing_else(tmp_p
     ):
         callback = fit(tmp_path / "file")
     assert len(callback.recorder.steps) == 4
-    assert "Memory of one training step" in capsys.readouterr().out
+    assert "memcallback │ Automatic" in capsys.readouterr().out
 
 
 def test_an_optimizer_that_nobody_has_heard_of_is_predicted_with_its_state(tmp_path):

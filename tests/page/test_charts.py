@@ -4,29 +4,11 @@ import pytest
 
 from memcallback.core.document import Document
 from memcallback.core.types import Category
-from memcallback.core.units import GiB, KiB, MiB
+from memcallback.core.units import GiB, MiB
 from memcallback.page.charts import Bar, Bars, CategoryBars, Line, LineChart, Mark
 from memcallback.page.page import Page, Section
-from memcallback.page.scale import Scale, round_step, short_size
+from memcallback.page.scale import Scale, round_step
 from memcallback.page.treemap import Node, Treemap
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1000, "1,000 B"),
-        (KiB, "1.00 KiB"),
-        (57 * MiB + 100 * KiB, "57.1 MiB"),
-        (1023 * MiB, "1,023 MiB"),
-        (GiB, "1.00 GiB"),
-        (13 * GiB, "13.0 GiB"),
-        (999 * GiB, "999 GiB"),
-        (-2 * MiB, "-2.00 MiB"),
-    ],
-)
-def test_a_size_has_three_digits(num_bytes, text):
-    assert short_size(num_bytes) == text
 
 
 @pytest.mark.parametrize(("length", "step"), [(24, 5), (6.9, 2), (0.7, 0.2), (1000, 200), (6, 1)])

@@ -1,5 +1,7 @@
 """`MemoryLog` in a plain loop."""
 
+import re
+
 import pytest
 import torch
 from loop_parts import CLASSES, FEATURES, loss_of, network
@@ -42,15 +44,18 @@ def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(
     assert log.report is None
     train(*parts, num_steps=2)
     assert log.report.measured.batch_size == 16
-    assert (
-        capsys.readouterr().out.count("Memory of one training step (steady, batch size 16) on CPU")
-        == 1
+    first = capsys.readouterr().out
+    assert first.count("memcallback │ Sequential · batch 16 · Adam · 32-true · CPU") == 1
+    assert re.search(
+        rf"^  more +.*tensorboard.* --logdir {tmp_path / 'version_0'}$", first, re.MULTILINE
     )
+    assert "Memory of one training step" not in first
     train(*parts)
     recorder.close()
-    output = capsys.readouterr().out
-    assert output.count("Memory of one training step (steady, batch size 16) on CPU") == 1
-    assert f"Memory curves: tensorboard --logdir {tmp_path / 'version_0'}" in output
+    (last,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"memcallback: 8 steps, peak [\d.]+ KiB allocated, constant, as predicted", last
+    )
     predicted, measured = log.report.prediction, log.report.measured
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         # The classes do not go through the model, and what is older than a step is not seen on a
@@ -60,6 +65,41 @@ def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(
             - measured.phases[phase].peak_allocated_bytes
             == 16 * 8
         )
+
+
+@pytest.mark.parametrize(
+    ("verbose", "is_brief", "is_long"), [(0, False, False), (1, True, False), (2, True, True)]
+)
+def test_verbose_says_how_much_is_printed(tmp_path, parts, capsys, verbose, is_brief, is_long):
+    recorder = mc.MemoryRecorder(*parts)
+    log = mc.MemoryLog(recorder, step_of(*parts), log_dir=None, verbose=verbose)
+    with log, recorder.watch():
+        assert log.prediction is not None
+        train(*parts)
+    output = capsys.readouterr().out
+    assert ("  FITS   measured peak" in output) == is_brief
+    assert ("memcallback: 6 steps" in output) == is_brief
+    assert ("Memory of one training step (steady, batch size 16) on CPU" in output) == is_long
+    assert ("What modules keep" in output) == is_long
+    assert all(caveat.split(":")[0] in output for caveat in log.prediction.caveats) == is_long
+    assert bool(output) == (verbose > 0)
+
+
+def test_an_out_of_memory_error_prints_nothing_if_nothing_is_to_be_printed(tmp_path, parts, capfd):
+    recorder = mc.MemoryRecorder(*parts)
+
+    def loop():
+        with mc.MemoryLog(recorder, log_dir=tmp_path, verbose=0), recorder.watch():
+            train(*parts, num_steps=2)
+            with recorder.step(BATCH):
+                raise MemoryError
+
+    with pytest.raises(MemoryError):
+        loop()
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "Out of memory" not in printed.err
+    assert list(tmp_path.rglob("out_of_memory*.md"))
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
@@ -203,6 +243,10 @@ def test_a_card_to_plan_for_bounds_the_suggestion(parts):
             "log_every_n_steps must be at least 1, got 0",
         ),
         ([None], {"headroom": 1}, ValueError, "headroom"),
+        *(
+            ([None], {"verbose": value}, ValueError, f"verbose must be 0, 1 or 2, got {value!r}")
+            for value in (3, -1, True, None, "all", 1.0)
+        ),
         ([None], {"device": "cpu"}, ValueError, "has no known memory size"),
     ],
 )

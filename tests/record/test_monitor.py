@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import memcallback as mc
-from memcallback.record.monitor import Monitor, MonitorSettings
+from memcallback.record.monitor import Monitor
 from memcallback.record.oom_response import forget_explained, is_new_shortage
+from memcallback.record.settings import MonitorSettings
 
 
 def train_step(recorder, model, batch):

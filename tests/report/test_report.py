@@ -119,7 +119,29 @@ def test_activations_are_what_is_left_at_the_end_of_forward():
 
 def test_memory_outside_the_allocator_is_a_figure():
     assert row(report(), "non-PyTorch")[3] == "128.00 MiB"
-    assert row(report(), "capacity")[3:] == ("1024.00 MiB", "25.0 % used")
+    assert row(report(), "capacity")[3:] == ("1024.00 MiB", "")
+
+
+def test_what_all_processes_use_has_a_row_of_its_own_and_no_share_is_an_error():
+    assert row(report(), "used by all (25.0 %)")[3:] == ("256.00 MiB", "")
+    assert not any("used" in cells[-1] for cells in report().table().rows)
+
+
+def test_the_categories_at_the_predicted_peak_are_all_there_and_add_up():
+    made = traced_report()
+    rows = made.table().rows
+    start = next(number for number, cells in enumerate(rows) if "at the predicted" in cells[0]) + 1
+    labels = [cells[0].strip() for cells in rows[start:]]
+    categories = [category.label for category in made.prediction.by_category]
+    assert labels[: len(categories)] == categories
+    assert "parameters" in categories
+    assert sum(made.prediction.by_category.values()) == made.prediction.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("form", ["to_text", "to_markdown"])
+def test_text_and_markdown_begin_with_the_verdict(form):
+    first = getattr(report(), form)().splitlines()[0]
+    assert first == "FITS: measured peak 128 MiB reserved, 100 MiB allocated: 12 % of 1.00 GiB."
 
 
 def test_what_is_unknown_is_not_available_and_the_reason_is_said():
@@ -131,16 +153,15 @@ def test_what_is_unknown_is_not_available_and_the_reason_is_said():
 
 def test_without_a_prediction_there_are_no_columns_for_one():
     for made in (report(prediction=None), report(measured=measured(is_warm_up=True))):
-        assert made.table().columns == ("", "measured", "")
-        assert made.table().rows[-1] == ("  capacity", "1024.00 MiB", "25.0 % used")
+        assert made.table().columns == ("", "measured")
+        assert made.table().rows[-1] == ("  capacity", "1024.00 MiB")
     alone = report(prediction=None, device=DeviceMemory(), advice=None)
-    assert alone.table().columns == ("", "measured")
     assert "predicted" not in alone.to_text() + alone.to_markdown()
 
 
 def test_a_warm_up_step_is_called_one():
-    assert "warm-up" in report(measured=measured(is_warm_up=True)).to_text().splitlines()[0]
-    assert "steady" in report().to_text().splitlines()[0]
+    assert "(warm-up, " in report(measured=measured(is_warm_up=True)).table().title
+    assert "(steady, " in report().table().title
 
 
 def test_a_report_without_anything_says_that_nothing_was_recorded():
@@ -216,11 +237,10 @@ def test_a_difference_at_a_boundary_names_the_category_that_carries_it():
     )
     made = traced_report(as_measured(predicted.step, end=more))
     (line,) = [line for line in made.lines() if "The prediction is off" in line]
-    assert line.startswith(
-        "The prediction is off: allocated at the end of backward, predicted 16.02 MiB, measured "
-        "21.02 MiB"
+    assert line == (
+        "The prediction is off: allocated at the end of backward: predicted 16.0 MiB, measured "
+        "21.0 MiB (-23.8 %); 5.00 MiB of it are gradients."
     )
-    assert line.endswith("; 5.00 MiB of the difference are gradients.")
 
 
 def test_a_difference_of_a_peak_names_what_differs_at_the_phases_boundary_if_something_does():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +50,13 @@ from memcallback.integrations.lightning.trainer.step import (
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.predict_or_warn import device_or_error
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.record.monitor import Monitor, MonitorSettings, sample_interval
+from memcallback.record.monitor import Monitor, sample_interval
 from memcallback.record.oom_response import explain_or_warn, is_new_shortage, respond
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
+from memcallback.record.settings import MonitorSettings
+from memcallback.report.console import BRIEF, FULL, Console
 from memcallback.report.plots import what_if_bars
 from memcallback.report.report import Report
 from memcallback.report.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
@@ -103,9 +106,9 @@ class MemoryCallback(Callback):
 
     Values go to every logger of the Trainer (`memcallback.report.tensorboard` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
-    fsspec address. A report is printed once the first steady step is known, and at the end. In a
-    job of several ranks each records itself; rank zero logs and prints for all, including the range
-    over the ranks. A copy of the callback, by pickle too, has its settings and results.
+    fsspec address. A report is printed once the first steady step is known, and one line at the
+    end. In a job of several ranks each records itself; rank zero logs and prints for all, including
+    the range over the ranks. A copy of the callback, by pickle too, has its settings and results.
 
     Args:
         batch_size: Samples in a batch; by default inferred from it.
@@ -115,11 +118,10 @@ class MemoryCallback(Callback):
             and below 1.
         predict: Whether to predict the step.
         what_if: Whether to predict the step with each memory saving too, which takes about twenty
-            times as long; the table is printed, and logged as text and picture.
+            times as long; the report names the best, and the table is logged as text and picture.
         per_module: Whether to record by module too, on the steps on which held bytes are counted;
-            these take the host longer, other steps do not. The modules that keep most are printed
-            with the report; all are logged as text and picture, beside the predicted values (see
-            `MemoryRecorder.modules`).
+            these take the host longer, other steps do not. All modules are logged as text and
+            picture, beside the predicted values (see `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
             has its own peak. `torch.cuda.max_memory_allocated()` then starts again at each phase;
             the recorder's `lifetime_peak_allocated_bytes` has its value without resets.
@@ -150,6 +152,9 @@ class MemoryCallback(Callback):
             goes on, and the prediction is there some steps later.
         isolate: Whether to predict in a child process, as `memcallback.predict` does.
         timeout_s: Seconds, above 0, after which the child is killed.
+        verbose: How much is printed. 0: nothing, and warnings stay warnings. 1: a report of about
+            18 lines after the first steady step, and one line at the end, or more if something has
+            changed since. 2: also the long tables, by module too, and all that was assumed.
 
     The three savings hold for one fit; afterwards Trainer and module are as before.
 
@@ -161,8 +166,8 @@ class MemoryCallback(Callback):
             None if none did.
 
     Raises:
-        ValueError: If the device is unknown or has no known size; if the headroom, the batch size
-            or a saving is out of range; when a fit begins, if a saving cannot be applied.
+        ValueError: If the device is unknown or has no known size; if the headroom, the batch size,
+            `verbose` or a saving is out of range; when a fit begins, if a saving cannot be applied.
         TypeError: If an argument has the wrong type.
 
     Examples:
@@ -189,6 +194,7 @@ class MemoryCallback(Callback):
         wait_for_prediction: bool = False,
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
+        verbose: int = BRIEF,
     ) -> None:
         if batch_size is not None and fit_batch_size:
             raise ValueError(
@@ -207,6 +213,7 @@ class MemoryCallback(Callback):
             timeout_s=timeout_s,
             warnings=warnings,
             oom_snapshot=oom_snapshot,
+            verbose=verbose,
         )
         self._compares_savings = what_if
         self._per_module = per_module
@@ -266,7 +273,7 @@ class MemoryCallback(Callback):
         if stage != "fit":
             return
         with faults_as_warnings(_NO_SAVINGS, *_USER_ERRORS):
-            self._savings.setup(trainer, pl_module, print_beside(pl_module))
+            self._savings.setup(trainer, pl_module, self._console(pl_module).say)
         self._unsharded = None
         if self._settings.predict:
             with faults_as_warnings("The step will not be predicted if it is sharded."):
@@ -281,16 +288,20 @@ class MemoryCallback(Callback):
             with faults_as_warnings("The search for a batch size has failed."):
                 self._fit_batch_size(trainer, pl_module)
 
+    def _console(self, pl_module: Any) -> Console:
+        return Console(print_beside(pl_module), self._settings.verbose)
+
     def _fit_batch_size(self, trainer: Any, pl_module: Any) -> None:
         from memcallback.integrations.lightning.fit.fit_batch_size import fit_in_place
         from memcallback.integrations.lightning.fit.settings import FitSettings
 
         self.fitted = None
+        console = self._console(pl_module)
         settings = FitSettings(
             capacity_bytes=self._settings.capacity_bytes, headroom=self._settings.headroom
         )
         try:
-            self.fitted = fit_in_place(trainer, pl_module, settings, print_beside(pl_module))
+            self.fitted = fit_in_place(trainer, pl_module, settings, console.say)
         except ENDS as error:  # also the step's own, which training will meet again
             raise_if_meant(error)
             warn_and_go_on(
@@ -298,7 +309,9 @@ class MemoryCallback(Callback):
                 f"{type(error).__name__}: {error}"
             )
         if self.fitted is not None:
-            print_beside(pl_module)(self.fitted.to_text())
+            if self._settings.verbose < FULL:
+                console.say(self.fitted.sentence())
+            console.say(self.fitted.to_text(), level=FULL)
 
     @fail_safe
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -346,7 +359,7 @@ class MemoryCallback(Callback):
     def _complete(self, report: Report, accumulate: int) -> Report:
         assert self.recorder is not None
         batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
-        return self._savings.complete(report, batch_size, accumulate)
+        return self._savings.complete(replace(report, plan=self.plan), batch_size, accumulate)
 
     def _begin(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         """Begin to predict the first step, with and without savings."""
@@ -391,7 +404,7 @@ class MemoryCallback(Callback):
         monitor = self._monitor
         if self.plan is not None and monitor is not None and monitor.writers is not None:
             number = step_number(trainer)
-            print_beside(pl_module)(self.plan.to_text())
+            self._console(pl_module).say(self.plan.to_text(), level=FULL)
             monitor.writers.log_text(WHAT_IF_TAG, self.plan.to_markdown(), number)
             monitor.writers.log_image(WHAT_IF_IMAGE_TAG, number, what_if_bars, self.plan)
 
@@ -523,7 +536,7 @@ class MemoryCallback(Callback):
         report = explain_or_warn(error, context)
         if report is not None:
             self.out_of_memory = respond(
-                report, print_fn=print_beside(pl_module), folder=_folder_of(trainer)
+                report, print_fn=self._console(pl_module).say, folder=_folder_of(trainer)
             )
 
     @fail_safe

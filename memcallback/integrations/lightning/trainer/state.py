@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from memcallback.core.document import for_console
 from memcallback.diagnose.health.growth import Progress
 
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 #: Lightning's stages in words.
 _STAGES = {
     "train": "training, between steps",
@@ -59,7 +60,15 @@ def is_logging_step(trainer: Any) -> bool:
 
 def print_beside(pl_module: Any) -> Callable[[str], None]:
     """A print function that leaves the progress bar intact, on rank zero."""
-    return lambda text: pl_module.print(for_console(text))
+
+    def print_text(text: str) -> None:
+        trainer = getattr(pl_module, "_trainer", None)
+        kinds = type(getattr(trainer, "progress_bar_callback", None)).__mro__
+        if any(kind.__name__ == "RichProgressBar" for kind in kinds):
+            text = _COLOUR.sub("", text)  # rich has codes of its own
+        pl_module.print(text)
+
+    return print_text
 
 
 def lightning_of(trainer: Any) -> str:

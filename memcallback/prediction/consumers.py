@@ -1,0 +1,162 @@
+"""What holds most at a predicted peak: modules, and lines of code outside of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from memcallback.core.allocation_trace import Alloc
+from memcallback.core.code_lines import CodeLine
+from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
+from memcallback.prediction.prediction import Prediction
+
+#: Made before a step, by its batch or by the optimizer: no line of the step made it.
+_HELD = frozenset(PERSISTENT_CATEGORIES)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Something that holds memory at the peak.
+
+    Attributes:
+        name: A module, such as `lm_head` or `layers.*.mlp (32)`; else the function and the line of
+            the program, such as `loss_of, train.py:12`.
+        num_bytes: What it holds.
+    """
+
+    name: str
+    num_bytes: int
+
+
+def largest_consumers(prediction: Prediction) -> tuple[Consumer, ...]:
+    """All that is live at the peak, by who holds it, the largest first.
+
+    Layers that repeat are one consumer. Memory that no module holds belongs to the line of the
+    program that made it.
+    """
+    names = _Names(prediction)
+    sizes: Counter[str] = Counter()
+    members: defaultdict[str, set[str]] = defaultdict(set)
+    for live in prediction.at_peak:
+        name, member = names.of(live.alloc)
+        sizes[name] += live.block_bytes
+        members[name].add(member)
+    return tuple(
+        Consumer(_shown(name, members[name]), num_bytes)
+        for name, num_bytes in sizes.most_common()
+        if num_bytes
+    )
+
+
+def _shown(name: str, members: set[str]) -> str:
+    """The name of a group of layers with their number; of a single layer its own."""
+    if "*" not in name:
+        return name
+    return f"{name} ({len(members)})" if len(members) > 1 else next(iter(members))
+
+
+class _Names:
+    """Names for the allocations of a prediction."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+        self._kinds: Mapping[str, str] = {
+            module.name: module.kind for module in prediction.modules.modules
+        }
+        self._patterns: dict[str, tuple[str, str]] = {}
+
+    def of(self, alloc: Alloc) -> tuple[str, str]:
+        """The consumer, and which of its members; of a line of code both are the same."""
+        if alloc.module:
+            if alloc.module not in self._patterns:
+                self._patterns[alloc.module] = self._pattern(alloc.module)
+            return self._patterns[alloc.module]
+        name = self._name_outside(alloc)
+        return name, name
+
+    def _pattern(self, module: str) -> tuple[str, str]:
+        """A repeated layer up to its part in the repetition, with a star; others with their class.
+
+        `layers.3.mlp.gate_proj` is `layers.*.mlp`, `network.4` is `network.4 Conv2d`.
+        """
+        parts = module.split(".")
+        for position, part in enumerate(parts):
+            container = ".".join(parts[:position])
+            if part.isdigit() and self._is_repeated(container, ".".join(parts[: position + 1])):
+                own = parts[: position + 2]
+                pattern = ".".join([*parts[:position], "*", *own[position + 1 :]])
+                kind = "" if own[position + 1 :] else f" {self._kinds['.'.join(own)]}"
+                return f"{pattern}{kind}", f"{'.'.join(own)}{kind}"
+        kind = self._kinds.get(module, "")
+        name = f"{module} {kind}" if parts[-1].isdigit() and kind else module
+        return name, name
+
+    def _is_repeated(self, container: str, child: str) -> bool:
+        """Whether a child with children of its own has a sibling of its class."""
+        return child in self._parents and self._num_of_kind[container, self._kinds[child]] > 1
+
+    @cached_property
+    def _parents(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self._kinds if name}
+
+    @cached_property
+    def _num_of_kind(self) -> Counter[tuple[str, str]]:
+        return Counter((name.rpartition(".")[0], kind) for name, kind in self._kinds.items())
+
+    def _name_outside(self, alloc: Alloc) -> str:
+        """What to call memory that no module holds."""
+        if alloc.category in _HELD:
+            return alloc.category.label
+        if (
+            alloc.category is Category.TEMPORARY
+            and self._prediction.peak_phase is Phase.OPTIMIZER_STEP
+        ):
+            return Phase.OPTIMIZER_STEP.label
+        operator = alloc.operator.rpartition("::")[2].lstrip("_")
+        is_backward = "_backward" in operator
+        line = self._lines.get(_base(operator)) if is_backward else self._line_of(alloc)
+        if line is not None:
+            return _text(line)
+        if not operator:
+            return "outside of modules"
+        return f"backward of {_base(operator)}" if is_backward else operator
+
+    @cached_property
+    def _lines(self) -> Mapping[str, CodeLine]:
+        """Operator -> the line that runs it in the forward pass, where that is known."""
+        lines: dict[str, CodeLine] = {}
+        for live in (*self._prediction.at_peak, *self._prediction.saved):
+            operator = live.alloc.operator.rpartition("::")[2]
+            line = None if live.alloc.module else self._line_of(live.alloc)
+            if line is not None and "_backward" not in operator:
+                lines.setdefault(_base(operator), line)
+        return lines
+
+    @cached_property
+    def _lines_of_caller(self) -> set[CodeLine]:
+        """Where the program asked for the prediction: no line of the step itself."""
+        return {
+            line
+            for live in self._prediction.at_peak
+            if live.alloc.category in _HELD and (line := self._origin(live.alloc)) is not None
+        }
+
+    def _line_of(self, alloc: Alloc) -> CodeLine | None:
+        line = self._origin(alloc)
+        return None if line in self._lines_of_caller else line
+
+    def _origin(self, alloc: Alloc) -> CodeLine | None:
+        source = self._prediction.origin_of(alloc)
+        return None if source is None else source.line
+
+
+def _base(operator: str) -> str:
+    """An operator without the direction in which it runs: `nll_loss` of `nll_loss_backward`."""
+    return operator.lstrip("_").partition("_backward")[0].removesuffix("_forward")
+
+
+def _text(line: CodeLine) -> str:
+    place = f"{line.file}:{line.number}"
+    return place if line.function == "<module>" else f"{line.function}, {place}"

@@ -1,0 +1,128 @@
+"""The closing lines of a training: one, and more only for what has changed since the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memcallback.core.step_memory import StepMemory
+from memcallback.core.types import Phase
+from memcallback.core.units import MiB, brief_bytes
+from memcallback.report.deviation import Deviation
+from memcallback.report.rank_values import RankValues
+from memcallback.report.report import Report
+from memcallback.report.styled import Letters, Line, Part, Style, label_text, labelled
+from memcallback.report.verdict import peak_of
+
+#: Peaks have changed above this share and so many bytes.
+_NOTABLE_SHARE = 0.01
+_NOTABLE_BYTES = MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What is known of a whole training at its end.
+
+    Attributes:
+        num_steps: Optimizer updates.
+        largest: The steady step with the largest peak; None if there was none.
+        num_alloc_retries: Retries of the allocator; None if unknown.
+        page: The page that was written; None if none was.
+    """
+
+    num_steps: int
+    largest: StepMemory | None
+    num_alloc_retries: int | None
+    page: str | None = None
+
+
+def closing_lines(
+    first: Report | None, last: Report, ending: Ending, letters: Letters
+) -> Iterator[Line]:
+    """What has changed since the report that was shown first, if one was; then the ranks, notes."""
+    parts = [f"{ending.num_steps:,} step{'' if ending.num_steps == 1 else 's'}"]
+    changes = [] if first is None else list(_changes(first, last, letters))
+    peak = peak_of(last.measured)
+    if peak is not None:
+        parts.append(f"peak {brief_bytes(peak[0])} {peak[1]}{_larger(peak, ending.largest)}")
+    if first is not None and peak is not None and not changes:
+        parts.append("constant")
+    deviation = last.deviation
+    if last.prediction is not None and ending.largest is not None:
+        parts.append("as predicted" if deviation is None else "not as predicted")
+    if ending.num_alloc_retries is not None:
+        number = ending.num_alloc_retries
+        parts.append(f"{number:,} retr{'y' if number == 1 else 'ies'}" if number else "no retries")
+    yield Part("memcallback", Style.BOLD), Part(f": {', '.join(parts)}")
+    if ending.page is not None:
+        yield Part(label_text("page")), Part(ending.page)
+    if changes:
+        yield from labelled("changed", [", ".join(changes)], Style.BAD)
+    if first is not None and deviation is not None and not _is_known(deviation, first):
+        yield from labelled("prediction", [deviation.sentence()], Style.BAD)
+    if last.ranks is not None:
+        yield from labelled("ranks", [_ranks(last.ranks, letters)])
+    if first is not None:
+        yield from labelled("note", [note for note in last.notes if note not in first.notes])
+
+
+def _is_known(deviation: Deviation, report: Report) -> bool:
+    """Whether a report has said that this value is off."""
+    return report.deviation is not None and report.deviation.where == deviation.where
+
+
+def _larger(typical: tuple[int, str], largest: StepMemory | None) -> str:
+    """The largest peak, if it is another than that of a typical step."""
+    peak = peak_of(largest)
+    if largest is None or peak is None or peak[1] != typical[1] or not _differ(typical[0], peak[0]):
+        return ""
+    return f" ({brief_bytes(peak[0])} in batch {(largest.index or 0) + 1:,})"
+
+
+def _changes(first: Report, last: Report, letters: Letters) -> Iterator[str]:
+    """What the last typical step has else than the one that was reported."""
+    before, after = first.measured, last.measured
+    if before is None or after is None or before.is_warm_up != after.is_warm_up:
+        return
+    if before.batch_size != after.batch_size:
+        yield f"batch size {before.batch_size} {letters.to} {after.batch_size}"
+    for phase in Phase:
+        ours, theirs = before.phases.get(phase), after.phases.get(phase)
+        if ours and theirs:
+            yield from _change(
+                f"peak of {theirs.label}",
+                ours.peak_allocated_bytes,
+                theirs.peak_allocated_bytes,
+                letters,
+            )
+    yield from _change(
+        "reserved peak", before.peak_reserved_bytes, after.peak_reserved_bytes, letters
+    )
+
+
+def _change(name: str, before: int | None, after: int | None, letters: Letters) -> Iterator[str]:
+    if before is not None and after is not None and _differ(before, after):
+        yield f"{name} {brief_bytes(before)} {letters.to} {brief_bytes(after)}"
+
+
+def _differ(before: int, after: int) -> bool:
+    difference = abs(after - before)
+    return difference > _NOTABLE_BYTES and difference > _NOTABLE_SHARE * before
+
+
+def _ranks(ranks: RankValues, letters: Letters) -> str:
+    """The range over the ranks, and the worst rank."""
+    spread, counts = ranks.peak_reserved, "reserved"
+    if spread is None:
+        spread, counts = ranks.peak_allocated, "allocated"
+    numbers = [point.rank for point in ranks.points]
+    name = f"{min(numbers)}-{max(numbers)}"
+    worst = ranks.worst
+    share = worst.capacity_share_pct
+    usage = "" if share is None else f" ({share:.1f} % of its capacity)"
+    sizes = ""
+    if spread is not None:
+        low, high = brief_bytes(spread.min_bytes), brief_bytes(spread.max_bytes)
+        sizes = f"{low} {letters.until} {high} {counts}, " if low != high else f"{low} {counts}, "
+    missing = f"; {len(ranks.missing)} of {ranks.num_ranks} sent no values" if ranks.missing else ""
+    return f"{name}: {sizes}worst rank {worst.rank}{usage}{missing}"

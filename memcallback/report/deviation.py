@@ -1,0 +1,152 @@
+"""Deviation: the largest difference of a measured step from its prediction that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from memcallback.core.step_memory import StepMemory, error_pct
+from memcallback.core.units import MiB, brief_bytes, format_bytes
+from memcallback.prediction.comparison import differences
+from memcallback.prediction.prediction import Prediction, StepPrediction
+
+#: A difference matters above this share of the measured value, in percent, and so many bytes.
+_NOTABLE_PCT = 1.0
+_NOTABLE_BYTES = MiB
+_SCRATCH = "on a CPU, scratch memory inside operators is not predicted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """A measured value that the prediction misses.
+
+    Attributes:
+        where: The value, such as `peak of backward`.
+        predicted_bytes: The predicted value.
+        measured_bytes: The measured value.
+        reason: What is known of the reason, as part of a sentence; empty if nothing is.
+    """
+
+    where: str
+    predicted_bytes: int
+    measured_bytes: int
+    reason: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """How far the two are apart."""
+        return abs(self.measured_bytes - self.predicted_bytes)
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether it is worth a line."""
+        error = error_pct(self.predicted_bytes, self.measured_bytes)
+        is_far = error is None or abs(error) > _NOTABLE_PCT
+        return is_far and self.size_bytes > _NOTABLE_BYTES
+
+    def sentence(self) -> str:
+        """The value, both figures, and the reason."""
+        error = error_pct(self.predicted_bytes, self.measured_bytes)
+        share = "" if error is None else f" ({error:+.1f} %)"
+        reason = f"; {self.reason}" if self.reason else ""
+        return (
+            f"{self.where}: predicted {brief_bytes(self.predicted_bytes)}, measured "
+            f"{brief_bytes(self.measured_bytes)}{share}{reason}"
+        )
+
+
+def largest_deviation(
+    prediction: StepPrediction | None, measured: StepMemory | None, *, has_buckets: bool = False
+) -> Deviation | None:
+    """The largest difference above 1 % and 1 MiB, of peaks before boundaries; None if none is.
+
+    Steps of another batch size, warm-up steps and interrupted ones are not compared. `has_buckets`
+    says that DistributedDataParallel holds buckets, which a CPU does not measure.
+    """
+    if (
+        prediction is None
+        or measured is None
+        or measured.is_warm_up
+        or measured.is_interrupted
+        or measured.batch_size != prediction.batch_size
+    ):
+        return None
+    largest = _largest(_of_peaks(prediction, measured))
+    if largest is None:
+        largest = _largest(_of_boundaries(prediction, measured))
+    if largest is None or not has_buckets:
+        return largest
+    return _explained_by_buckets(largest, prediction.step)
+
+
+def _largest(deviations: Iterable[Deviation]) -> Deviation | None:
+    notable = [deviation for deviation in deviations if deviation.is_notable]
+    # Of about equal ones that of the largest value, as the step's peak is.
+    return max(notable, key=_weight, default=None)
+
+
+def _weight(deviation: Deviation) -> tuple[int, int]:
+    return deviation.size_bytes // _NOTABLE_BYTES, deviation.predicted_bytes
+
+
+def _of_peaks(prediction: StepPrediction, measured: StepMemory) -> Iterator[Deviation]:
+    """Peaks of phases and the reserved peak; outside of its band those of the textbook law."""
+    predicted = prediction.step
+    reasons = {
+        difference.where: _carried(difference.carrier)
+        for difference in differences(predicted, measured)
+    }
+    for phase, ours in predicted.phases.items():
+        theirs = measured.phases.get(phase)
+        if theirs is None or theirs.covers != ours.covers:
+            continue
+        high, real = ours.peak_allocated_bytes, theirs.peak_allocated_bytes
+        if high is None or real is None or (ours.low_bytes or high) <= real <= high:
+            continue
+        reason = reasons.get(f"peak allocated in {phase.label}", "")
+        if not reason and predicted.peak_reserved_bytes is None and real > high:
+            reason = _SCRATCH if isinstance(prediction, Prediction) else ""
+        yield Deviation(
+            where=f"peak of {phase.label}",
+            predicted_bytes=high if real > high or ours.low_bytes is None else ours.low_bytes,
+            measured_bytes=real,
+            reason=reason,
+        )
+    reserved, real = predicted.peak_reserved_bytes, measured.peak_reserved_bytes
+    if reserved is not None and real is not None:
+        yield Deviation(
+            where="reserved peak",
+            predicted_bytes=reserved,
+            measured_bytes=real,
+            reason=reasons.get("peak reserved", ""),
+        )
+
+
+def _of_boundaries(prediction: StepPrediction, measured: StepMemory) -> Iterator[Deviation]:
+    if not isinstance(prediction, Prediction):
+        return
+    for difference in differences(prediction.step, measured):
+        if difference.where.startswith("allocated at "):
+            yield Deviation(
+                where=difference.where,
+                predicted_bytes=difference.predicted_bytes,
+                measured_bytes=difference.measured_bytes,
+                reason=_carried(difference.carrier),
+            )
+
+
+def _carried(carrier: tuple[str, int] | None) -> str:
+    return "" if carrier is None else f"{format_bytes(abs(carrier[1]))} of it are {carrier[0]}"
+
+
+def _explained_by_buckets(deviation: Deviation, predicted: StepMemory) -> Deviation:
+    """The same with the buckets as its reason, if it is as large as they are."""
+    # Nothing but buckets lasts from step to step without a category that a recorder counts.
+    buckets_bytes = predicted.windows[0].start.rest_bytes if predicted.windows else None
+    too_high_bytes = deviation.predicted_bytes - deviation.measured_bytes
+    is_on_cpu = predicted.peak_reserved_bytes is None
+    if not is_on_cpu or not buckets_bytes or abs(too_high_bytes - buckets_bytes) > _NOTABLE_BYTES:
+        return deviation
+    size = brief_bytes(buckets_bytes)
+    reason = f"a CPU does not measure the buckets of DistributedDataParallel ({size})"
+    return replace(deviation, reason=reason)

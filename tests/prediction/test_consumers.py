@@ -1,0 +1,102 @@
+"""Who holds memory at a predicted peak, in names that a program's author knows."""
+
+import torch
+from hand_made import prediction as by_hand
+from torch import nn
+
+import memcallback as mc
+from memcallback.prediction.consumers import largest_consumers
+
+SIZE = 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 4 * SIZE), nn.GELU(), nn.Linear(4 * SIZE, SIZE))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(SIZE, 8), nn.ReLU())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_of(model, batch):
+    outputs = model(batch)
+    return (outputs.repeat(1, 5000).softmax(-1) - 1).square().mean()
+
+
+def predicted(loss=loss_of, model=None, optimizer=torch.optim.Adam):
+    step = mc.TrainingStep(
+        Net() if model is None else model, torch.ones(64, SIZE), loss=loss, optimizer=optimizer
+    )
+    return mc.predict(step, device="24GiB")
+
+
+def names_of(prediction):
+    return [consumer.name for consumer in largest_consumers(prediction)]
+
+
+def test_all_that_is_live_at_the_peak_is_somebodys():
+    for prediction in (predicted(), by_hand(16), by_hand(16, device="cpu")):
+        found = largest_consumers(prediction)
+        assert sum(consumer.num_bytes for consumer in found) == prediction.peak_allocated_bytes
+        sizes = [consumer.num_bytes for consumer in found]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_layers_that_repeat_are_one_and_others_have_their_class():
+    names = names_of(predicted())
+    assert "layers.*.mlp (3)" in names
+    assert "layers.*.norm (3)" in names
+    assert "head.0 Linear" in names
+    assert not any(name.startswith("layers.0") for name in names)
+
+
+def test_a_layer_that_stands_alone_keeps_its_name():
+    model = nn.Sequential(nn.Linear(SIZE, 256), nn.ReLU(), nn.Linear(256, 8))
+    names = names_of(predicted(model=model))
+    assert {"0 Linear", "2 Linear"} <= set(names)
+    assert not any("*" in name for name in names)
+
+
+def test_memory_outside_of_modules_has_the_function_and_the_line_also_of_its_backward_pass():
+    prediction = predicted()
+    largest = largest_consumers(prediction)[0]
+    number = loss_of.__code__.co_firstlineno + 2
+    assert largest.name.startswith("loss_of, ")
+    assert largest.name.endswith(f"test_consumers.py:{number}")
+    names = names_of(prediction)
+    assert not any("root" in name for name in names)
+    assert not any("<module>" in name for name in names)
+    assert "" not in names
+
+
+def test_the_line_that_asks_for_a_prediction_is_no_consumer():
+    names = names_of(predicted())
+    lines = [name for name in names if "test_consumers.py" in name]
+    assert all(name.startswith(("loss_of, ", "forward, ")) for name in lines), lines
+
+
+def test_what_an_update_takes_for_itself_is_the_optimizers():
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    step = mc.TrainingStep(
+        model,
+        torch.ones(1, 512),
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=torch.optim.Adam,
+    )
+    prediction = mc.predict(step, device="24GiB")
+    assert prediction.peak_phase is mc.Phase.OPTIMIZER_STEP
+    assert "optimizer step" in names_of(prediction)
