@@ -11,7 +11,7 @@ from memcallback.core.units import MiB, brief_bytes
 from memcallback.report.deviation import Deviation
 from memcallback.report.rank_values import RankValues
 from memcallback.report.report import Report
-from memcallback.report.styled import Letters, Line, Part, Style, label_text, labelled
+from memcallback.report.styled import Letters, Line, Part, Style, labelled
 from memcallback.report.verdict import peak_of
 
 #: Peaks have changed above this share and so many bytes.
@@ -53,9 +53,8 @@ def closing_lines(
     if ending.num_alloc_retries is not None:
         number = ending.num_alloc_retries
         parts.append(f"{number:,} retr{'y' if number == 1 else 'ies'}" if number else "no retries")
-    yield Part("memcallback", Style.BOLD), Part(f": {', '.join(parts)}")
-    if ending.page is not None:
-        yield Part(label_text("page")), Part(ending.page)
+    page = "" if ending.page is None else f"; page: {ending.page}"
+    yield Part("memcallback", Style.BOLD), Part(f": {', '.join(parts)}{page}")
     if changes:
         yield from labelled("changed", [", ".join(changes)], Style.BAD)
     if first is not None and deviation is not None and not _is_known(deviation, first):

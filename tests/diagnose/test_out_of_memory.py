@@ -314,6 +314,10 @@ def test_a_log_inside_of_a_watch_is_told_before_it_closes(tmp_path):
         train()
     assert logs[0].out_of_memory is not None
     assert list(tmp_path.rglob("out_of_memory_step1.md"))
+    (page,) = tmp_path.rglob("out_of_memory_step1.html")
+    text = page.read_text(encoding="utf-8")
+    assert '<div class="verdict bad"><p><strong>Out of memory on CPU' in text
+    assert "<h2>At that moment" in text
 
 
 @pytest.mark.filterwarnings("error")

@@ -38,7 +38,7 @@ def fit(module):
 
 def test_a_run_of_the_callback_is_at_the_address_of_the_trainer(store, capsys):
     fit(training.Automatic())
-    assert "tensorboard --logdir memory://bucket/runs/memcallback/version_0" in (
+    assert " --logdir memory://bucket/runs/memcallback/version_0" in (
         capsys.readouterr().out
     )
     runs = [path for path in store if path.startswith("/bucket/runs/memcallback/version_0/")]

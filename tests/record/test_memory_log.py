@@ -1,6 +1,7 @@
 """`MemoryLog` in a plain loop."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,9 +54,15 @@ def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(
     train(*parts)
     recorder.close()
     (last,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"memcallback: 8 steps, peak [\d.]+ KiB allocated, constant, as predicted", last
+    closing = re.fullmatch(
+        r"memcallback: 8 steps, peak [\d.]+ KiB allocated, constant, as predicted; page: (.+)", last
     )
+    page = Path(closing[1]).read_text(encoding="utf-8")
+    assert Path(closing[1]).parent == tmp_path / "version_0"
+    for title in ("One training step", "In memory at the peak", "Peaks over the training"):
+        assert f"<h2>{title}" in page
+    assert "<strong>Measured peak: " in page
+    assert "measured peak of backward: " in page
     predicted, measured = log.report.prediction, log.report.measured
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         # The classes do not go through the model, and what is older than a step is not seen on a
