@@ -208,10 +208,23 @@ def test_batches_of_an_update_in_which_values_differ_are_all_run():
 
 
 def test_values_of_a_large_batch_are_not_read():
-    tokens = torch.ones(8, 100_000, dtype=torch.long)
+    tokens = torch.ones(8, 200_000, dtype=torch.long)
     rows, prediction = num_rows(lambda model, tokens: 3 + int(tokens.max()), tokens)
     assert rows == {3}
     assert any("reads a value" in caveat for caveat in prediction.caveats)
+
+
+def test_a_mask_is_known_at_a_batch_size_far_above_its_own():
+    mask = torch.ones(8, 256, dtype=torch.bool)
+
+    def rows_of(model, mask):
+        return 3 if mask.logical_not().any() else 40
+
+    step = mc.TrainingStep(Sized(rows_of), mask, loss=lambda model, batch: model(batch))
+    small = mc.predict(step, device=CARD)
+    large = mc.predict(step, device=CARD, batch_size=2048)
+    assert small.at(2048).step == large.step
+    assert not any("reads a value" in caveat for caveat in large.caveats)
 
 
 def test_the_users_batch_is_as_it_was():
@@ -306,7 +319,7 @@ def test_the_mask_of_a_transformers_model_is_read_and_said():
     assert least < most
     assert "a batch with padding needs more" in said_of_whole
     assert said_of_padded == ""
-    _, said_of_large = predicted(torch.ones(64, 2048, dtype=torch.long))
+    _, said_of_large = predicted(torch.ones(1024, 2048, dtype=torch.long))
     assert "A mask with padding was assumed" in said_of_large
 
 

@@ -19,8 +19,9 @@ from memcallback.core.torch_private import (
 )
 from memcallback.isolation.child import is_in_child
 
-#: Values of larger tensors are not kept.
-MAX_KNOWN = 65_536
+#: Values of larger tensors are not kept; of whole numbers and truth values, such as the masks of a
+#: large batch, more than of others, with which a program computes more.
+_MAX_NUMBERS, _MAX_WHOLE = 1 << 16, 1 << 20
 _ATTRIBUTE = "_memcallback_values"
 #: What was read from a device, by the user's tensor.
 _read = WeakIdKeyDictionary()
@@ -71,7 +72,7 @@ def remember_values(fake: torch.Tensor, real: torch.Tensor) -> None:
 def resized_values(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
     """A fake's values in another shape: samples repeat from the first, sequences at their end."""
     real = values_of(fake)
-    if real is None or prod(shape) > MAX_KNOWN:
+    if real is None or not is_few(prod(shape), fake.dtype):
         return None
     with DisableTorchFunction(), no_dispatch():
         for dim, size in enumerate(shape):
@@ -85,6 +86,12 @@ def resized_values(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | N
         return real.clone()
 
 
+def is_few(num_values: int, dtype: torch.dtype) -> bool:
+    """Whether so many values of a tensor are kept."""
+    is_whole = not dtype.is_floating_point and not dtype.is_complex
+    return num_values <= (_MAX_WHOLE if is_whole else _MAX_NUMBERS)
+
+
 def is_small_on_host(tensor: torch.Tensor) -> bool:
     """Whether values of a real tensor are at hand and few."""
     return tensor.device.type == "cpu" and _is_small(tensor)
@@ -94,5 +101,5 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
         and tensor.layout is torch.strided
-        and tensor.numel() <= MAX_KNOWN
+        and is_few(tensor.numel(), tensor.dtype)
     )

@@ -23,7 +23,7 @@ from memcallback.core.torch_private import (
     tree_map_only,
 )
 from memcallback.cuda.op_call import OpCall
-from memcallback.step.copies.known import MAX_KNOWN, set_values, values_of
+from memcallback.step.copies.known import is_few, set_values, values_of
 
 _aten = torch.ops.aten
 #: Operators whose result depends only on the shape and the kind of their first argument.
@@ -108,7 +108,7 @@ class KnownValues:
         # PyTorch itself has changed these.
         if any(isinstance(t, FakeTensor) and t.constant is not None for t in written):
             return
-        if op.namespace == "aten" and all(o.numel() <= MAX_KNOWN for o in outputs):
+        if op.namespace == "aten" and all(is_few(o.numel(), o.dtype) for o in outputs):
             is_random = torch.Tag.nondeterministic_seeded in op.tags
             if (is_host or not (is_random or op in _OPEN)) and self._computed(call):
                 for tensor in outputs if op in _OPEN else ():
@@ -183,7 +183,7 @@ class KnownValues:
 
 def _of_shape(tensor: torch.Tensor) -> torch.Tensor:
     """A real tensor of the shape and kind of a fake one."""
-    shape = tensor.shape if tensor.numel() <= MAX_KNOWN else (0,)
+    shape = tensor.shape if is_few(tensor.numel(), tensor.dtype) else (0,)
     with no_dispatch():
         return torch.empty(shape, dtype=tensor.dtype)
 
