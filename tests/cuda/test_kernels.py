@@ -292,6 +292,19 @@ def test_shared_keys_and_values_have_a_gradient_for_each_head_in_the_workspace_o
     )  # as PyTorch 2.11 asks for with cuDNN 9.19
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(80_000, 2500), (128_576, 2730)])
+def test_partial_sums_of_a_layer_norm_are_at_most_as_many_as_blocks(rows, parts):
+    x, statistic = torch.empty(rows, 384, device="meta"), torch.empty(rows, 1, device="meta")
+    weight = torch.empty(384, device="meta")
+    args = (x, x, [384], statistic, statistic, weight, weight, [True] * 3)
+    op = torch.ops.aten.native_layer_norm_backward.default
+    outputs = [x, weight, weight]
+    steps = kernel_of(OpCall(op, args, {}, spec_of(load("a100")), outputs))
+    sizes = [step.size_bytes for step in steps if isinstance(step, AllocTemp)]
+    # 4,193,280 B for 128,576 rows, as PyTorch 2.11 asks for on a virtual RTX 3090.
+    assert sizes.count(parts * 384 * 4) == 2
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_live_device_asks_for_what_its_recording_says():

@@ -36,11 +36,15 @@ def _layer_norm(call: OpCall) -> Kernel:
     return kernel.build()
 
 
+#: The blocks of the first of two passes, at most (`max_grid_size` there).
+_MAX_BLOCKS = 64 * 1024 // 2
+
+
 def _layer_norm_backward(call: OpCall) -> Kernel:
     """`layer_norm_backward_cuda` and `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu).
 
     With more than 64 Ki short rows, the gradients of weight and bias are summed in two passes:
-    partial sums of 32 rows, then `sum(0)` of these, whose result replaces the first output.
+    partial sums of 32 rows or more, then `sum(0)` of these, whose result replaces the first output.
     """
     grad, x, rms = call.arguments[0], call.arguments[1], call.name == "_fused_rms_norm_backward"
     normalized, weight = call.arguments[2], call.arguments[4] if rms else call.arguments[5]
@@ -63,7 +67,7 @@ def _layer_norm_backward(call: OpCall) -> Kernel:
         kernel.output(0)
     itemsize = call.outputs[of_weight[0]].element_size()
     first = [kernel.alloc(columns * itemsize) for _ in of_weight]
-    parts = -(-rows // 32)
+    parts = min(_MAX_BLOCKS // -(-columns // 32), -(-rows // 32))
     partial = [kernel.alloc(parts * columns * itemsize) for _ in of_weight]
     for output, old in zip(of_weight, first, strict=True):
         kernel.output(output)
