@@ -326,7 +326,11 @@ class _Replayer(Generic[_Block]):
     def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
         where = f"step {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
         module = f"module {alloc.module!r}" if alloc.module else "the root module"
-        return f"{where}, {alloc.operator or 'an allocation'} in {module}: {error}"
+        text = f"{where}, {alloc.operator or 'an allocation'} in {module}: {error}"
+        if alloc.category is Category.WORKSPACE and "convolution" in alloc.operator:
+            # `try_plans` in Conv_v8.cpp; what the next algorithm needs is not known here.
+            text += " PyTorch then tries a slower algorithm of cuDNN, which may need less."
+        return text
 
 
 def _peaks(steps: Sequence[ReplayedStep]) -> Peaks:

@@ -4,6 +4,7 @@ longer trace would show.
 
 from dataclasses import replace
 
+import pytest
 from hand_made import prediction
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,3 +244,16 @@ def test_memory_can_run_out_in_a_repetition():
     )
     assert result.num_alloc_retries == 1
     assert result.out_of_memory == replayed(unrolled(slots, MAX_WINDOWS), 32 * MiB).out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("category", "is_told"), [(Category.WORKSPACE, True), (Category.ACTIVATION, False)]
+)
+def test_a_convolution_without_room_for_its_workspace_is_told_to_have_another_way(
+    category, is_told
+):
+    too_large = Alloc(1, 64 * MiB, category=category, operator="aten::convolution_backward")
+    events = [StepStart(), PhaseStart(Phase.BACKWARD), too_large]
+    events += [Free(1), PhaseEnd(Phase.BACKWARD), StepEnd()]
+    said = replay(events, CachingAllocator(capacity_bytes=32 * MiB)).out_of_memory
+    assert ("tries a slower algorithm of cuDNN" in said) is is_told
