@@ -344,10 +344,11 @@ class Monitor:
         """Log the last point and write the last report; if interrupted, wait for nothing."""
         recorder = self._recorder
         if recorder.largest is None and recorder.warm_up:
+            count = recorder.num_updates
             text = (
-                f"Only {recorder.num_updates} optimizer update was made. Gradients and optimizer "
-                "state did not exist before it, so no steady step was measured. Train for at least "
-                "2 steps to compare prediction and measurement."
+                f"{f'Only {count}' if count else 'No'} optimizer update was made. "
+                "Gradients and optimizer state do not exist before the first, so no steady step "
+                "was measured. Train for at least 2 steps to compare prediction and measurement."
             )
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:

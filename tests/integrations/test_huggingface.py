@@ -264,10 +264,11 @@ def test_a_second_model_of_the_trainer_is_on_the_device(tmp_path):
 class FailsOnce(Trainer):
     """An exception in the second forward pass."""
 
+    num_steps_before = 1
+
     def training_step(self, model, *args, **kwargs):
-        hook = (
-            model.lm_head.register_forward_hook(self.fail) if self.state.global_step == 1 else None
-        )
+        is_due = self.state.global_step == self.num_steps_before
+        hook = model.lm_head.register_forward_hook(self.fail) if is_due else None
         try:
             return super().training_step(model, *args, **kwargs)
         finally:
@@ -278,13 +279,20 @@ class FailsOnce(Trainer):
         raise ZeroDivisionError("the user's own")
 
 
-def test_an_exception_of_the_training_goes_on_and_is_reported(tmp_path, capsys):
+class FailsAtOnce(FailsOnce):
+    """An exception in the first forward pass, once the model has been called."""
+
+    num_steps_before = 0
+
+
+@pytest.mark.parametrize(("kind", "count"), [(FailsOnce, "Only 1"), (FailsAtOnce, "No")])
+def test_an_exception_of_the_training_goes_on_and_is_reported(kind, count, tmp_path, capsys):
     callback = mc.MemoryTrainerCallback(predict=False)
     with (
-        pytest.warns(MemoryWarning, match="Only 1 optimizer update was made"),
+        pytest.warns(MemoryWarning, match=f"{count} optimizer update was made"),
         pytest.raises(ZeroDivisionError, match="the user's own"),
     ):
-        train(tmp_path, callback, kind=FailsOnce)
+        train(tmp_path, callback, kind=kind)
     assert callback.recorder.steps[-1].is_interrupted
     assert "The last step ended with ZeroDivisionError." in " ".join(
         capsys.readouterr().out.split()
