@@ -30,6 +30,7 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.record.watch import Watch
 from memcallback.report.console import BRIEF
 from memcallback.report.report import Report
+from memcallback.step.batch import infer_batch_size
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.loss import Loss
 from memcallback.step.model import is_sharded
@@ -49,6 +50,10 @@ _SEVERAL_DEVICES = (
     "The Trainer uses several devices in one process (DataParallel). Recorded is the first device, "
     "which holds the outputs of all; predicted is a step of its samples on one device alone. Start "
     "one process for each device instead: torchrun --nproc-per-node=gpu train.py."
+)
+_MORE_SAMPLES = (
+    "The Trainer's batches of {} (per_device_train_batch_size) have {} samples each for the model, "
+    "as of pairs. Batch sizes here are the model's: divide them by {}."
 )
 #: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
 _STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")
@@ -136,7 +141,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._state: Any = None
         self._make_step: Callable[[Mapping[str, Any], Loss | None], TrainingStep] | None = None
         #: The Trainer's `compute_loss`, while it trains.
-        self._found_loss: Loss | None = None
+        self._found_loss: Callable[..., torch.Tensor] | None = None
         self._is_broken = False
 
     @property
@@ -211,21 +216,23 @@ class MemoryTrainerCallback(TrainerCallback):
         self._watch = recorder.watch(
             batch_size=self._settings.batch_size,
             per_module=self._per_module,
-            on_first_call=lambda _, inputs: self._on_first_call(model, inputs),
+            on_first_call=lambda _, inputs: self._on_first_call(model, inputs, args),
         )
 
     @fail_safe
-    def _on_first_call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+    def _on_first_call(self, model: torch.nn.Module, inputs: dict[str, Any], args: Any) -> None:
         monitor, make_step = self._monitor, self._make_step
         assert monitor is not None
         assert make_step is not None
         whole: Mapping[str, Any] = inputs
-        make_simpler = None
+        make_simpler = num_items = None
         if self._loss is None and (found := _training_step_here()) is not None:
             trainer, whole, num_items = found
-            self._found_loss = partial(trainer.compute_loss, num_items_in_batch=num_items)
+            self._found_loss = trainer.compute_loss
             make_simpler = partial(make_step, inputs, None)
-        loss = self._loss or self._found_loss
+        if self._settings.batch_size is None:
+            monitor.notes = (*monitor.notes, *_more_samples(whole, args.train_batch_size))
+        loss = self._loss_for(num_items)
         monitor.begin(
             lambda: make_step(whole, loss), model=model, batch=whole, make_simpler=make_simpler
         )
@@ -277,8 +284,8 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
         """As `StepListener`."""
         if self._monitor is not None:
-            make_step, inputs = self._make_step, _inputs_in(error)
-            loss = self._loss or self._found_loss
+            make_step, (inputs, num_items) = self._make_step, _inputs_in(error)
+            loss = self._loss_for(num_items)
             self._monitor.on_out_of_memory(
                 report,
                 make_step=None
@@ -288,6 +295,12 @@ class MemoryTrainerCallback(TrainerCallback):
 
     def close(self) -> None:
         """As `StepListener`."""
+
+    def _loss_for(self, num_items: Any) -> Loss | None:
+        """The loss of a step with so many items; kept, their tensor would take device memory."""
+        if self._loss is not None or self._found_loss is None:
+            return self._loss
+        return partial(self._found_loss, num_items_in_batch=num_items)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -357,6 +370,13 @@ def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Te
     return loss
 
 
+def _more_samples(inputs: Mapping[str, Any], batch_size: int) -> list[str]:
+    """A note where a batch of the Trainer has several samples for each of its own."""
+    size = infer_batch_size(inputs).batch_size or 0
+    times, rest = divmod(size, batch_size)
+    return [_MORE_SAMPLES.format(batch_size, size, times)] if times > 1 and not rest else []
+
+
 def _training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
     """The Trainer whose step is calling the model, its inputs and their number of items, or None.
 
@@ -377,7 +397,10 @@ def _training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
     return None if trainer is None or not inputs else (trainer, inputs, num_items)
 
 
-def _inputs_in(error: BaseException) -> Mapping[str, Any] | None:
-    """The variable `inputs` of the Trainer's frames in an error; None if there is none."""
-    candidates = (variables(frame).get("inputs") for frame, _ in frames_of(error.__traceback__))
-    return next((inputs for inputs in candidates if isinstance(inputs, Mapping)), None)
+def _inputs_in(error: BaseException) -> tuple[Mapping[str, Any] | None, Any]:
+    """The inputs of the Trainer's frames in an error and their number of items; None if unknown."""
+    found = [variables(frame) for frame, _ in frames_of(error.__traceback__)]
+    candidates = (each.get("inputs") for each in found)
+    inputs = next((inputs for inputs in candidates if isinstance(inputs, Mapping)), None)
+    numbers = (each.get("num_items_in_batch") for each in found)
+    return inputs, next((number for number in numbers if number is not None), None)

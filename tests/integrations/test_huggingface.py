@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -53,7 +54,15 @@ def data(num_samples=24):
 
 
 def train(
-    folder, callback=None, *, trained=None, kind=Trainer, samples=None, num_devices=1, **options
+    folder,
+    callback=None,
+    *,
+    trained=None,
+    kind=Trainer,
+    samples=None,
+    num_devices=1,
+    data_collator=None,
+    **options,
 ):
     arguments = {
         "output_dir": str(folder),
@@ -71,6 +80,7 @@ def train(
         model=trained or model(),
         args=args,
         train_dataset=samples or data(),
+        data_collator=data_collator,
         callbacks=callback if isinstance(callback, list) else [callback] if callback else [],
     )
     trainer.train()
@@ -215,6 +225,39 @@ def test_a_loss_of_the_trainers_own_is_found(tmp_path):
         callback.prediction.peak_allocated_bytes, rel=0.001
     )
     assert labels(callback) == [[F, B, O]] * 6
+
+
+def pairs(rows):
+    """As a collator of preferences: what is chosen, then what is rejected."""
+    tokens = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": torch.cat([tokens, tokens]), "labels": torch.cat([tokens, tokens])}
+
+
+@pytest.mark.parametrize(("collator", "times"), [(None, 1), (pairs, 2)])
+def test_samples_of_the_model_that_are_not_the_trainers_are_told(collator, times, tmp_path):
+    callback = mc.MemoryTrainerCallback(predict=False)
+    train(tmp_path, callback, data_collator=collator)
+    assert callback.report.measured.batch_size == 4 * times
+    notes = " ".join(callback.report.notes)
+    assert ("have 8 samples each for the model" in notes) == (times == 2)
+
+
+class CountsNumbers(Trainer):
+    """Counts at each step how many numbers of items of its steps so far are still there."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if type(num_items_in_batch) is torch.Tensor:  # and no fake one, of a trace
+            vars(self).setdefault("numbers", []).append(weakref.ref(num_items_in_batch))
+            alive = sum(number() is not None for number in self.numbers)
+            vars(self).setdefault("num_alive", []).append(alive)
+        return super().compute_loss(
+            model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+
+def test_no_tensor_of_a_step_is_kept_after_it(tmp_path):
+    callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
+    assert train(tmp_path, callback, kind=CountsNumbers).num_alive == [1] * 6
 
 
 class CountsSigns(Trainer):
