@@ -242,6 +242,27 @@ def test_samples_of_the_model_that_are_not_the_trainers_are_told(collator, times
     assert ("have 8 samples each for the model" in notes) == (times == 2)
 
 
+class HasBaseline(Trainer):
+    """Calls the model without gradients first, as for a divergence (KTO)."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        with torch.no_grad():
+            baseline = model(**inputs).loss
+        return super().compute_loss(model, inputs, *args, **kwargs) - baseline
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_autocast_keeps_ends_with_each_call_of_the_model(checkpointing, tmp_path):
+    callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
+    options = {"bf16": True, "gradient_checkpointing": checkpointing}
+    train(tmp_path, callback, kind=HasBaseline, **options)
+    measured, predicted = callback.report.measured, callback.report.prediction.step
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP):
+        assert predicted.phases[phase].peak_allocated_bytes == pytest.approx(
+            measured.phases[phase].peak_allocated_bytes, rel=0.01
+        )
+
+
 class CountsNumbers(Trainer):
     """Counts at each step how many numbers of items of its steps so far are still there."""
 

@@ -13,6 +13,7 @@ from torch import nn
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
 from memcallback.step.loss import Loss, wrong_with_loss
+from memcallback.step.model import devices_of
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.marks import TraceMarks
 
@@ -46,15 +47,26 @@ class Training:
             self.scaler = torch.amp.GradScaler("cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast as the step's precision has it."""
+        """Autocast as the step's precision has it, unless the model enters it itself."""
         step = self.step
-        if step.autocast_dtype is None:
+        if step.autocast_dtype is None or self._autocasts_itself():
             return nullcontext()
         return torch.autocast(
             self.device_type,
             dtype=step.autocast_dtype,
             cache_enabled=step.lightning is None
             or step.lightning.autocast_cache_enabled(self.model),
+        )
+
+    def _autocasts_itself(self) -> bool:
+        """Whether accelerate has prepared the model for autocast on this device.
+
+        Autocast then ends with each call of the model, and with it the casts that it keeps, which
+        carry no gradients after a call without.
+        """
+        is_prepared = "_original_forward" in vars(self.model)
+        return is_prepared and all(
+            name.startswith(self.device_type) for name in devices_of(self.step.model)
         )
 
     def forward(self, batch: Any, number: int = 0) -> Any:
