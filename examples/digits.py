@@ -5,7 +5,7 @@ One line shows the memory.
     python examples/digits.py
 
 The images come with scikit-learn, so nothing is downloaded. It runs on a GPU where there is one,
-else on the CPU, and leaves its curves in `lightning_logs`. `examples/plain_loop.py` does the same
+else on the CPU, and leaves its curves in `lightning_logs`; the report says how to open them. `examples/plain_loop.py` does the same
 without Lightning.
 """
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import sys
 
 import torch
 from lightning.fabric.utilities.data import suggested_max_num_workers
@@ -139,9 +137,6 @@ def main() -> None:
     )
     trainer.fit(DigitsNet(), train, validation)
     print(f"Validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")
-    print("\nTo see the curves at http://localhost:6006/#custom_scalars, run")
-    python = min(sys.executable, os.path.relpath(sys.executable), key=len)
-    print(f"    {python} -m tensorboard.main --logdir {trainer.log_dir}")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ from memcallback.batch_size.advice import BatchSizeBounds
 from memcallback.batch_size.estimate import TracedPeak
 from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.types import Category
-from memcallback.core.units import format_bytes
+from memcallback.core.units import MiB, format_bytes
 from memcallback.prediction.prediction import StepPrediction
 
 #: Categories that do not depend on the batch size.
 _HELD = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 #: A larger size is worth another trial if it is at least so many times the best one.
 _WORTHWHILE = 1.05
+#: A trial is said to miss its prediction above this share of it, and 1 MiB.
+_NOTABLE_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,19 +194,36 @@ class FittedBatchSize(Printable):
     def corrections(self) -> tuple[str, ...]:
         """Where a trial has changed what was to be tried, one sentence each."""
         return tuple(
-            f"{_ran(before)} {after.batch_size} was tried next."
+            f"{_ran(before, self._miss(before))} {after.batch_size} was tried next."
             for before, after in zip(self.trials, self.trials[1:], strict=False)
         )
+
+    def _miss(self, trial: Trial) -> str:
+        """What was predicted, where a trial took notably more, and what no prediction has."""
+        peak, predicted = trial.peak_bytes, trial.predicted_bytes
+        if peak is None or predicted is None or trial.is_out_of_memory:
+            return ""
+        if peak - predicted <= max(MiB, _NOTABLE_SHARE * predicted):
+            return ""
+        parts = ["validation"] if self.has_validation else []
+        parts += ["scratch memory inside operators on a CPU"] if self.counts == "allocated" else []
+        left_out = f"; not predicted: {' and '.join(parts)}" if parts else ""
+        return f" ({format_bytes(predicted)} were predicted{left_out})"
 
     def sentence(self) -> str:
         """The result in one sentence."""
         validation = " and validation" if self.has_validation else ""
         ran = f"{self.num_updates} optimizer updates{validation}"
+        budget_bytes = self.trials[-1].budget_bytes
+        less = [f"{50 * self.headroom:g} %, half of the headroom"] if self.headroom else []
+        if self.outside_bytes:
+            less.append(f"{format_bytes(self.outside_bytes)} outside the allocator")
+        capacity = format_bytes(self.capacity_bytes)
+        capacity += f" less {', and '.join(less)}" if less else ""
         return (
             f"Batch size {self.batch_size} (it was {self.previous_batch_size}) is the largest "
-            f"found to fit {self.device_name}: run for {ran} within "
-            f"{format_bytes(self.capacity_bytes)} less {self.headroom:.0%} headroom and "
-            f"{format_bytes(self.outside_bytes)} outside the allocator."
+            f"found to fit {self.device_name}: run for {ran} within {format_bytes(budget_bytes)} "
+            f"({capacity})."
         )
 
     def document(self) -> Document:
@@ -212,11 +231,12 @@ class FittedBatchSize(Printable):
         rows = tuple(
             (
                 str(trial.batch_size),
-                size_text(trial.predicted_bytes),
+                # What trials have shown corrects the predictions after them.
+                size_text(trial.predicted_bytes) + (" corrected" if number else ""),
                 size_text(trial.peak_bytes),
                 trial.outcome[:1].upper() + trial.outcome[1:],
             )
-            for trial in self.trials
+            for number, trial in enumerate(self.trials)
         )
         table = Table(
             title=self.sentence(),
@@ -296,10 +316,10 @@ def _way_out(prediction: StepPrediction | None) -> str:
     )
 
 
-def _ran(trial: Trial) -> str:
+def _ran(trial: Trial, miss: str) -> str:
     if trial.is_out_of_memory:
         return f"Batch size {trial.batch_size} ran out of memory, and the error was caught:"
-    peak = "" if trial.peak_bytes is None else f" took {format_bytes(trial.peak_bytes)}"
+    peak = "" if trial.peak_bytes is None else f" took {format_bytes(trial.peak_bytes)}{miss}"
     if trial.fits:
         return f"Batch size {trial.batch_size}{peak} and left room:"
     return f"Batch size {trial.batch_size}{peak}, {trial.outcome}:"

@@ -36,23 +36,36 @@ def test_the_plain_loop_predicts_before_the_first_step(output):
         output,
         flags=re.MULTILINE,
     )
-    assert output.index("Before the first step") < output.index("Memory of one training step")
+    assert output.index("Before the first step") < output.index("memcallback │ Sequential")
+
+
+def peaks_in(output, phase):
+    """The predicted and the measured peak of a phase, in MiB; there is one report."""
+    (sizes,) = re.findall(rf"^  {phase} +([\d.]+) MiB +([\d.]+) MiB", output, flags=re.MULTILINE)
+    return tuple(map(float, sizes))
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step"])
-def test_the_plain_loop_reports_each_phase_predicted_and_measured_with_the_error(output, phase):
-    *_, row = re.findall(rf"^ *{phase} .*%$", output, flags=re.MULTILINE)
-    (error,) = re.findall(r"[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", row)
+def test_the_plain_loop_reports_each_phase_predicted_and_measured(output, phase):
+    predicted, measured = peaks_in(output, phase)
     # What operators take for themselves on a CPU is not predicted.
-    assert abs(float(error)) < 2
+    assert abs(predicted - measured) < 0.02 * measured
 
 
-def test_the_plain_loop_counts_exactly_what_the_model_and_its_optimizer_hold(output):
-    for category in ("parameters", "buffers", "optimizer state"):
-        rows = re.findall(rf"^ *{category} .*$", output, flags=re.MULTILINE)
-        assert len(rows) == 2  # of the first steady step, and at the end
-        for row in rows:
-            assert row.endswith(" 0.0 %"), row
+def test_the_plain_loop_ends_with_one_line(output):
+    (line,) = re.findall(r"^memcallback: .*$", output, flags=re.MULTILINE)
+    assert re.fullmatch(
+        r"memcallback: 66 steps, peak [\d.]+ MiB allocated, constant, as predicted", line
+    )
+
+
+def test_the_categories_of_the_plain_loop_add_up_to_its_peak(output):
+    (total,) = re.findall(r"at the predicted peak \(\w+\) +([\d.]+) MiB", output)
+    block = output[output.index("at the predicted peak") : output.index("largest")]
+    rows = re.findall(r" ([\d.]+) ([KM])iB +[\d.]+ %", block)
+    sizes = [float(size) / (1024 if unit == "K" else 1) for size, unit in rows]
+    assert len(sizes) == 5
+    assert sum(sizes) == pytest.approx(float(total), abs=0.2)
 
 
 def test_the_plain_loop_learns_the_digits(output):
@@ -141,17 +154,23 @@ PHASES = ("forward", "backward", "optimizer step")
 )
 def test_two_processes_record_each_its_own_and_rank_zero_tells_the_range(tmp_path, name, arguments):
     output = run(tmp_path, name, *arguments)
-    assert output.count("Memory of one training step (steady") == 2
-    *_, last = output.split("Memory over 2 ranks, step ")
-    for phase in PHASES:
-        sizes = re.search(
-            rf"^ +{phase} +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", last, flags=re.MULTILINE
-        ).groups()
-        low, mean, high = map(float, sizes)
-        assert 0 < low <= mean <= high
-    assert re.search(
-        r"^Rank [01] \(CPU of .*\) took most of its capacity", last, flags=re.MULTILINE
+    assert output.count("memcallback │ ") == 1
+    (line,) = re.findall(r"^  ranks +0-1: (.*)$", output, flags=re.MULTILINE)
+    assert re.fullmatch(
+        r"([\d.]+ MiB … )?[\d.]+ MiB allocated, worst rank [01] \([\d.]+ % of its capacity\)", line
     )
+    predicted, measured = zip(*(peaks_in(output, phase) for phase in PHASES), strict=True)
+    if name == "ddp.py":
+        # One step, and a sentence for what it lacks.
+        buckets = [ours - theirs for ours, theirs in zip(predicted, measured, strict=True)]
+        assert buckets == pytest.approx([4.26] * 3, abs=0.1)
+        sentence = " ".join(output[output.index("  prediction ") :].split())
+        assert sentence.startswith("prediction peak of backward: predicted ")
+        assert (
+            "a CPU does not measure the buckets of DistributedDataParallel (4.26 MiB)" in sentence
+        )
+    else:
+        assert predicted == pytest.approx(measured, rel=0.02)
     (run_folder,) = tmp_path.rglob("version_0")
     assert list(run_folder.glob("events*"))
 
@@ -166,12 +185,11 @@ def test_two_processes_record_each_its_own_and_rank_zero_tells_the_range(tmp_pat
 )
 def test_the_loops_of_other_libraries_are_predicted_and_measured(tmp_path, name, arguments):
     output = run(tmp_path, name, *arguments)
-    assert output.count("Memory of one training step (steady") == 2
+    assert output.count("memcallback │ ") == 1
+    assert output.count("memcallback: ") == 1
     for phase in PHASES:
-        error = re.findall(
-            rf"^ *{phase} +[\d.]+ MiB +[\d.]+ MiB +([+-]?[\d.]+) %$", output, flags=re.MULTILINE
-        )[-1]
-        assert abs(float(error)) < 2
+        predicted, measured = peaks_in(output, phase)
+        assert abs(predicted - measured) < 0.02 * measured
     (run_folder,) = tmp_path.rglob("version_0")
-    assert "Memory curves: tensorboard --logdir" in output
+    assert re.search(r"^  more .*tensorboard.* --logdir ", output, flags=re.MULTILINE)
     assert list(run_folder.glob("events*"))

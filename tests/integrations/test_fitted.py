@@ -120,7 +120,8 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
     text = found.to_text()
     assert text.startswith(
         "Batch size 1100 (it was 32) is the largest found to fit Tesla T4: run for 3 optimizer "
-        "updates and validation within"
+        "updates and validation within 1000.00 MiB (1.56 GiB less 2.5 %, half of the headroom, "
+        "and 512.00 MiB outside the allocator)."
     )
     assert (
         "Batch size 1234 ran out of memory, and the error was caught: 617 was tried next." in text
@@ -134,15 +135,40 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
 
 
 def test_the_data_has_every_trial():
-    found = fitted(trial(1234, 1010 * MiB), trial(1190, 980 * MiB)).to_dict()
+    found = fitted(trial(1234, 1010 * MiB), trial(1190, 980 * MiB), has_validation=False).to_dict()
     assert found["batch_size"] == 1190
     assert found["headroom_pct"] == 5.0
     assert "headroom" not in found
     assert [one["fits"] for one in found["trials"]] == [False, True]
     assert found["corrections"] == [
-        "Batch size 1234 took 1010.00 MiB, more than the 1000.00 MiB that may be used: 1190 was "
-        "tried next."
+        "Batch size 1234 took 1010.00 MiB (900.00 MiB were predicted), more than the 1000.00 MiB "
+        "that may be used: 1190 was tried next."
     ]
+
+
+def test_a_miss_of_the_prediction_has_its_reason():
+    trials = trial(472, 1310 * MiB), trial(352, 980 * MiB)
+    (said,) = fitted(*trials, counts="allocated", has_validation=False).corrections
+    assert (
+        "(900.00 MiB were predicted; not predicted: scratch memory inside operators on a CPU)"
+        in said
+    )
+    (said,) = fitted(*trials).corrections
+    assert "(900.00 MiB were predicted; not predicted: validation)" in said
+    (said,) = fitted(trial(472, 905 * MiB, num_alloc_retries=1), trials[1]).corrections
+    assert "predicted" not in said
+
+
+def test_a_prediction_that_a_trial_has_corrected_is_called_so():
+    rows = fitted(trial(472, 1010 * MiB), trial(352, 980 * MiB)).to_text().splitlines()
+    assert next(row for row in rows if row.startswith(" 472 ")).count("corrected") == 0
+    assert next(row for row in rows if row.startswith(" 352 ")).count("900.00 MiB corrected") == 1
+
+
+def test_there_is_one_budget_on_screen():
+    text = fitted(trial(1234, 1010 * MiB), trial(1190, 980 * MiB), headroom=0.0).to_text()
+    assert "within 1000.00 MiB (1.56 GiB less 512.00 MiB outside the allocator)" in text
+    assert "more than the 1000.00 MiB that may be used" in " ".join(text.split())
 
 
 def test_one_trial_has_no_corrections():
