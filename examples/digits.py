@@ -5,8 +5,8 @@ One line shows the memory.
     python examples/digits.py
 
 The images come with scikit-learn, so nothing is downloaded. It runs on a GPU where there is one,
-else on the CPU, and leaves its curves in `lightning_logs`; the report says how to open them. `examples/plain_loop.py` does the same
-without Lightning.
+else on the CPU, and leaves its curves in `lightning_logs`; the report says how to open them.
+`examples/plain_loop.py` does the same without Lightning.
 """
 
 from __future__ import annotations

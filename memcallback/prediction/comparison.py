@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memcallback.core.step_memory import MemoryStats, StepMemory, error_pct
+from memcallback.core.step_memory import MemoryStats, StepMemory
 from memcallback.core.types import PERSISTENT_CATEGORIES
-from memcallback.core.units import MiB, format_bytes
+from memcallback.core.units import MiB
 
 #: Allocated memory agrees with its replay within this share plus this many bytes.
 ALLOCATED_SHARE = 0.001
@@ -38,20 +38,6 @@ class Difference:
     def size_bytes(self) -> int:
         """How far the two are apart."""
         return abs(self.measured_bytes - self.predicted_bytes)
-
-    def sentence(self) -> str:
-        """The difference in one sentence."""
-        error = error_pct(self.predicted_bytes, self.measured_bytes)
-        carrier = (
-            ""
-            if self.carrier is None
-            else f"; {format_bytes(self.carrier[1])} of the difference are {self.carrier[0]}"
-        )
-        share = "" if error is None else f" ({error:+.1f} %)"
-        return (
-            f"The prediction is off: {self.where}, predicted {format_bytes(self.predicted_bytes)}, "
-            f"measured {format_bytes(self.measured_bytes)}{share}{carrier}."
-        )
 
 
 def allocated_band(measured_bytes: int) -> float:

@@ -38,7 +38,7 @@ _NUM_SAVINGS = 2
 #: Savings of these kinds change nothing but memory and time, or rounding.
 _HARMLESS = ("accumulation", "allocator", "checkpointing", "inplace", "precision", "zero_grad")
 #: Categories below this share of the peak are one row, and so are those beyond a number of rows.
-_SMALL_SHARE, _NUM_CATEGORIES = 0.005, 5
+_SMALL_SHARE, _NUM_CATEGORIES = 0.005, 6
 #: Bars at most.
 _VERDICT_BAR, _CATEGORY_BAR = 40, 13
 _GAP = "     "
@@ -192,7 +192,7 @@ def _rows_of(sizes: dict[str, int], peak_bytes: int) -> list[tuple[str, int]]:
     if not small:
         return rows
     names = [label for label, _ in small]
-    label = ", ".join(names) if len(names) < 3 else f"{names[0]}, {len(names) - 1} others"
+    label = ", ".join(names) if len(names) < 4 else f"{names[0]}, {len(names) - 1} others"
     return [*rows[:num_large], (label, sum(size for _, size in small))]
 
 

@@ -76,7 +76,8 @@ def charts(dashboard):
 def test_the_example_says_how_well_it_learned_and_how_to_open_the_curves(example):
     assert re.search(r"Validation accuracy: 0\.\d{3}", example.output)
     assert re.search(
-        r"^  more +\S*(python\S* -m tensorboard\.main|tensorboard) --logdir lightning_logs/version_0$",
+        r"^  more +(\S*python\S* -m tensorboard\.main|tensorboard) --logdir "
+        r"lightning_logs/version_0$",
         example.output,
         flags=re.MULTILINE,
     )

@@ -148,12 +148,22 @@ def test_all_categories_at_the_peak_add_up_to_it():
     text = text_of(made)
     assert "at the predicted peak (backward)  48.0 MiB" in text
     sizes = made.prediction.by_category
-    for category in (Category.ACTIVATION, Category.TEMPORARY, Category.PARAMETER):
-        assert brief_bytes(sizes[category]) in line_with(text, category.label)
-    # The smallest are one row.
-    rest = sizes[Category.GRADIENT] + sizes[Category.INPUT]
-    assert brief_bytes(rest) in line_with(text, "gradients, input")
+    assert len(sizes) == 6
+    for category, size in sizes.items():
+        assert brief_bytes(size) in line_with(text, category.label)
     assert sum(made.prediction.by_category.values()) == made.prediction.peak_allocated_bytes
+
+
+def test_what_is_too_small_to_matter_is_one_row_with_its_names():
+    held = {
+        Category.PARAMETER: 50 * MiB,
+        Category.BUFFER: 1000,
+        Category.GRADIENT: 50 * MiB,
+        Category.OPTIMIZER_STATE: 100 * MiB,
+    }
+    made = report(prediction=law(held=held), measured=None, advice=None)
+    assert "7.28 KiB" in line_with(text_of(made), "activations, 3 others")
+    assert "50.0 MiB" in line_with(text_of(made), "gradients")
 
 
 def test_the_phase_of_the_peak_is_marked():

@@ -9,7 +9,7 @@ from memcallback.batch_size.estimate import suggest
 from memcallback.core.document import Table
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
-from memcallback.core.units import GiB, MiB
+from memcallback.core.units import GiB, MiB, format_bytes
 from memcallback.prediction.comparison import differences
 from memcallback.prediction.textbook.law import LinearBytes
 from memcallback.report.report import Report
@@ -221,10 +221,10 @@ def test_a_difference_is_reported_beyond_the_band_alone():
     beyond = as_measured(predicted.step, peak_allocated_bytes=peak + 2 * MiB)
     assert differences(predicted.step, within) == ()
     (difference,) = differences(predicted.step, beyond)
-    assert difference.sentence() == (
-        "The prediction is off: peak allocated in backward, predicted 48.02 MiB, measured 50.02 "
-        "MiB (-4.0 %); 2.00 MiB of the difference are temporary memory and workspaces."
-    )
+    assert difference.where == "peak allocated in backward"
+    assert format_bytes(difference.predicted_bytes) == "48.02 MiB"
+    assert format_bytes(difference.measured_bytes) == "50.02 MiB"
+    assert difference.carrier == ("temporary memory and workspaces", 2 * MiB)
 
 
 def test_a_difference_at_a_boundary_names_the_category_that_carries_it():
