@@ -7,7 +7,7 @@ import operator
 import re
 from dataclasses import dataclass, replace
 
-from memcallback.core.units import MiB, format_bytes, parse_bytes
+from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
 
 
@@ -140,7 +140,7 @@ _ARCHITECTURES = {
 #: Shared memory of a block that does not opt in for more, on every card since Fermi. Source: the
 #: same guide, "Shared Memory".
 _SHARED_MEMORY_PER_BLOCK_BYTES = 48 << 10
-#: Kind -> its cards, first the one that the kind's name alone means.
+#: Kind -> its cards. The kind's name alone means the first of those with the least memory.
 #:
 #: Each card: the driver's name, compute capability, multiprocessors, memory in MiB, KiB of L2
 #: cache, MHz of the multiprocessors' largest boost and of the memory. Sources:
@@ -233,6 +233,9 @@ _ANY, _OTHER = _KINDS["A100"][0], _KINDS["H100"][0]
 #: PyTorch's names for devices of this machine.
 _LOCAL_CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = re.compile(r"cpu(:\d+)?")
+#: A size as cards are sold, and the sizes of cards: makers write GB and mean GiB.
+_SOLD = re.compile(r"(\d+)\s*gb")
+_SOLD_GB = frozenset({8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 192})
 #: A size, possibly with a wrong unit.
 _LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*[kmgt][a-z]*")
 
@@ -244,6 +247,9 @@ def names_local_device(device: object) -> bool:
 
 def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -> Device:
     """A card by name or memory size, or a CPU; `resolve` also knows devices of this machine.
+
+    Of several cards that a name may mean, the one with the least memory is taken: what fits there
+    fits the others. A size of cards as they are sold, such as `24GB`, means GiB. Both are caveats.
 
     Examples:
         >>> find_device("a100-40gb").name
@@ -262,6 +268,11 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
             "memcallback.predict; or here the name of a card, or the size of its memory, such as "
             "'24GiB'."
         )
+    sold = _SOLD.fullmatch(text)
+    if sold and int(sold[1]) in _SOLD_GB:
+        card = _of_size(int(sold[1]) * GiB, like or _ANY)
+        caveat = f"{device!r} was taken for {sold[1]} GiB: cards are sold by GiB, called GB."
+        return replace(card, caveats=(caveat, *card.caveats))
     size_bytes = _size(device)
     if size_bytes is not None and size_bytes >= MiB:
         return _of_size(size_bytes, like or _ANY)
@@ -274,19 +285,20 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     num_kinds = sum(any(spec in matches for spec in specs) for specs in _KINDS.values())
     if num_kinds != 1:
         raise ValueError(_unknown(device, [spec.name for spec in matches]))
-    first, *others = matches
-    if not others:
-        return first
-    names = " or ".join(spec.name for spec in others)
-    caveat = f"{device!r} was taken for {first.name}; it may also mean {names}."
-    return replace(first, caveats=(caveat,))
+    if len(matches) == 1:
+        return matches[0]
+    smallest = min(matches, key=lambda spec: spec.capacity_bytes)
+    names = " or ".join(spec.name for spec in matches if spec is not smallest)
+    caveat = f"{device!r} was taken for {smallest.name}; it may also mean {names}."
+    return replace(smallest, caveats=(caveat,))
 
 
 def architectures(device: Device) -> tuple[Device, ...]:
     """The device; one of which only the size was given also with the other architecture."""
     if not isinstance(device, DeviceSpec) or device.architecture_of != _ANY.name:
         return (device,)
-    return (device, _of_size(device.capacity_bytes, _OTHER))
+    other = _of_size(device.capacity_bytes, _OTHER)
+    return (device, replace(other, caveats=(*device.caveats[:-1], *other.caveats)))
 
 
 def _num_bytes(device: object) -> int:

@@ -9,6 +9,7 @@ from memcallback.devices.catalogue import (
     CONTEXT_BYTES,
     DeviceSpec,
     HostSpec,
+    architectures,
     find_device,
 )
 
@@ -49,7 +50,7 @@ def test_the_catalogue_agrees_with_the_cuda_runtime(name):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("A100", "NVIDIA A100-SXM4-80GB"),
+        ("A100", "NVIDIA A100-SXM4-40GB"),
         ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
         ("a100 40", "NVIDIA A100-SXM4-40GB"),
         ("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB"),
@@ -71,7 +72,7 @@ def test_a_short_name_is_enough(text, name):
     assert find_device(text).name == name
 
 
-def test_of_several_cards_the_first_is_taken_and_the_others_are_named():
+def test_of_several_cards_the_smallest_is_taken_and_the_others_are_named():
     (caveat,) = find_device("v100-16gb").caveats
     assert (
         caveat
@@ -87,6 +88,24 @@ def test_any_size_will_do_and_the_architecture_is_said_to_be_assumed(given):
     assert card.allocator_capacity_bytes == 24 * GiB - CONTEXT_BYTES
     assert card.compute_capability == (8, 0)
     assert "taken to be that of NVIDIA A100-SXM4-80GB (compute capability 8.0)" in card.caveats[0]
+
+
+@pytest.mark.parametrize("text", ["24GB", "24 gb", " 24 GB "])
+def test_a_size_of_cards_as_they_are_sold_means_gib(text):
+    card = find_device(text)
+    assert (card.name, card.capacity_bytes) == ("a card of 24.00 GiB", 24 * GiB)
+    assert card.caveats[0] == f"{text!r} was taken for 24 GiB: cards are sold by GiB, called GB."
+    assert card.caveats[1].startswith("Only the size of the card is known, 24.00 GiB")
+    other = architectures(card)[1]
+    assert other.caveats[0] == card.caveats[0]
+    assert "taken to be that of NVIDIA H100" in other.caveats[1]
+
+
+@pytest.mark.parametrize("text", ["25GB", "24.5GB", "24000MB"])
+def test_another_size_in_gb_is_what_it_says(text):
+    card = find_device(text)
+    assert card.capacity_bytes % 10**6 == 0
+    assert len(card.caveats) == 1
 
 
 @pytest.mark.parametrize("text", ["cpu", "CPU", "cpu:0"])

@@ -89,7 +89,9 @@ def test_what_stands_at_the_peak_adds_up_to_it():
 
 def test_another_batch_size_is_as_exact_as_a_trace_of_it():
     traced = Prediction.of(
-        BatchTrace.single(traced_step(40)), find_device("A100"), settings=AllocatorSettings()
+        BatchTrace.single(traced_step(40)),
+        find_device("NVIDIA A100-SXM4-80GB"),
+        settings=AllocatorSettings(),
     )
     assert prediction(16).at(40).steps == traced.steps
     with pytest.raises(UnknownBatchSize, match="says nothing of batch size 41"):
