@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from memcallback import cli
 from memcallback.cli import main
+from memcallback.commands import machine
 from memcallback.core.units import GiB, MiB
 from memcallback.devices import nvml
 from memcallback.devices.usage import device_states
@@ -218,7 +218,7 @@ def test_watching_shows_them_until_it_is_interrupted(driver, monkeypatch, capsys
         if len(waited) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "sleep", wait)
+    monkeypatch.setattr(machine, "sleep", wait)
     assert main(["devices", "--watch", "5", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert waited == [5, 5, 5]
@@ -232,7 +232,7 @@ def test_a_console_of_plain_letters_gets_question_marks(driver, monkeypatch, opt
 
     driver(card())
     written = io.BytesIO()
-    monkeypatch.setattr(cli, "sleep", interrupt)
+    monkeypatch.setattr(machine, "sleep", interrupt)
     monkeypatch.setattr(
         sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True)
     )

@@ -1,0 +1,56 @@
+"""What commands share when they run: ask about a step, errors in one line, show the answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TypeVar
+
+from memcallback.commands.arguments import resolved
+from memcallback.step.importer import UsageError, load_step, one_line
+
+_Answer = TypeVar("_Answer")
+
+
+def ask(
+    arguments: argparse.Namespace,
+    function: Callable[..., _Answer],
+    *,
+    unit: str = "traces",
+    **options: Any,
+) -> _Answer:
+    """What a function of the package answers for the step and the device on the command line."""
+    from memcallback.devices.local import resolve
+    from memcallback.prediction.apart import report_progress
+
+    step = load_step(arguments.target)
+    device = arguments.device
+    if isinstance(device, str):
+        device = resolved(device, resolve)
+    progress = report_progress(lambda part: print(f"memcallback: {part}", file=sys.stderr), unit)
+    with errors_in_one_line(f"{arguments.target} cannot be predicted"):
+        return function(step, device=device, progress=progress, **options)
+
+
+@contextmanager
+def errors_in_one_line(failure: str, hint: str = "") -> Iterator[None]:
+    """Run user code on fake tensors: what it prints goes to stderr, its error becomes ours."""
+    import logging
+
+    # PyTorch logs the traceback of an operator that fails on fakes; ours is one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:  # user code can fail in any way
+        raise UsageError(f"{failure}: {one_line(error)}.{hint}") from error
+
+
+def show(result: Any, *, is_json: bool) -> None:
+    """Print a result as text or JSON."""
+    from memcallback.core.document import for_console
+
+    print(json.dumps(result.to_dict(), indent=2) if is_json else for_console(str(result)))

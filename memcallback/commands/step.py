@@ -1,0 +1,207 @@
+"""The commands about a training step: predict, suggest, what-if, export."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from memcallback.commands.answer import ask, show
+from memcallback.commands.arguments import (
+    CARD_HELP,
+    add_device,
+    add_headroom,
+    add_json,
+    add_number,
+    add_size_of_batch,
+    add_step,
+    device,
+    sequence_lengths,
+)
+from memcallback.core.validation import DEFAULT_MULTIPLE
+from memcallback.step.importer import UsageError
+
+if TYPE_CHECKING:
+    from memcallback.prediction.prediction import Prediction
+
+#: The card of an exported history, where none is named: only the workspaces in it and where memory
+#: runs out depend on it.
+_DEFAULT_DEVICE = "NVIDIA A100-SXM4-80GB"
+
+
+def add_predict(commands: Any) -> None:
+    """Add `predict` with its arguments."""
+    parser = commands.add_parser(
+        "predict",
+        help="the memory of a training step on any card, without a GPU",
+        description="Predict the memory of a training step, allocated and reserved, phase by "
+        "phase. No GPU is needed.",
+    )
+    add_step(parser)
+    add_size_of_batch(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(command=_run_predict)
+
+
+def _run_predict(arguments: argparse.Namespace) -> None:
+    show(_predict(arguments), is_json=arguments.json)
+
+
+def _predict(arguments: argparse.Namespace) -> Prediction:
+    from memcallback.prediction.predict import predict
+
+    return ask(
+        arguments,
+        predict,
+        batch_size=arguments.batch_size,
+        sequence_length=arguments.sequence_length,
+    )
+
+
+def add_suggest(commands: Any) -> None:
+    """Add `suggest` with its arguments."""
+    parser = commands.add_parser(
+        "suggest",
+        help="the largest batch size that fits on any card, without a GPU",
+        description="Suggest the largest batch size whose predicted reserved peak, with headroom, "
+        "stays within a card. No GPU is needed.",
+    )
+    add_step(parser)
+    add_device(parser)
+    add_headroom(parser)
+    add_number(
+        parser,
+        "--multiple-of",
+        "the batch size is to be a multiple of N, if so many samples fit; "
+        f"{DEFAULT_MULTIPLE} by default",
+        default=DEFAULT_MULTIPLE,
+    )
+    add_number(parser, "--max-batch-size", "it is at most N")
+    add_number(parser, "--dataset-size", "samples in the dataset")
+    add_number(parser, "--world-size", "how many ranks train; the batch size is that of one")
+    parser.add_argument(
+        "--sequence-lengths",
+        metavar="N,N",
+        type=sequence_lengths,
+        help="a batch size for sequences of each of these lengths; the suggestion is for the "
+        "longest",
+    )
+    add_number(
+        parser,
+        "--effective-batch-size",
+        "say too how to have exactly N samples between two updates",
+    )
+    add_json(parser)
+    parser.set_defaults(command=_run_suggest)
+
+
+def _run_suggest(arguments: argparse.Namespace) -> None:
+    from memcallback.batch_size.suggest import suggest_batch_size
+
+    names = ("headroom", "multiple_of", "max_batch_size", "dataset_size", "world_size")
+    options = {name: getattr(arguments, name) for name in (*names, "sequence_lengths")}
+    advice = ask(arguments, suggest_batch_size, **options)
+    plan = None
+    if arguments.effective_batch_size is not None:
+        try:
+            plan = advice.accumulate_for(arguments.effective_batch_size)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if arguments.json:
+        from dataclasses import asdict
+
+        accumulation = None if plan is None else asdict(plan)
+        print(json.dumps({**advice.to_dict(), "accumulation": accumulation}, indent=2))
+        return
+    show(advice, is_json=False)
+    if plan is not None:
+        ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+        print(
+            f"For {arguments.effective_batch_size} samples between two updates: "
+            f"batch size {plan.batch_size}, accumulate {plan.accumulate}{ranks}."
+        )
+
+
+def add_what_if(commands: Any) -> None:
+    """Add `what-if` with its arguments."""
+    parser = commands.add_parser(
+        "what-if",
+        help="what each saving of memory would buy and cost",
+        description="Predict a training step with each saving of memory, alone and together. "
+        "No GPU is needed.",
+    )
+    add_step(parser)
+    add_number(
+        parser,
+        "--batch-size",
+        "samples between two updates; by default as many as the step's own batch has",
+    )
+    add_device(parser)
+    add_headroom(parser)
+    add_number(
+        parser,
+        "--world-size",
+        "try N ranks too: DistributedDataParallel, FSDP2, HSDP, tensor parallel, a pipeline",
+        meaning="number of ranks",
+    )
+    add_json(parser)
+    parser.set_defaults(command=_run_what_if)
+
+
+def _run_what_if(arguments: argparse.Namespace) -> None:
+    from memcallback.savings.what_if import what_if
+
+    table = ask(
+        arguments,
+        what_if,
+        unit="savings",
+        headroom=arguments.headroom,
+        batch_size=arguments.batch_size,
+        ranks=arguments.world_size or (),
+    )
+    show(table, is_json=arguments.json)
+
+
+def add_export(commands: Any) -> None:
+    """Add `export` with its arguments."""
+    parser = commands.add_parser(
+        "export",
+        help="a predicted step as a snapshot for PyTorch's memory_viz",
+        description="Write a predicted step as a memory snapshot, which "
+        "https://pytorch.org/memory_viz and torch.cuda._memory_viz open.",
+    )
+    add_step(parser)
+    add_size_of_batch(parser)
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        type=device,
+        default=_DEFAULT_DEVICE,
+        help=f"{CARD_HELP}; {_DEFAULT_DEVICE} by default",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="step.pickle", required=True, help="the file to write"
+    )
+    parser.set_defaults(command=_run_export)
+
+
+def _run_export(arguments: argparse.Namespace) -> None:
+    from memcallback.prediction.memory_viz import dump_snapshot
+
+    prediction = _predict(arguments)
+    try:
+        dump_snapshot(prediction, arguments.output)
+    except OSError as error:
+        raise UsageError(
+            f"--output {arguments.output!r} cannot be written: {error.strerror or error}. "
+            "Name a file in an existing folder."
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"--device {prediction.device_name!r} cannot be exported: {error}"
+        ) from error
+    print(
+        f"Wrote {arguments.output}. Open it at https://pytorch.org/memory_viz, or: "
+        f"python -m torch.cuda._memory_viz trace_plot {arguments.output} -o step.html"
+    )
