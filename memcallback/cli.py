@@ -1,4 +1,4 @@
-"""Command line: finds the command and runs it; errors that a user can mend become one line."""
+"""Command line: finds the command and runs it; errors that a user can mend end in one line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from memcallback.commands.machine import add_devices
 from memcallback.commands.model import add_layers
 from memcallback.commands.step import add_export, add_predict, add_suggest, add_what_if
+from memcallback.core.code_lines import own_traceback
 from memcallback.core.visible import visible
 from memcallback.step.importer import UsageError
 
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.command(arguments)
     except UsageError as error:
         message = visible(" ".join(str(error).split()))
+        if error.__cause__ is not None:
+            print(visible(own_traceback(error.__cause__)), end="", file=sys.stderr)
         print(f"memcallback: error: {message}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

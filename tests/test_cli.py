@@ -100,6 +100,10 @@ class WithData(WithoutData):
     def train_dataloader(self):
         return [torch.ones(7, 3)]
 
+class WithBrokenData(WithoutData):
+    def train_dataloader(self):
+        raise OSError("the disk is gone")
+
 class WithExample(WithoutData):
     example_input_array = (torch.ones(9, 3), torch.ones(9, 3))
 """
@@ -172,6 +176,21 @@ def test_layers_prints_json(capsys):
     assert [layer["kind"] for layer in data["layers"]] == ["Conv2d", "ReLU"]
 
 
+def test_a_file_is_taken_as_its_module(tmp_path):
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    (folder / "filed_models.py").write_text("from torch import nn\nmodel = nn.Linear(3, 4)\n")
+    for target in ("some_models.py:two_inputs", "./some_models.py:two_inputs"):
+        assert main(["layers", target, "--input", "2,3", "--input", "2,4"]) == 0
+    assert main(["layers", "deep/er/filed_models.py:model", "--input", "2,3"]) == 0
+    assert main(["layers", f"{folder / 'filed_models.py'}:model", "--input", "2,3"]) == 0
+
+
+def test_a_file_that_is_not_there_is_said_so(capfd):
+    assert main(["layers", "deep/no_models.py:model", "--input", "2,3"]) == 2
+    assert "error: No module named 'deep.no_models'" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("target", "inputs", "shape"),
     [
@@ -199,12 +218,6 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
             "the folder that has it",
         ),
         (
-            "broken_models:make",
-            "1",
-            "Importing 'broken_models' failed: ZeroDivisionError: division by zero. It must "
-            "import without",
-        ),
-        (
             "some_models:make",
             "1",
             "'some_models' has no attribute 'make'. Name a function, class or model",
@@ -212,24 +225,18 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         (
             "some_models",
             "1",
-            "'some_models' names nothing to load. Write an importable module, a colon and a name "
-            "in it",
+            "'some_models' names nothing to load. Write an importable module or its file, a colon "
+            "and a name in it",
         ),
         (
             "some_models:seven",
             "1",
-            "some_models:seven gives a int, not a torch.nn.Module. Name a model",
+            "some_models:seven is an int, not a torch.nn.Module. Name a model",
         ),
         (
             "some_models:make_number",
             "1",
-            "some_models:make_number gives a int, not a torch.nn.Module. Name a model",
-        ),
-        (
-            "some_models:fails",
-            "1",
-            "some_models:fails failed: RuntimeError: no such file at all. It is called without "
-            "arguments",
+            "some_models:make_number returned an int, not a torch.nn.Module. Name a model",
         ),
         (
             "some_models:make_model",
@@ -258,6 +265,65 @@ def test_an_error_is_one_line_with_value_rule_and_way_out(target, given, message
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("target", "own_lines", "message"),
+    [
+        (
+            "some_models:fails",
+            ["some_models.py", "in fails", 'raise RuntimeError("no such file\\nat all")'],
+            "some_models:fails failed: RuntimeError: no such file at all. It is called without "
+            "arguments",
+        ),
+        (
+            "broken_models:make",
+            ["broken_models.py", "in <module>", "1 / 0"],
+            "Importing 'broken_models' failed: ZeroDivisionError: division by zero. It must "
+            "import without",
+        ),
+        (
+            "unfinished_models:make",
+            ["unfinished_models.py", "def make("],
+            "Importing 'unfinished_models' failed: SyntaxError: '(' was never closed",
+        ),
+    ],
+)
+def test_an_error_in_a_users_code_comes_with_its_traceback(
+    target, own_lines, message, tmp_path, capfd
+):
+    (tmp_path / "unfinished_models.py").write_text("def make(\n")
+    assert main(["layers", target, "--input", "5,3"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    traceback, _, last = err.rpartition("memcallback: error: ")
+    assert last.startswith(message)
+    assert last.count("\n") == 1
+    assert [line for line in own_lines if line not in traceback] == []
+    assert traceback.count("\n  File ") + traceback.startswith("  File ") == 1
+    assert "memcallback" not in traceback.replace(str(tmp_path), "")
+
+
+def test_a_traceback_begins_at_the_users_first_line_and_has_all_of_the_users(tmp_path, capfd):
+    (tmp_path / "deep_steps.py").write_text(
+        "def make():\n    return helper()\n\ndef helper():\n    return {}['nothing']\n"
+    )
+    assert main(["predict", "deep_steps:make", "--device", "T4"]) == 2
+    lines = [line.strip() for line in capfd.readouterr().err.splitlines()]
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line for line in lines if line.startswith("File ")] == [
+        f'File "{tmp_path / "deep_steps.py"}", line {number}, in {function}'
+        for number, function in ((2, "make"), (5, "helper"))
+    ]
+    assert lines[-2] == "KeyError: 'nothing'"
+    assert lines[-1].startswith("memcallback: error: deep_steps:make failed: KeyError: 'nothing'.")
+
+
+def test_an_error_of_a_users_data_comes_with_its_traceback(capfd):
+    assert main(["predict", "some_steps:WithBrokenData", "--device", "T4"]) == 2
+    err = capfd.readouterr().err
+    assert 'raise OSError("the disk is gone")' in err
+    assert "neither a train_dataloader that gives a batch (OSError: the disk is gone)" in err
+
+
 def test_without_a_command_the_exit_code_is_2(capsys):
     with pytest.raises(SystemExit) as raised:
         main([])
@@ -268,7 +334,7 @@ def test_without_a_command_the_exit_code_is_2(capsys):
 def test_python_m_memcallback_is_the_command_line():
     done = run_python("-m", "memcallback", "layers", "some_models:seven", "--input", "1")
     assert done.returncode == 2
-    assert done.stderr.startswith("memcallback: error: some_models:seven gives a int")
+    assert done.stderr.startswith("memcallback: error: some_models:seven is an int")
 
 
 class StandIn:
@@ -405,16 +471,12 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
             "such as --sequence-length 32.",
         ),
         (
-            ["some_steps:fails", "--device", "T4"],
-            "some_steps:fails failed: RuntimeError: no such file at all. It is called without",
-        ),
-        (
             ["some_models:seven", "--device", "T4"],
-            "some_models:seven gives a int, neither a TrainingStep nor a LightningModule. Name a",
+            "some_models:seven is an int, neither a TrainingStep nor a LightningModule. Name a",
         ),
         (
             ["some_models:make_model", "--device", "T4"],
-            "gives a Sequential, neither a TrainingStep nor a LightningModule",
+            "returned a Sequential, neither a TrainingStep nor a LightningModule",
         ),
         (
             ["some_steps:WithoutData", "--device", "T4"],
@@ -468,9 +530,10 @@ def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
 def test_an_error_of_ours_is_said_without_the_name_of_its_class(target, message, capfd):
     assert main(["predict", f"some_steps:{target}", "--device", "T4"]) == 2
     out, err = capfd.readouterr()
-    assert (out, err[: len("memcallback: error: ")]) == ("", "memcallback: error: ")
-    assert message in err
-    assert ".." not in err
+    last = err.splitlines()[-1]
+    assert (out, last[: len("memcallback: error: ")]) == ("", "memcallback: error: ")
+    assert message in last
+    assert ".." not in last
 
 
 def test_what_a_users_code_prints_is_no_part_of_the_answer(tracing, capsys):

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -103,21 +104,21 @@ def own_line_here() -> CodeLine | None:
     return line_of(sys._getframe(1))
 
 
-def own_line_of_error(traceback: TracebackType | None) -> CodeLine | None:
+def own_line_of_error(tb: TracebackType | None) -> CodeLine | None:
     """The innermost line of the program in a traceback; None if there is none."""
     own = [
         (frame, number)
-        for frame, number in frames_of(traceback)
+        for frame, number in frames_of(tb)
         if not is_library(frame.f_code.co_filename)
     ]
     return line_at(*own[-1]) if own else None
 
 
-def line_of_error(traceback: TracebackType | None) -> CodeLine | None:
+def line_of_error(tb: TracebackType | None) -> CodeLine | None:
     """The innermost line outside the frameworks in a traceback; None if there is none."""
     own = [
         (frame, number)
-        for frame, number in frames_of(traceback)
+        for frame, number in frames_of(tb)
         if not is_framework(frame.f_code.co_filename)
     ]
     return line_at(*own[-1]) if own else None
@@ -133,11 +134,30 @@ def own_line_in(dump: str) -> CodeLine | None:
     return next((line for line in lines if not is_library(line.path)), lines[0] if lines else None)
 
 
-def frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def own_traceback(error: BaseException) -> str:
+    """An error's traceback without the frameworks' lines; empty if there are no others."""
+    whole = traceback.TracebackException.from_exception(error)
+    for part in _chained(whole):
+        own = [frame for frame in part.stack if not is_framework(frame.filename)]
+        part.stack = traceback.StackSummary.from_list(own)
+    return "".join(whole.format()) if whole.stack or isinstance(error, SyntaxError) else ""
+
+
+def _chained(
+    error: traceback.TracebackException | None,
+) -> Iterator[traceback.TracebackException]:
+    """An error with its causes."""
+    if error is not None:
+        yield error
+        yield from _chained(error.__cause__)
+        yield from _chained(error.__context__)
+
+
+def frames_of(tb: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     """The frames of a traceback with their line numbers, outermost first."""
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
+    while tb is not None:
+        yield tb.tb_frame, tb.tb_lineno
+        tb = tb.tb_next
 
 
 @cache

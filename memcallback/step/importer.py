@@ -9,17 +9,19 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+from memcallback.core.validation import kind_of
+
 if TYPE_CHECKING:
     from torch import nn
 
     from memcallback.step.training_step import TrainingStep
 
 
-TARGET_HELP = "an importable module, a colon and a name in it"
+TARGET_HELP = "an importable module or its file, a colon and a name in it"
 
 
 class UsageError(Exception):
-    """A mistake on the command line; printed as one line on stderr."""
+    """A mistake on the command line; printed as one line, after the lines of the user's code."""
 
 
 def one_line(error: BaseException) -> str:
@@ -37,12 +39,13 @@ def load_model(target: str) -> nn.Module:
     from torch import nn
 
     value = _load(target)
+    verb = "is"
     if callable(value) and not isinstance(value, nn.Module):
-        value = _called(target, value, "torch.nn.Module")
+        value, verb = _called(target, value, "torch.nn.Module"), "returned"
     if not isinstance(value, nn.Module):
         raise UsageError(
-            f"{target} gives a {type(value).__name__}, not a torch.nn.Module. Name a model, a "
-            "class of models that needs no arguments, or a function that returns a model."
+            f"{target} {verb} {kind_of(value)}, not a torch.nn.Module. Name a model, a class of "
+            "models that needs no arguments, or a function that returns a model."
         )
     return value
 
@@ -65,8 +68,11 @@ def _load(target: str) -> Any:
             f"{target!r} names nothing to load. Write {TARGET_HELP}, such as "
             "package.module:make_model."
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    if module_name.endswith(".py"):
+        folder, module_name = _folder_and_module(module_name)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         with redirect_stdout(sys.stderr):
             value: Any = importlib.import_module(module_name)
@@ -90,6 +96,15 @@ def _load(target: str) -> Any:
     return value
 
 
+def _folder_and_module(file: str) -> tuple[str, str]:
+    """The folder to import a file from, and its module's name there."""
+    inside = os.path.relpath(file)
+    if inside.startswith(os.pardir):
+        folder, name = os.path.split(os.path.abspath(file))
+        return folder, name.removesuffix(".py")
+    return os.getcwd(), inside.removesuffix(".py").replace(os.sep, ".")
+
+
 def load_step(target: str) -> TrainingStep:
     """Load the training step that a target names."""
     value = _load(target)
@@ -97,8 +112,9 @@ def load_step(target: str) -> TrainingStep:
 
     from memcallback.step.training_step import TrainingStep
 
+    verb = "is"
     if callable(value) and not isinstance(value, nn.Module):
-        value = _called(target, value, "TrainingStep")
+        value, verb = _called(target, value, "TrainingStep"), "returned"
     if isinstance(value, TrainingStep):
         return value
     if (
@@ -108,7 +124,7 @@ def load_step(target: str) -> TrainingStep:
     ):
         return _step_of_module(target, value)
     raise UsageError(
-        f"{target} gives a {type(value).__name__}, neither a TrainingStep nor a LightningModule. "
+        f"{target} {verb} {kind_of(value)}, neither a TrainingStep nor a LightningModule. "
         "Name a function that returns memcallback.TrainingStep(model, batch, loss=..., "
         "optimizer=...)."
     )
@@ -124,14 +140,14 @@ def _step_of_module(target: str, module: Any) -> TrainingStep:
             return TrainingStep.from_lightning(module, batch)
     except (Exception, SystemExit) as error:
         # A user's data can fail in any way, and a module without data raises Lightning's own error.
-        failure = one_line(error)
+        failed, failure = error, one_line(error)
     example = getattr(module, "example_input_array", None)
     if example is None:
         raise UsageError(
             f"{target} has neither a train_dataloader that gives a batch ({failure}) nor an "
             "example_input_array. Name a function that returns "
             "memcallback.TrainingStep.from_lightning(module, batch)."
-        )
+        ) from failed
     step = TrainingStep.from_lightning(module, example)
     sum_of_outputs = TrainingStep(module, example).loss
     step.losses = (lambda model, batch: sum_of_outputs(_Spread(model), batch),)
