@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from memcallback.commands.machine import add_devices
 from memcallback.commands.model import add_layers
+from memcallback.commands.report import add_report
 from memcallback.commands.step import add_export, add_predict, add_suggest, add_what_if
 from memcallback.core.code_lines import own_traceback
 from memcallback.core.visible import visible
@@ -39,6 +40,14 @@ def _parser() -> argparse.ArgumentParser:
         description="See where device memory goes while a PyTorch model trains, and what fits.",
     )
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (add_predict, add_suggest, add_what_if, add_layers, add_export, add_devices):
+    for add in (
+        add_predict,
+        add_suggest,
+        add_what_if,
+        add_report,
+        add_layers,
+        add_export,
+        add_devices,
+    ):
         add(commands)
     return parser

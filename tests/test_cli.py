@@ -153,6 +153,7 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
         ["predict", "--help"],
         ["suggest", "--help"],
         ["export", "--help"],
+        ["report", "--help"],
     ],
     ids=" ".join,
 )
@@ -440,6 +441,26 @@ def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, cap
         "segments",
         "device_traces",
     }
+
+
+def test_report_writes_a_page_and_says_the_verdict(tracing, tmp_path, capsys):
+    assert main(["report", "some_steps:make_step", "--device", "T4", "-o", "step.html"]) == 0
+    printed = capsys.readouterr().out
+    page = (tmp_path / "step.html").read_text()
+    assert printed.startswith("Fits")
+    assert printed.endswith(". Wrote step.html.\n")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "some_steps:make_step" in page
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tracing, capfd):
+    assert (
+        main(["report", "some_steps:make_step", "--device", "T4", "-o", "no/such/folder.html"]) == 2
+    )
+    assert (
+        "--output 'no/such/folder.html' cannot be written: No such file or directory. Name a "
+        in (capfd.readouterr().err)
+    )
 
 
 @pytest.mark.parametrize(

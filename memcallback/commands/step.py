@@ -45,10 +45,11 @@ def add_predict(commands: Any) -> None:
 
 
 def _run_predict(arguments: argparse.Namespace) -> None:
-    show(_predict(arguments), is_json=arguments.json)
+    show(predicted(arguments), is_json=arguments.json)
 
 
-def _predict(arguments: argparse.Namespace) -> Prediction:
+def predicted(arguments: argparse.Namespace) -> Prediction:
+    """The prediction that a command's arguments ask for."""
     from memcallback.prediction.predict import predict
 
     return ask(
@@ -189,7 +190,7 @@ def add_export(commands: Any) -> None:
 def _run_export(arguments: argparse.Namespace) -> None:
     from memcallback.prediction.memory_viz import dump_snapshot
 
-    prediction = _predict(arguments)
+    prediction = predicted(arguments)
     try:
         dump_snapshot(prediction, arguments.output)
     except OSError as error:
