@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memcallback.savings.accumulation import accumulate
     from memcallback.savings.checkpointing import checkpoint
     from memcallback.savings.mixed_precision import amp
-    from memcallback.savings.plan import Plan, PlanRow
+    from memcallback.savings.plan import Plan, PlanRow, SavingGroup
     from memcallback.savings.what_if import what_if
     from memcallback.step.ranks import Ranks
     from memcallback.step.training_step import TrainingStep
@@ -68,6 +68,7 @@ __all__ = [
     "Prediction",
     "PredictionError",
     "Ranks",
+    "SavingGroup",
     "StepMemory",
     "TensorChange",
     "TensorDiff",
@@ -118,6 +119,7 @@ _DEFINED_IN = {
     "Prediction": "prediction.prediction",
     "PredictionError": "core.errors",
     "Ranks": "step.ranks",
+    "SavingGroup": "savings.plan",
     "StepMemory": "core.step_memory",
     "TensorChange": "diagnose.tensors.change",
     "TensorDiff": "diagnose.tensors.diff",

@@ -30,13 +30,11 @@ from memcallback.report.styled import (
     width_of,
 )
 from memcallback.report.verdict import share_text
-from memcallback.savings.plan import Plan, PlanRow
+from memcallback.savings.plan import Plan, PlanRow, SavingGroup
 
 _EMPTY: Line = ()
 _NUM_CONSUMERS = 3
 _NUM_SAVINGS = 2
-#: Savings of these kinds change nothing but memory and time, or rounding.
-_HARMLESS = ("accumulation", "allocator", "checkpointing", "inplace", "precision", "zero_grad")
 #: Categories below this share of the peak are one row, and so are those beyond a number of rows.
 _SMALL_SHARE, _NUM_CATEGORIES = 0.005, 6
 #: Bars at most.
@@ -266,7 +264,7 @@ def _savings(report: Report, letters: Letters) -> Iterator[Line]:
     rows = [
         row
         for row in plan.rows
-        if plan.helps(row) and row.kind in _HARMLESS and not row.saving.endswith("-true")
+        if plan.helps(row) and row.group != SavingGroup.CHANGES_TRAINING and not row.is_several
     ][:_NUM_SAVINGS]
     width = max((num_cells(row.saving) for row in rows), default=0)
     for number, row in enumerate(rows):

@@ -6,6 +6,7 @@ A new one is a function here that yields a `Saving`, called in `savings_for`.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,14 @@ from memcallback.core.torch_private import tree_map_only
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.core.visible import visible_name
 from memcallback.savings.checkpointing import checkpoint, is_checkpointed
-from memcallback.savings.segments import checkpoint_choices
+from memcallback.savings.plan import SavingGroup
+from memcallback.savings.segments import CheckpointParts, checkpoint_choices
 from memcallback.step.training_step import TrainingStep
 
 Optimizers = Sequence[torch.optim.Optimizer]
 _SAME = "nothing"
+#: Columns of a line to paste.
+_LINE_WIDTH = 88
 #: Of optimizers that are tried; no size depends on it.
 _LR = 1e-3
 
@@ -37,22 +41,26 @@ class Saving:
         name: Its name.
         kind: What it changes; a step has at most one saving of each kind.
         apply: Returns the step with it.
+        group: What it does to the training.
         changes: What it changes in the numbers that training computes.
         line: The line to paste into a program.
         num_parts: Into how many forward passes it divides the batch.
-        is_same_training: Whether the same model is trained by the same rule on the same data, but
-            for rounding.
         expandable_segments: Whether it is a setting of the allocator and not of the step.
     """
 
     name: str
     kind: str
+    group: SavingGroup
     apply: Callable[[TrainingStep], TrainingStep]
     changes: str
     line: str
     num_parts: int = 1
-    is_same_training: bool = True
     expandable_segments: bool = False
+
+    @property
+    def is_same_training(self) -> bool:
+        """Whether the same model is trained by the same rule on the same data, but for rounding."""
+        return self.group is not SavingGroup.CHANGES_TRAINING
 
 
 def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) -> Iterator[Saving]:
@@ -67,6 +75,7 @@ def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) ->
     yield Saving(
         name="expandable_segments",
         kind="allocator",
+        group=SavingGroup.SAME_RESULT,
         apply=lambda step: step,
         changes=_SAME,
         line="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py",
@@ -95,11 +104,11 @@ def together(*savings: Saving) -> Saving:
     return Saving(
         name=" + ".join(saving.name for saving in savings),
         kind=" + ".join(saving.kind for saving in savings),
+        group=SavingGroup.latest(saving.group for saving in savings),
         apply=apply,
         changes="; ".join(changes) or _SAME,
         line="\n".join(saving.line for saving in savings),
         num_parts=math.prod(saving.num_parts for saving in savings),
-        is_same_training=all(saving.is_same_training for saving in savings),
         expandable_segments=any(saving.expandable_segments for saving in savings),
     )
 
@@ -115,6 +124,7 @@ def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
         yield Saving(
             name=f"accumulate {num_parts} batches",
             kind="accumulation",
+            group=SavingGroup.CHANGES_NUMBERS,
             apply=partial(
                 TrainingStep.varied, accumulate=accumulate, has_accumulation=not is_lightning
             ),
@@ -145,6 +155,7 @@ def _mixed_precision(step: TrainingStep) -> Iterator[Saving]:
             yield Saving(
                 name=precision,
                 kind="precision",
+                group=SavingGroup.CHANGES_NUMBERS,
                 apply=partial(TrainingStep.varied, precision=precision),
                 changes=changes,
                 line=f'memcallback.amp("{precision}")'
@@ -169,6 +180,7 @@ def _half_precision(step: TrainingStep) -> Iterator[Saving]:
             yield Saving(
                 name=precision,
                 kind="precision",
+                group=SavingGroup.CHANGES_TRAINING,
                 apply=partial(
                     TrainingStep.varied, precision=precision, prepare=partial(_cast, dtype)
                 ),
@@ -176,7 +188,6 @@ def _half_precision(step: TrainingStep) -> Iterator[Saving]:
                 line=f"model.to({dtype})"
                 if step.lightning is None
                 else f'Trainer(precision="{precision}")',
-                is_same_training=False,
             )
 
 
@@ -194,15 +205,30 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
         yield Saving(
             name=name,
             kind="checkpointing",
+            group=SavingGroup.SAME_RESULT,
             apply=partial(TrainingStep.varied, prepare=partial(_checkpointed, parts)),
             changes=_SAME,
-            line=f"memcallback.checkpoint(model, {parts})"
-            if step.lightning is None
-            else f"MemoryCallback(checkpoint={parts})",
+            line=_checkpoint_line(parts, is_lightning=step.lightning is not None),
         )
 
 
-def _checkpointed(parts: list[str] | dict[str, int], model: nn.Module, batch: Any) -> Any:
+def _checkpoint_line(parts: CheckpointParts, *, is_lightning: bool) -> str:
+    """The call, each argument in lines of its own where one line were too long."""
+    if is_lightning:
+        call, arguments = "MemoryCallback", [f"checkpoint={'True' if parts is None else parts}"]
+    elif isinstance(parts, dict) and [*parts] == [""]:
+        call, arguments = "memcallback.checkpoint", ["model", f"segments={parts['']}"]
+    else:
+        named = [] if parts is None else [str(parts)]
+        call, arguments = "memcallback.checkpoint", ["model", *named]
+    line = f"{call}({', '.join(arguments)})"
+    if len(line) <= _LINE_WIDTH:
+        return line
+    inner = [textwrap.fill(argument, _LINE_WIDTH - 4) + "," for argument in arguments]
+    return "\n".join([f"{call}(", textwrap.indent("\n".join(inner), "    "), ")"])
+
+
+def _checkpointed(parts: CheckpointParts, model: nn.Module, batch: Any) -> Any:
     checkpoint(model, parts)
     return batch
 
@@ -215,6 +241,7 @@ def _inplace(step: TrainingStep) -> Iterator[Saving]:
     yield Saving(
         name="inplace activations",
         kind="inplace",
+        group=SavingGroup.SAME_RESULT,
         apply=partial(TrainingStep.varied, prepare=_made_inplace),
         changes=f"nothing, if nobody else reads the inputs of the {len(modules)} modules ({names})",
         line="for module in model.modules():\n"
@@ -246,14 +273,15 @@ def _optimizer(step: TrainingStep) -> Iterator[Saving]:
         yield Saving(
             name=name,
             kind="optimizer",
+            group=SavingGroup.CHANGES_TRAINING,
             apply=partial(TrainingStep.varied, change_optimizers=partial(_remade, make)),
             changes="another rule of update, with a learning rate of its own",
             line=f"torch.optim.{kind.__name__}({parameters}, lr=...{arguments})",
-            is_same_training=False,
         )
     yield Saving(
         name="fused optimizer",
         kind="optimizer",
+        group=SavingGroup.CHANGES_NUMBERS,
         apply=partial(TrainingStep.varied, change_optimizers=_fused),
         changes="rounding in the update",
         line="fused=True to the optimizer",
@@ -284,6 +312,7 @@ def _gradients(step: TrainingStep) -> Iterator[Saving]:
     yield Saving(
         name="zero_grad before forward",
         kind="zero_grad",
+        group=SavingGroup.SAME_RESULT,
         apply=partial(TrainingStep.varied, zero_grad_before_forward=True),
         changes=_SAME,
         line="optimizer.zero_grad()  # before the forward pass"
@@ -298,6 +327,7 @@ def _layout(step: TrainingStep) -> Iterator[Saving]:
     yield Saving(
         name="channels_last",
         kind="layout",
+        group=SavingGroup.CHANGES_NUMBERS,
         apply=partial(TrainingStep.varied, prepare=_channels_last),
         changes="rounding, where convolutions use other kernels",
         line="model = model.to(memory_format=torch.channels_last)\n"
@@ -322,11 +352,11 @@ def _freezing(step: TrainingStep) -> Iterator[Saving]:
     yield Saving(
         name="freeze all but the last layer",
         kind="freezing",
+        group=SavingGroup.CHANGES_TRAINING,
         apply=partial(TrainingStep.varied, prepare=_frozen),
         changes=f"only {visible_name(trained[-1])} learns",
         line="model.requires_grad_(False)\n"
         f'model.get_submodule("{visible_name(trained[-1])}").requires_grad_(True)',
-        is_same_training=False,
     )
 
 
@@ -365,6 +395,7 @@ def _smaller_input(step: TrainingStep) -> Iterator[Saving]:
     yield Saving(
         name=name,
         kind="input",
+        group=SavingGroup.CHANGES_TRAINING,
         apply=partial(
             TrainingStep.varied,
             sequence_length=None,
@@ -372,7 +403,6 @@ def _smaller_input(step: TrainingStep) -> Iterator[Saving]:
         ),
         changes=f"the model sees less of each {part}",
         line=line,
-        is_same_training=False,
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import cached_property
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 from memcallback.core.document import (
@@ -23,6 +26,35 @@ from memcallback.core.units import format_bytes
 _NOTABLE_PCT = 1.0
 #: Savings named in the sentence about a step that does not fit.
 _NUM_NAMED = 3
+#: Savings in the printed table.
+_NUM_SHOWN = 10
+#: Columns for their names, and those that bytes sent take of them: a table is 100 columns wide.
+_NAME_WIDTH, _SENT_WIDTH = 44, 12
+#: A space at which no line ends.
+_TOGETHER = "\N{NO-BREAK SPACE}"
+
+
+class SavingGroup(str, Enum):
+    """What a saving does to the training; its value is the name of the group in words.
+
+    A later group changes more. Several savings together are in the latest of their groups.
+
+    Attributes:
+        SAME_RESULT: The weights are the same to the bit.
+        CHANGES_NUMBERS: The same model is trained by the same rule on the same data, but for
+            rounding.
+        CHANGES_TRAINING: Another rule, other data, other samples in an update, or weights that lose
+            precision or are not trained at all.
+    """
+
+    SAME_RESULT = "same result"
+    CHANGES_NUMBERS = "changes the numbers"
+    CHANGES_TRAINING = "changes the training"
+
+    @classmethod
+    def latest(cls, groups: Iterable[SavingGroup]) -> SavingGroup:
+        """The one of several that changes most."""
+        return max(groups, key=[*cls].index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +65,7 @@ class PlanRow:
         saving: The saving, or several joined by ` + `.
         kind: What it changes, such as `precision` or `checkpointing`; kinds of several savings are
             joined like their names.
+        group: What it does to the training, the step as it is counting as the same result.
         batch_size: Samples in one forward pass; the number between two updates is that without the
             saving.
         peak_allocated_bytes: Peak of allocated memory in the steady step; None if the step could
@@ -52,6 +85,7 @@ class PlanRow:
 
     saving: str
     kind: str = ""
+    group: SavingGroup = SavingGroup.SAME_RESULT
     batch_size: int
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -68,6 +102,11 @@ class PlanRow:
         """The peak that must fit: of reserved memory, on a CPU of allocated memory."""
         reserved = self.peak_reserved_bytes
         return self.peak_allocated_bytes if reserved is None else reserved
+
+    @property
+    def is_several(self) -> bool:
+        """Whether it is several savings together."""
+        return " + " in self.saving
 
     @property
     def rank(self) -> tuple[int, int, float]:
@@ -118,23 +157,48 @@ class Plan(Printable):
         )
 
     @cached_property
-    def best_checkpointing(self) -> PlanRow | None:
-        """The best of several ways to checkpoint that help; None if fewer than two do."""
-        rows = [row for row in self.tried if row.kind == "checkpointing" and self.helps(row)]
-        return min(rows, key=lambda row: row.rank) if len(rows) > 1 else None
-
-    def name_of(self, row: PlanRow) -> str:
-        """The saving; the best way to checkpoint is marked."""
-        return f"{row.saving} (best)" if row is self.best_checkpointing else row.saving
-
-    @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
         """Savings that help, smallest peak first; then those that do not; then those that fail."""
 
-        def key(row: PlanRow) -> tuple[bool, bool, int]:
-            return bool(row.problem), not self.helps(row), row.peak_bytes or 0
+        def key(row: PlanRow) -> tuple[bool, bool, int, int]:
+            # Peaks of reserved memory are often alike: then the larger batch comes first.
+            largest = row.largest_batch_size or 0
+            return bool(row.problem), not self.helps(row), row.peak_bytes or 0, -largest
 
         return tuple(sorted(self.tried, key=key))
+
+    def helping(self, group: SavingGroup) -> tuple[PlanRow, ...]:
+        """The savings of a group that help, smallest peak first."""
+        return tuple(row for row in self.rows if row.group == group and self.helps(row))
+
+    def is_best(self, row: PlanRow) -> bool:
+        """Whether it has the smallest peak of several in its group that help."""
+        helping = self.helping(row.group)
+        return len(helping) > 1 and row is helping[0]
+
+    def name_of(self, row: PlanRow) -> str:
+        """The saving; the best of its group is marked."""
+        return f"{row.saving} (best)" if self.is_best(row) else row.saving
+
+    @cached_property
+    def shown(self) -> tuple[PlanRow, ...]:
+        """Ten savings that help, at most, from each group in turn: the best, then one a kind."""
+        in_turn = zip_longest(*(self._by_interest(group) for group in SavingGroup))
+        some = islice((row for row in chain.from_iterable(in_turn) if row is not None), _NUM_SHOWN)
+        chosen = {id(row) for row in some}
+        return tuple(
+            row for group in SavingGroup for row in self.helping(group) if id(row) in chosen
+        )
+
+    def _by_interest(self, group: SavingGroup) -> list[PlanRow]:
+        """The best of a group, the best of each kind on its own, and the rest."""
+        helping = self.helping(group)
+        best: dict[str, PlanRow] = {}
+        for row in helping:
+            if not row.is_several:
+                best.setdefault(row.kind, row)
+        first = (*helping[:1], *best.values())
+        return sorted(helping, key=lambda row: all(row is not one for one in first))
 
     def saved_pct(self, row: PlanRow) -> float | None:
         """By how much the peak falls, in percent of the present one; negative if it rises."""
@@ -143,23 +207,29 @@ class Plan(Printable):
         return 100 * (1 - row.peak_bytes / self.current.peak_bytes)
 
     def to_table(self) -> Table:
-        """One row for each saving that was predicted, below the step as it is."""
-        known = [row for row in self.rows if not row.problem]
-        num_helping = sum(map(self.helps, known))
+        """The savings that help, ten at most, by group below the step as it is."""
+        rows, ends = [self._cells(self.current)], [0]
+        for group in SavingGroup:
+            shown = [row for row in self.shown if row.group == group]
+            if shown:
+                rows.append((group.value, *[""] * (len(rows[0]) - 1)))
+                rows += map(self._cells, shown)
+                ends.append(len(rows) - 1)
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size}) on "
-            f"{self._device()}\npredicted, each by a trace of its own",
+            f"{self._device()}\npredicted, each by a trace of its own; in each group the smallest "
+            "peak first",
             columns=(
                 "saving",
-                "peak allocated",
-                "peak reserved",
+                "allocated",
+                "reserved",
                 "saved",
-                "largest batch",
-                "extra compute",
+                "fits up to",
+                "compute",
                 *self._sent_column(),
             ),
-            rows=tuple(self._cells(row) for row in (self.current, *known)),
-            rules_after=frozenset({0, num_helping} if num_helping else {0}),
+            rows=tuple(rows),
+            rules_after=frozenset(ends),
         )
 
     def _device(self) -> str:
@@ -179,29 +249,52 @@ class Plan(Printable):
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
         saved, extra = self.saved_pct(row), row.extra_compute_pct
-        verdict = (
-            f"{saved:.1f} %"
-            if self._has_smaller_peak(row)
-            else "larger batch"
-            if self.helps(row)
-            else "does not help"
-        )
         return (
-            self.name_of(row),
+            row.saving if row is self.current else self._name_cell(row),
             size_text(row.peak_allocated_bytes, ""),
             size_text(row.peak_reserved_bytes, ""),
-            "" if row is self.current else verdict,
+            f"{saved:.1f} %" if self._has_smaller_peak(row) else "",
             "?" if row.largest_batch_size is None else f"{row.largest_batch_size:,}",
-            "" if row is self.current or extra is None else f"{extra + 0:.1f} %",
+            "" if row is self.current or extra is None else _change_text(extra),
             *(size_text(row.sent_bytes or None, "") for _ in self._sent_column()),
         )
 
-    def _notes(self) -> tuple[tuple[str, Sequence[PlanRow]], ...]:
-        helping = [row for row in self.rows if self.helps(row) and " + " not in row.saving]
-        return (
-            ("How to have them, and what they change:", helping),
-            ("Not possible:", [row for row in self.rows if row.problem]),
+    def _name_cell(self, row: PlanRow) -> str:
+        """The name below its group; a long one goes on in further lines, cut between savings."""
+        width = _NAME_WIDTH - (_SENT_WIDTH if self._sent_column() else 0)
+        name = self.name_of(row)
+        if row.is_several:
+            name = " + ".join(part.replace(" ", _TOGETHER) for part in name.split(" + "))
+        lines = textwrap.wrap(name, width, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(lines).replace(_TOGETHER, " ")
+
+    def _left_out(self) -> Iterator[str]:
+        """How many savings the table leaves out."""
+        known = [row for row in self.tried if not row.problem]
+        num_helping = sum(map(self.helps, known))
+        parts = (
+            (num_helping - len(self.shown), "more that helps", "more that help"),
+            (len(known) - num_helping, "that does not help", "that do not help"),
         )
+        named = " and ".join(
+            f"{number} {one if number == 1 else many}" for number, one, many in parts if number
+        )
+        if named:
+            yield f"Left out: {named}. JSON and Plan.rows have them all."
+
+    def _how_to(self) -> Iterator[Block]:
+        """The lines to paste, and what does not work."""
+        single = [row for row in self.shown if not row.is_several]
+        if single:
+            yield Heading("How to have them, and what they change:")
+        for row in single:
+            yield Paragraph(f"{self.name_of(row)}: {row.changes}", 1)
+            yield Code(row.line, 2)
+        failed = [row for row in self.rows if row.problem]
+        if failed:
+            yield Heading("Not possible:")
+        for row in failed:
+            yield Paragraph(f"{row.saving}: {row.problem}", 1)
 
     def _if_nothing_fits(self) -> tuple[str, ...]:
         """If not even one sample fits: the savings with which one does, the best first."""
@@ -221,15 +314,13 @@ class Plan(Printable):
 
     def document(self) -> Document:
         """The table, how to have each saving, and what was assumed."""
-        blocks: list[Block | str] = [self.to_table(), *self._if_nothing_fits()]
-        for title, rows in self._notes():
-            if rows:
-                blocks.append(Heading(title))
-            for row in rows:
-                blocks.append(Paragraph(f"{self.name_of(row)}: {row.problem or row.changes}", 1))
-                if not row.problem:
-                    blocks.append(Code(row.line, 2))
-        return Document(*blocks, *self.caveats)
+        return Document(
+            self.to_table(),
+            *self._left_out(),
+            *self._if_nothing_fits(),
+            *self._how_to(),
+            *self.caveats,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, with the unit in every key."""
@@ -243,10 +334,15 @@ class Plan(Printable):
                 {
                     **asdict(row),
                     "helps": self.helps(row),
-                    "is_best_checkpointing": row is self.best_checkpointing,
+                    "is_best": self.is_best(row),
                     "saved_pct": self.saved_pct(row),
                 }
                 for row in self.rows
             ],
             "caveats": list(self.caveats),
         }
+
+
+def _change_text(percent: float) -> str:
+    """A change with its sign, and none that rounds to 0."""
+    return f"{percent:+.1f} %" if abs(percent) >= 0.05 else "0.0 %"

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from memcallback.savings.candidates import Saving
+from memcallback.savings.plan import SavingGroup
 from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
 
@@ -71,6 +72,9 @@ def over_ranks(jobs: Iterable[Ranks]) -> Iterator[Saving]:
         yield Saving(
             name=_name(job),
             kind="ranks",
+            group=SavingGroup.CHANGES_NUMBERS
+            if job.num_at_one_batch > 1
+            else SavingGroup.CHANGES_TRAINING,
             apply=partial(TrainingStep.varied, ranks=job),
             changes=_ONE_BATCH if job.num_at_one_batch > 1 else _OWN_BATCHES,
             line=_line(job),

@@ -13,6 +13,8 @@ from memcallback.core.types import Phase
 from memcallback.core.visible import visible_name
 from memcallback.step.model import has_blocks, is_sequential, layer_containers
 
+#: What `checkpoint` takes beside a model; None for the layers that it finds.
+CheckpointParts = list[str] | dict[str, int] | None
 #: How many numbers of segments are worth a trace of their own.
 _NUM_TRIED = 5
 #: Share of what all containers save; an `nn.Sequential` above it has several numbers of segments
@@ -22,7 +24,7 @@ _LARGE_SHARE = 0.3
 
 def checkpoint_choices(
     model: nn.Module, events: Sequence[Event]
-) -> Iterator[tuple[str, list[str] | dict[str, int]]]:
+) -> Iterator[tuple[str, CheckpointParts]]:
     """Sensible arguments for `checkpoint(model, ...)`, each with a name for the saving."""
     try:
         names = layer_containers(model)
@@ -42,7 +44,7 @@ def checkpoint_choices(
         for child, block in container.named_children()
     }
     if blocks:
-        yield f"checkpoint {len(blocks)} blocks", [*containers]
+        yield f"checkpoint {len(blocks)} blocks", None
     if len(blocks) > 3:
         second = [*blocks][::2]
         are_cut = all(is_sequential(blocks[name]) for name in second)

@@ -21,6 +21,7 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.candidates import Saving, left_out, savings_for, together
 from memcallback.savings.plan import Plan, PlanRow
+from memcallback.savings.problems import plain_reason
 from memcallback.savings.rank_candidates import over_ranks, usual
 from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
@@ -165,6 +166,7 @@ class _Trial:
         row = PlanRow(
             saving=saving.name,
             kind=saving.kind,
+            group=saving.group,
             batch_size=batch_size,
             changes=saving.changes,
             line=saving.line,
@@ -198,10 +200,7 @@ class _Trial:
             ]
             return self._row_of(predictions, row, num_together)
         except (PredictionError, ValueError) as error:
-            cause = error.__cause__ or error
-            return replace(
-                row, problem=(str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            )
+            return replace(row, problem=plain_reason(error))
 
     def several(self, best: Sequence[Saving]) -> Iterator[PlanRow]:
         """The best savings in pairs and all together; if all fail together, all but one of them."""
