@@ -40,6 +40,7 @@ test-cuda:
 
 images: $(VENV)/.installed
 	$(BIN)/python docs/render_dashboard.py
+	$(BIN)/python docs/render_pages.py
 
 # PyTorch's CPU build first: asked for by another package, torch comes with several GB of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt

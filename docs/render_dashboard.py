@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,9 @@ def fetch_figure(url: str, run: str, tag: str) -> bytes:
         return bytes(answer.read())
 
 
-def render(browser: str, address: str, width: int, height: int, to: Path) -> None:
+def render(
+    browser: str, address: str, width: int, height: int, to: Path, options: Sequence[str] = ()
+) -> None:
     """A picture of a page.
 
     Raises:
@@ -158,6 +160,7 @@ def render(browser: str, address: str, width: int, height: int, to: Path) -> Non
             f"--user-data-dir={profile}",
             f"--window-size={width},{height}",
             f"--screenshot={to}",
+            *options,
             address,
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "page": "core",
     "prediction": "core isolation devices step trace page",
     "batch_size": "core isolation devices step prediction",
-    "savings": "core isolation devices step prediction batch_size",
+    "savings": "core isolation devices step page prediction batch_size",
     "report": "core page prediction batch_size savings",
     "diagnose": "core devices step page prediction savings",
     "record": "core isolation devices step page prediction batch_size savings report diagnose",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from memcallback.commands.answer import ask
 from memcallback.commands.arguments import add_device, add_size_of_batch, add_step
 from memcallback.commands.step import predicted
 from memcallback.core.files import write_file
+from memcallback.savings.plan_page import plan_sections
 from memcallback.step.importer import UsageError
+
+if TYPE_CHECKING:
+    from memcallback.savings.plan import Plan
 
 
 def add_report(commands: Any) -> None:
@@ -24,14 +29,31 @@ def add_report(commands: Any) -> None:
     add_size_of_batch(parser)
     add_device(parser)
     parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="show too what savings would buy, which takes a trace for each",
+    )
+    parser.add_argument(
         "-o", "--output", metavar="report.html", required=True, help="the file to write"
     )
     parser.set_defaults(command=_run_report)
 
 
+def _plan(arguments: argparse.Namespace) -> Plan:
+    from memcallback.savings.what_if import what_if
+
+    return ask(arguments, what_if, unit="savings", batch_size=arguments.batch_size)
+
+
 def _run_report(arguments: argparse.Namespace) -> None:
+    if arguments.what_if and arguments.sequence_length is not None:
+        raise UsageError(
+            f"--what-if has the step's own sequence length, not {arguments.sequence_length}. Leave "
+            "out one of the two, or give the step a batch of that length."
+        )
     prediction = predicted(arguments)
-    page = prediction.page(arguments.target)
+    plan = _plan(arguments) if arguments.what_if else None
+    page = prediction.page(arguments.target, more=list(plan_sections(plan)))
     try:
         write_file(arguments.output, page.html())
     except OSError as error:

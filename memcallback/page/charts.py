@@ -151,21 +151,20 @@ class Bars:
         most = max(
             [self.present_bytes, *(bar.num_bytes for _, bars in self.groups for bar in bars)]
         )
-        rows = [
-            self._row(Bar(name="as it is", num_bytes=self.present_bytes, note="", line=""), most)
-        ]
+        present = Bar(name="as it is", num_bytes=self.present_bytes, note="", line="")
+        rows = [self._row(present, most, "now")]
         for name, bars in self.groups:
             if bars:
                 rows.append(f'<tr><th class="left" colspan="4">{escape(name)}</th></tr>')
                 rows += [self._row(bar, most) for bar in bars]
         return f'<table class="bars"><tbody>{"".join(rows)}</tbody></table>'
 
-    def _row(self, bar: Bar, most: int) -> str:
-        width = 100 * bar.num_bytes / most
+    def _row(self, bar: Bar, most: int, kind: str = "saving") -> str:
         line = f"<code>{escape(bar.line)}</code>" if bar.line else ""
+        share = f"--share:{bar.num_bytes / most:.3f}"
         return (
-            f'<tr><td class="left">{escape(bar.name)}</td>'
-            f'<td class="bar"><i style="width:{width:.1f}%"></i>{brief_bytes(bar.num_bytes)}</td>'
+            f'<tr><td class="left">{escape(bar.name)}</td><td class="bar">'
+            f'<i class="{kind}" style="{share}"></i>{brief_bytes(bar.num_bytes)}</td>'
             f"<td>{escape(bar.note)}</td><td>{line}</td></tr>"
         )
 

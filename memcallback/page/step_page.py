@@ -12,9 +12,6 @@ from memcallback.page.page import Page, Section
 from memcallback.page.timeline import Timeline
 from memcallback.page.treemap import Node, Treemap
 
-#: Parts named of those with most memory at the peak.
-_NUM_PARTS = 3
-
 
 def step_page(
     title: str,
@@ -48,19 +45,9 @@ def step_page(
         sections.append(
             Section(title="What was assumed", parts=[Document(*caveats)], is_folded=True)
         )
-    first, *further = verdict
     return Page(
         title=title,
-        verdict=(first, _most(tree), *further),
+        verdict=verdict,
         is_good=is_good,
         sections=sections,
     )
-
-
-def _most(tree: Node) -> str:
-    """What has most memory at the peak."""
-    named = ", ".join(
-        f"{part.name} {brief_bytes(part.num_bytes)} ({100 * part.num_bytes / tree.num_bytes:.0f} %)"
-        for part in tree.largest_parts()[:_NUM_PARTS]
-    )
-    return f"Most at the peak: {named}."

@@ -14,6 +14,8 @@ from memcallback.page.scale import Scale
 
 #: Units of the drawing; it is stretched to the width of the page.
 _WIDTH, _HEIGHT = 1000, 300
+#: The share of the width that a phase needs for its whole name.
+_WIDE = 0.12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ class Timeline:
     def html(self) -> str:
         """The chart, its legend, and the data that the page's script shows at the pointer."""
         highest = max(
-            max(moment.allocated_bytes, moment.reserved_bytes or 0) for moment in self.moments
+            *(max(moment.allocated_bytes, moment.reserved_bytes or 0) for moment in self.moments),
+            *self.measured.values(),
         )
         scale, has_capacity = Scale.for_sizes(highest, self.capacity_bytes)
         present = [
@@ -176,8 +179,10 @@ class Timeline:
     def _phase_names(self) -> Iterator[str]:
         yield '<div class="phases" aria-hidden="true">'
         for phase, start, stop in self.phases:
-            place = f"left:{100 * self._x(start):.2f}%;width:{100 * self._x(stop - start):.2f}%"
-            yield f'<span style="{place}" title="{phase.label}">{phase.label}</span>'
+            width = self._x(stop - start)
+            place = f"left:{100 * self._x(start):.2f}%;width:{100 * width:.2f}%"
+            name = phase.label if width >= _WIDE else phase.label.partition(" ")[0]
+            yield f'<span style="{place}" title="{phase.label}">{name}</span>'
         yield "</div>"
 
     def _data(self) -> str:

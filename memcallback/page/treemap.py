@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 
 from memcallback.core.types import Category
@@ -39,18 +39,6 @@ class Node:
     detail: str = ""
     category: Category | None = None
     children: tuple[Node, ...] = ()
-
-    def largest_parts(self) -> list[Node]:
-        """The boxes that a person would name, the largest first: repeated layers, modules."""
-        pending, parts = list(self.children), []
-        while pending:
-            node = pending.pop()
-            inner = [child for child in node.children if child.category is None]
-            if inner and "*" not in node.name:
-                pending += [replace(child, name=f"{node.name}.{child.name}") for child in inner]
-            else:
-                parts.append(node)
-        return sorted(parts, key=lambda node: -node.num_bytes)
 
 
 @dataclass(frozen=True)

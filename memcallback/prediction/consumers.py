@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from memcallback.core.allocation_trace import Alloc
 from memcallback.core.code_lines import CodeLine
+from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
-from memcallback.prediction.prediction import Prediction
+from memcallback.core.units import brief_bytes
+from memcallback.prediction.replay import LiveAllocation
 
 #: Made before a step, by its batch or by the optimizer: no line of the step made it.
-_HELD = frozenset(PERSISTENT_CATEGORIES)
+HELD = frozenset(PERSISTENT_CATEGORIES)
+#: Consumers named in a sentence, and the least share in percent that one has.
+_NUM_NAMED = 3
+_LEAST_PCT = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,16 +35,31 @@ class Consumer:
     num_bytes: int
 
 
-def largest_consumers(prediction: Prediction) -> tuple[Consumer, ...]:
-    """All that is live at the peak, by who holds it, the largest first.
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What is in memory at a peak, and what its names are made of.
 
-    Layers that repeat are one consumer. Memory that no module holds belongs to the line of the
-    program that made it.
+    Attributes:
+        live: The allocations that are live.
+        saved: The activations that are live at the end of the forward pass.
+        origin_of: Where an allocation comes from; None if that is unknown.
+        kinds: The class of each module, by its path.
+        phase: The phase in which the peak is.
     """
-    names = _Names(prediction)
+
+    live: Sequence[LiveAllocation]
+    saved: Sequence[LiveAllocation]
+    origin_of: Callable[[Alloc], AllocationSource | None]
+    kinds: Mapping[str, str]
+    phase: Phase
+
+
+def largest_consumers(peak: Peak) -> tuple[Consumer, ...]:
+    """All that is live at the peak, by who holds it, the largest first."""
+    names = Names(peak)
     sizes: Counter[str] = Counter()
     members: defaultdict[str, set[str]] = defaultdict(set)
-    for live in prediction.at_peak:
+    for live in peak.live:
         name, member = names.of(live.alloc)
         sizes[name] += live.block_bytes
         members[name].add(member)
@@ -50,6 +70,17 @@ def largest_consumers(prediction: Prediction) -> tuple[Consumer, ...]:
     )
 
 
+def most_sentence(consumers: Sequence[Consumer], peak_bytes: int) -> Iterator[str]:
+    """Who holds most at the peak; nothing if nobody holds a notable part."""
+    named = [
+        f"{consumer.name} {brief_bytes(consumer.num_bytes)} ({share:.0f} %)"
+        for consumer in consumers[:_NUM_NAMED]
+        if (share := 100 * consumer.num_bytes / peak_bytes) >= _LEAST_PCT
+    ]
+    if named:
+        yield f"Most at the peak: {', '.join(named)}."
+
+
 def _shown(name: str, members: set[str]) -> str:
     """The name of a group of layers with their number; of a single layer its own."""
     if "*" not in name:
@@ -57,14 +88,12 @@ def _shown(name: str, members: set[str]) -> str:
     return f"{name} ({len(members)})" if len(members) > 1 else next(iter(members))
 
 
-class _Names:
-    """Names for the allocations of a prediction."""
+class Names:
+    """Names for the allocations at a peak."""
 
-    def __init__(self, prediction: Prediction) -> None:
-        self._prediction = prediction
-        self._kinds: Mapping[str, str] = {
-            module.name: module.kind for module in prediction.modules.modules
-        }
+    def __init__(self, peak: Peak) -> None:
+        self._peak = peak
+        self._kinds = peak.kinds
         self._patterns: dict[str, tuple[str, str]] = {}
 
     def of(self, alloc: Alloc) -> tuple[str, str]:
@@ -73,7 +102,7 @@ class _Names:
             if alloc.module not in self._patterns:
                 self._patterns[alloc.module] = self._pattern(alloc.module)
             return self._patterns[alloc.module]
-        name = self._name_outside(alloc)
+        name = self.outside(alloc)
         return name, name
 
     def _pattern(self, module: str) -> tuple[str, str]:
@@ -105,14 +134,12 @@ class _Names:
     def _num_of_kind(self) -> Counter[tuple[str, str]]:
         return Counter((name.rpartition(".")[0], kind) for name, kind in self._kinds.items())
 
-    def _name_outside(self, alloc: Alloc) -> str:
-        """What to call memory that no module holds."""
-        if alloc.category in _HELD:
+    def outside(self, alloc: Alloc) -> str:
+        """What to call memory that no module holds: a category, the update, a line, an operator."""
+        if alloc.category in HELD:
             return alloc.category.label
-        if (
-            alloc.category is Category.TEMPORARY
-            and self._prediction.peak_phase is Phase.OPTIMIZER_STEP
-        ):
+        is_for_update = self._peak.phase is Phase.OPTIMIZER_STEP
+        if alloc.category is Category.TEMPORARY and is_for_update:
             return Phase.OPTIMIZER_STEP.label
         operator = alloc.operator.rpartition("::")[2].lstrip("_")
         is_backward = "_backward" in operator
@@ -127,7 +154,7 @@ class _Names:
     def _lines(self) -> Mapping[str, CodeLine]:
         """Operator -> the line that runs it in the forward pass, where that is known."""
         lines: dict[str, CodeLine] = {}
-        for live in (*self._prediction.at_peak, *self._prediction.saved):
+        for live in (*self._peak.live, *self._peak.saved):
             operator = live.alloc.operator.rpartition("::")[2]
             line = None if live.alloc.module else self._line_of(live.alloc)
             if line is not None and "_backward" not in operator:
@@ -139,8 +166,8 @@ class _Names:
         """Where the program asked for the prediction: no line of the step itself."""
         return {
             line
-            for live in self._prediction.at_peak
-            if live.alloc.category in _HELD and (line := self._origin(live.alloc)) is not None
+            for live in self._peak.live
+            if live.alloc.category in HELD and (line := self._origin(live.alloc)) is not None
         }
 
     def _line_of(self, alloc: Alloc) -> CodeLine | None:
@@ -148,8 +175,8 @@ class _Names:
         return None if line in self._lines_of_caller else line
 
     def _origin(self, alloc: Alloc) -> CodeLine | None:
-        source = self._prediction.origin_of(alloc)
-        return None if source is None else source.line
+        source = self._peak.origin_of(alloc)
+        return None if source is None else source.own_line or source.line
 
 
 def _base(operator: str) -> str:

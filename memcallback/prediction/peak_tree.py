@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memcallback.core.allocation_trace import Alloc
-from memcallback.core.code_lines import CodeLine
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category
 from memcallback.page.treemap import Node
+from memcallback.prediction.consumers import HELD, Names, Peak
 from memcallback.prediction.replay import LiveAllocation
 
-OriginOf = Callable[[Alloc], AllocationSource | None]
 #: Shapes named of allocations that share a box.
 _NUM_SHAPES = 3
 #: A part of a module's path, with the module's class where layers repeat.
 _Step = tuple[str, str]
 
 
-def peak_tree(
-    at_peak: Sequence[LiveAllocation], origin_of: OriginOf, kinds: Mapping[str, str]
-) -> Node:
+def peak_tree(peak: Peak) -> Node:
     """Allocations by module; layers of one class that differ in their number share a box.
 
-    What no module's code has made is named by the function of the program that ran.
+    What no module holds has a box of its own, as in `largest_consumers`.
     """
-    origins = {live.alloc.id: origin_of(live.alloc) for live in at_peak}
-    outside = _outside(at_peak, origins)
+    origins = {live.alloc.id: peak.origin_of(live.alloc) for live in peak.live}
+    names = Names(peak)
     root = _Group()
-    for live in at_peak:
+    for live in peak.live:
         group = root
-        for step, prefix in _steps(live.alloc, outside, kinds):
+        for step, prefix in _steps(live.alloc, names, peak.kinds):
             group = group.inner.setdefault(step, _Group())
             group.prefixes.add(prefix)
         group.live.append(live)
@@ -78,17 +75,17 @@ def _label(step: _Step, group: _Group) -> str:
     return f"{name} {kind} ({len(group.prefixes)})"
 
 
-def _steps(alloc: Alloc, outside: str, kinds: Mapping[str, str]) -> Iterator[tuple[_Step, str]]:
-    """The parts of a module's path, each with the path up to there."""
+def _steps(alloc: Alloc, names: Names, kinds: Mapping[str, str]) -> Iterator[tuple[_Step, str]]:
+    """The parts of a module's path, each with the path up to there; else one name or none."""
     if not alloc.module:
-        name = "batch" if alloc.category is Category.INPUT else outside
-        yield (name, ""), ""
+        if alloc.category not in HELD:
+            yield (names.outside(alloc), ""), ""
         return
-    names = alloc.module.split(".")
+    parts = alloc.module.split(".")
     pending = ""
-    for number, name in enumerate(names, start=1):
-        prefix = ".".join(names[:number])
-        is_followed = number < len(names) and names[number].isdigit()
+    for number, name in enumerate(parts, start=1):
+        prefix = ".".join(parts[:number])
+        is_followed = number < len(parts) and parts[number].isdigit()
         if name.isdigit():
             yield (f"{pending}*", kinds.get(prefix, "")), prefix
             pending = ""
@@ -97,23 +94,6 @@ def _steps(alloc: Alloc, outside: str, kinds: Mapping[str, str]) -> Iterator[tup
         else:
             yield (f"{pending}{name}", ""), prefix
             pending = ""
-
-
-def _outside(
-    at_peak: Iterable[LiveAllocation], origins: Mapping[int, AllocationSource | None]
-) -> str:
-    """The function of the program that makes most of what is outside of modules, and its line."""
-    sizes: Counter[CodeLine] = Counter()
-    for live in at_peak:
-        origin = origins[live.alloc.id]
-        if not live.alloc.module and origin is not None:
-            line = origin.own_line or origin.line
-            if line is not None:
-                sizes[line] += live.block_bytes
-    if not sizes:
-        return "outside of modules"
-    (line, _), *_ = sizes.most_common(1)
-    return f"{line.function}, {line.file}:{line.number}"
 
 
 def _leaves(

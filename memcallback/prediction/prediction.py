@@ -24,6 +24,7 @@ from memcallback.page.step_page import step_page
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_size_chart import batch_size_chart
 from memcallback.prediction.batch_trace import BatchTrace
+from memcallback.prediction.consumers import Consumer, Peak, largest_consumers, most_sentence
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.peak_tree import peak_tree
@@ -267,9 +268,10 @@ class Prediction(Printable):
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
         phases = measured.phases.items() if measured else ()
         peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
+        first, *further = verdict or self._answer()
         return step_page(
             f"{title}, batch size {self.batch_size:,}{length} on {self.device_name}",
-            (*(verdict or self._answer()), *self.verdict()[1:]),
+            (first, *most_sentence(self.consumers, self.peak_allocated_bytes), *further),
             is_good=None if self.capacity_bytes is None else self.fits,
             timeline=timeline_of(
                 self.trace.at(self.batch_size).events,
@@ -279,9 +281,7 @@ class Prediction(Printable):
                 is_unlimited=not self.fits,
                 measured={phase: size for phase, size in peaks.items() if size is not None},
             ),
-            tree=peak_tree(
-                self.at_peak, self.origin_of, {one.name: one.kind for one in self.modules.modules}
-            ),
+            tree=peak_tree(self._peak),
             by_category=self.by_category,
             curve=batch_size_chart(
                 BatchReplays(self.trace, self.device, self.settings), self.batch_size, self.limit
@@ -291,7 +291,7 @@ class Prediction(Printable):
         )
 
     def _answer(self) -> tuple[str, ...]:
-        """Whether it fits, and the peak; then where memory runs out."""
+        """Whether it fits, and the peak; where memory runs out, and which batch fits."""
         capacity_bytes = self.device.allocator_capacity_bytes
         peak = peak_sentence(self.step, self.peak_phase, capacity_bytes)
         if self.capacity_bytes is not None:
@@ -299,7 +299,7 @@ class Prediction(Printable):
         reason = "Predicted, not run."
         if not self.fits:
             reason = f"{reason} Out of memory in {self.out_of_memory}"
-        return peak, reason
+        return peak, reason, *self.verdict()[1:]
 
     def save_html(self, path: str | Path, *, title: str = "One training step") -> None:
         """Write `page` as one file, which needs no network.
@@ -391,6 +391,25 @@ class Prediction(Printable):
             "at_peak_by_operator_bytes": dict(self.by_operator),
             "caveats": list(self.caveats),
         }
+
+    @property
+    def consumers(self) -> tuple[Consumer, ...]:
+        """All that is live at the peak, by who holds it, the largest first.
+
+        Layers that repeat are one consumer. Memory that no module holds belongs to the line of the
+        program that made it.
+        """
+        return largest_consumers(self._peak)
+
+    @property
+    def _peak(self) -> Peak:
+        return Peak(
+            live=self.at_peak,
+            saved=self.saved,
+            origin_of=self.origin_of,
+            kinds={module.name: module.kind for module in self.modules.modules},
+            phase=self.peak_phase,
+        )
 
     @property
     def device_name(self) -> str:

@@ -497,7 +497,10 @@ class Monitor:
             return None
         path = inside(folder, PAGE_NAME)
         try:
-            write_file(path, training_page(self.report, self._peaks).html())
+            findings = self._health.findings if self._health else ()
+            warnings = [str(finding) for finding in findings]
+            page = training_page(self.report, self._peaks, warnings=warnings)
+            write_file(path, page.html())
         except Exception as error:  # a page is worth no training
             warn_and_go_on(
                 f"The page of this training could not be written to {path!r}: "

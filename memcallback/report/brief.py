@@ -10,7 +10,6 @@ from memcallback.core.document import num_cells
 from memcallback.core.step_memory import PhaseMemory
 from memcallback.core.types import PERSISTENT_CATEGORIES, Phase
 from memcallback.core.units import brief_bytes
-from memcallback.prediction.consumers import largest_consumers
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.textbook.law import TextbookPrediction
 from memcallback.report.report import Report
@@ -221,7 +220,7 @@ def _consumers(report: Report) -> Iterator[Line]:
     if not isinstance(report.prediction, Prediction):
         return
     bound = _SMALL_SHARE * report.prediction.peak_allocated_bytes
-    consumers = largest_consumers(report.prediction)[:_NUM_CONSUMERS]
+    consumers = report.prediction.consumers[:_NUM_CONSUMERS]
     largest = [consumer for consumer in consumers if consumer.num_bytes >= bound]
     names = [fitted(consumer.name, 60) for consumer in largest]
     width = max(map(num_cells, names), default=0)

@@ -9,7 +9,6 @@ from memcallback.batch_size.advice import BatchSizeAdvice
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.units import format_bytes
-from memcallback.prediction.consumers import largest_consumers
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.report.deviation import Deviation, largest_deviation
 from memcallback.report.long_table import long_table
@@ -112,7 +111,7 @@ class Report(Printable):
         if isinstance(self.prediction, Prediction):
             most = [
                 f"{consumer.name} {format_bytes(consumer.num_bytes)}"
-                for consumer in largest_consumers(self.prediction)[:_NUM_CONSUMERS]
+                for consumer in self.prediction.consumers[:_NUM_CONSUMERS]
             ]
             lines.append(f"Most at the predicted peak: {'; '.join(most)}.")
         if self.prediction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from memcallback.batch_size.advice import BatchSizeAdvice
@@ -13,29 +13,45 @@ from memcallback.page.page import Page, Section
 from memcallback.prediction.prediction import Prediction
 from memcallback.report.history import PeakHistory
 from memcallback.report.report import Report
+from memcallback.savings.plan_page import plan_sections
 
 #: The file beside the logs.
 PAGE_NAME = "memory.html"
 
 
-def training_page(report: Report, history: PeakHistory, *, title: str = "Training") -> Page:
-    """The measured peaks beside the prediction, the peaks of all steps, savings, the report."""
-    prediction = report.prediction if isinstance(report.prediction, Prediction) else None
-    sections = list(_sections(report, history))
-    verdict = [_measured(report), *report.notes]
+def training_page(
+    report: Report, history: PeakHistory, *, warnings: Sequence[str] = (), title: str = "Training"
+) -> Page:
+    """The measured peaks beside the prediction, the peaks of all steps, savings, the report.
+
+    Warnings come first, and with them the peaks of all steps, which show since when.
+    """
+    verdict = [*warnings, _measured(report)]
+    verdict += [note for note in report.notes if note not in warnings]
     if report.advice is not None:
         verdict.append(report.advice.sentence())
+    page = _page(report, title, verdict)
     # What was measured has run, so it fits.
-    is_good = True if report.measured is not None else None
-    if prediction is not None:
-        page = prediction.page(title, measured=report.measured, verdict=verdict, more=sections)
-        return replace(page, is_good=is_good)
+    is_good = not warnings if report.measured is not None else None
+    peaks = list(_peaks(report, history))
+    sections = [*peaks, *page.sections] if warnings else [*page.sections, *peaks]
+    full = Section(title="The report in full", parts=[report.document()], is_folded=True)
+    return replace(page, is_good=is_good, sections=[*sections, full])
+
+
+def _page(report: Report, title: str, verdict: Sequence[str]) -> Page:
+    """The page of the prediction with what was measured; without one, of the suggestion."""
+    if isinstance(report.prediction, Prediction):
+        return report.prediction.page(
+            title, measured=report.measured, verdict=verdict, more=list(plan_sections(report.plan))
+        )
+    sections = []
     if report.advice is not None:
-        sections.insert(0, Section(title="Batch size", parts=[_curve(report.advice)]))
-    return Page(title=title, verdict=verdict, is_good=is_good, sections=sections)
+        sections.append(Section(title="Batch size", parts=[_curve(report.advice)]))
+    return Page(title=title, verdict=verdict, is_good=None, sections=sections)
 
 
-def _sections(report: Report, history: PeakHistory) -> Iterator[Section]:
+def _peaks(report: Report, history: PeakHistory) -> Iterator[Section]:
     predicted = report.prediction
     chart = history.chart(
         predicted.peak_allocated_bytes if predicted else None, report.device.capacity_bytes
@@ -44,7 +60,6 @@ def _sections(report: Report, history: PeakHistory) -> Iterator[Section]:
         yield Section(
             title="Peaks over the training", note="a line that climbs is a leak", parts=[chart]
         )
-    yield Section(title="The report in full", parts=[report.document()], is_folded=True)
 
 
 def _measured(report: Report) -> str:

@@ -48,18 +48,6 @@ def test_small_boxes_share_one():
     assert html.count('class="box') == 25
 
 
-def test_the_parts_that_a_person_would_name_are_repeated_layers_and_single_modules():
-    blocks = Node(name="h.* Block (12)", num_bytes=60, children=(leaf("mlp", 60),))
-    model = Node(
-        name="model",
-        num_bytes=80,
-        children=(blocks, Node(name="wte", num_bytes=20, children=(leaf("parameters", 20),))),
-    )
-    loss = Node(name="loss_of, train.py:12", num_bytes=40, children=(leaf("log_softmax", 40),))
-    parts = Node(name="all", num_bytes=120, children=(model, loss)).largest_parts()
-    assert [part.name for part in parts] == ["model.h.* Block (12)", loss.name, "model.wte"]
-
-
 def test_a_line_chart_has_its_marks_and_ticks():
     html = LineChart(
         lines=[Line(name="peak", points=[(1, GiB), (100, 20 * GiB)], kind="allocated")],
@@ -87,7 +75,7 @@ def test_savings_stand_in_their_groups():
     text = html.html()
     assert "same result" in text
     assert "changes the training" not in text
-    assert "width:50.0%" in text
+    assert "--share:0.500" in text
 
 
 def test_no_text_of_a_program_ends_an_element():

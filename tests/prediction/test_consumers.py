@@ -5,7 +5,6 @@ from hand_made import prediction as by_hand
 from torch import nn
 
 import memcallback as mc
-from memcallback.prediction.consumers import largest_consumers
 
 SIZE = 16
 
@@ -45,12 +44,12 @@ def predicted(loss=loss_of, model=None, optimizer=torch.optim.Adam):
 
 
 def names_of(prediction):
-    return [consumer.name for consumer in largest_consumers(prediction)]
+    return [consumer.name for consumer in prediction.consumers]
 
 
 def test_all_that_is_live_at_the_peak_is_somebodys():
     for prediction in (predicted(), by_hand(16), by_hand(16, device="cpu")):
-        found = largest_consumers(prediction)
+        found = prediction.consumers
         assert sum(consumer.num_bytes for consumer in found) == prediction.peak_allocated_bytes
         sizes = [consumer.num_bytes for consumer in found]
         assert sizes == sorted(sizes, reverse=True)
@@ -73,7 +72,7 @@ def test_a_layer_that_stands_alone_keeps_its_name():
 
 def test_memory_outside_of_modules_has_the_function_and_the_line_also_of_its_backward_pass():
     prediction = predicted()
-    largest = largest_consumers(prediction)[0]
+    largest = prediction.consumers[0]
     number = loss_of.__code__.co_firstlineno + 2
     assert largest.name.startswith("loss_of, ")
     assert largest.name.endswith(f"test_consumers.py:{number}")

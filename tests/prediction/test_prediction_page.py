@@ -9,6 +9,7 @@ from torch import nn
 import memcallback as mc
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB
+from memcallback.prediction.consumers import Peak
 from memcallback.prediction.peak_tree import peak_tree
 from memcallback.prediction.timeline import timeline_of
 
@@ -62,7 +63,15 @@ def timeline(prediction, **options):
 
 def tree(prediction):
     kinds = {module.name: module.kind for module in prediction.modules.modules}
-    return peak_tree(prediction.at_peak, prediction.origin_of, kinds)
+    return peak_tree(
+        Peak(
+            live=prediction.at_peak,
+            saved=prediction.saved,
+            origin_of=prediction.origin_of,
+            kinds=kinds,
+            phase=prediction.peak_phase,
+        )
+    )
 
 
 @pytest.mark.parametrize("device", ["24GiB", "cpu", "20MiB"])
@@ -131,6 +140,25 @@ def test_a_page_begins_with_the_answer(prediction):
 def test_measured_peaks_are_dots_on_the_prediction(prediction):
     drawn = timeline(prediction, measured={Phase.BACKWARD: 9 * MiB})
     assert "measured peak of backward: 9.00 MiB" in drawn.html()
+
+
+def test_a_measured_peak_above_the_prediction_is_on_the_chart(prediction):
+    drawn = timeline(prediction, measured={Phase.BACKWARD: 3 * prediction.peak_reserved_bytes})
+    (place,) = re.findall(r'class="measured".*?bottom:([0-9.]+)%', drawn.html(), re.DOTALL)
+    assert 80 < float(place) < 100
+
+
+def test_what_an_update_takes_for_itself_is_the_optimizers_on_the_page_too():
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    step = mc.TrainingStep(
+        model, torch.ones(1, 512), loss=lambda m, batch: m(batch).mean(), optimizer=torch.optim.Adam
+    )
+    prediction = mc.predict(step, device="24GiB")
+    assert prediction.peak_phase is Phase.OPTIMIZER_STEP
+    boxes = {child.name: child.num_bytes for child in tree(prediction).children}
+    assert boxes["optimizer step"] == prediction.by_category[Category.TEMPORARY]
+    (most,) = [line for line in prediction.page().verdict if line.startswith("Most at the peak")]
+    assert "optimizer step" in most
 
 
 def test_a_page_is_saved_whole(prediction, tmp_path):

@@ -13,7 +13,6 @@ from memcallback.batch_size.estimate import suggest
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB, brief_bytes
-from memcallback.prediction.consumers import largest_consumers
 from memcallback.prediction.textbook.law import LinearBytes
 from memcallback.report.brief import brief_report
 from memcallback.report.closing import Ending, closing_lines
@@ -21,7 +20,7 @@ from memcallback.report.console import Console
 from memcallback.report.rank_values import RankPoint, RankValues
 from memcallback.report.report import Report, Setup
 from memcallback.report.styled import Letters, letters_here, plain
-from memcallback.savings.plan import Plan, PlanRow
+from memcallback.savings.plan import Plan, PlanRow, SavingGroup
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SETUP = Setup(model="Net", optimizer="Adam", precision="bf16-mixed")
@@ -80,6 +79,9 @@ def plan():
         PlanRow(
             saving=saving,
             kind=kind,
+            group=SavingGroup.CHANGES_TRAINING
+            if saving in ("freeze all but the last layer", "SGD", "16-true")
+            else SavingGroup.SAME_RESULT,
             batch_size=16,
             peak_reserved_bytes=size * MiB,
             largest_batch_size=400,
@@ -416,6 +418,6 @@ def test_steps_that_cannot_be_compared_have_no_deviation():
 
 def test_the_largest_consumers_add_up_to_the_peak_and_have_no_root_module():
     predicted = traced(16)
-    found = largest_consumers(predicted)
+    found = predicted.consumers
     assert sum(consumer.num_bytes for consumer in found) == predicted.peak_allocated_bytes
     assert [consumer.name for consumer in found][:2] == ["net.linear", "backward of mean"]

@@ -12,6 +12,7 @@ from memcallback.core.units import format_bytes
 from memcallback.page.page import Page, Section
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.plan import PlanRow
+from memcallback.savings.plan_page import savings_section
 
 #: Live tensors to list, the largest.
 NUM_TENSORS = 10
@@ -280,7 +281,7 @@ class OutOfMemoryReport(Printable):
     def page(self, prediction: Prediction | None = None) -> Page:
         """The report as a page, with the charts of a prediction of the step that failed."""
         verdict = (self.headline(), *self.sentences(), *self.processes)
-        section = Section(
+        moment = Section(
             title="At that moment",
             note="measured",
             parts=[
@@ -288,15 +289,19 @@ class OutOfMemoryReport(Printable):
                     Code(self.error),
                     *(one for one in (self._memory_table(), self._tensor_table()) if one.rows),
                     *self.notes,
-                    self.savings_document(),
                 )
             ],
         )
         if prediction is None:
-            return Page(title="Out of memory", verdict=verdict, is_good=False, sections=[section])
-        return replace(
-            prediction.page("Out of memory", verdict=verdict, more=[section]), is_good=False
-        )
+            return Page(title="Out of memory", verdict=verdict, is_good=False, sections=[moment])
+        sections = [moment]
+        if self.savings:
+            reserved = prediction.peak_reserved_bytes
+            present = prediction.peak_allocated_bytes if reserved is None else reserved
+            sections.insert(0, savings_section(present, self.savings))
+        verdict = (*verdict, *prediction.verdict()[1:])
+        page = prediction.page("Out of memory", verdict=verdict, more=sections)
+        return replace(page, is_good=False)
 
     def savings_document(self) -> Document:
         """The savings that would help; empty if none is known."""

@@ -1,0 +1,39 @@
+"""The page of a training: a warning comes first, with the peaks that show since when."""
+
+from hand_made import prediction as traced
+
+from memcallback.core.step_memory import DeviceMemory
+from memcallback.report.history import PeakHistory
+from memcallback.report.report import Report
+from memcallback.report.training_page import training_page
+
+
+def made(**options):
+    predicted = traced(16)
+    measured = predicted.step
+    history = PeakHistory()
+    for number in range(3):
+        history.add(measured, number)
+    report = Report(
+        measured=measured,
+        prediction=predicted,
+        device=DeviceMemory(),
+        advice=None,
+        notes=("Memory grows from step to step.",),
+    )
+    return training_page(report, history, **options)
+
+
+def test_a_healthy_training_begins_with_its_peak_and_is_good():
+    page = made()
+    assert page.verdict[0].startswith("Measured peak: ")
+    assert page.is_good
+    assert page.sections[0].title == "One training step"
+
+
+def test_a_warning_comes_first_once_with_the_peaks_of_all_steps():
+    page = made(warnings=["Memory grows from step to step."])
+    assert page.verdict[0] == "Memory grows from step to step."
+    assert page.verdict.count("Memory grows from step to step.") == 1
+    assert page.is_good is False
+    assert page.sections[0].title == "Peaks over the training"
