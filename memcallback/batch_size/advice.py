@@ -55,12 +55,15 @@ class BatchSizeBounds:
         return self.world_size * self.num_microbatches
 
     @property
+    def share_of_dataset(self) -> int | None:
+        """Samples of the dataset in a rank's batch at most; None if unknown."""
+        return None if self.dataset_size is None else self.dataset_size // self.num_batches
+
+    @property
     def most(self) -> int | None:
         """The smaller of `max_batch_size` and a rank's share of the dataset; None if neither."""
-        of_rank = None if self.dataset_size is None else self.dataset_size // self.num_batches
-        return min(
-            (bound for bound in (self.max_batch_size, of_rank) if bound is not None), default=None
-        )
+        bounds = (self.max_batch_size, self.share_of_dataset)
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
         """The largest batch size up to `num_samples` that keeps the bounds and fits; 0 if none."""
@@ -185,6 +188,18 @@ class BatchSizeAdvice(Printable):
         return batch_size <= self.largest if fits_at is None else fits_at(batch_size)
 
     @property
+    def largest_in_bounds(self) -> int:
+        """The most samples that are sure to fit, and at most what is wanted and the dataset has."""
+        most = self.bounds.most
+        return self.largest if most is None else min(self.largest, most)
+
+    @property
+    def has_whole_dataset(self) -> bool:
+        """Whether a rank's whole share of the dataset is sure to fit, and no more is wanted."""
+        share = self.bounds.share_of_dataset
+        return share is not None and share == self.largest_in_bounds
+
+    @property
     def global_batch_size(self) -> int:
         """Samples in the batches of all ranks, and in all microbatches of a pipeline."""
         return self.batch_size * self.bounds.num_batches
@@ -258,34 +273,39 @@ class BatchSizeAdvice(Printable):
                 f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make it "
                 "fit."
             )
-        return (
-            f"Largest batch size: {self.batch_size:,} ({_times(self.multiple)}x the current "
-            f"{self.current_batch_size:,}{self._rounding()}). Limit: "
-            f"{format_bytes(self.capacity_bytes)} minus {100 * self.headroom:g} % headroom"
-            f"{self._architecture()}. {self.basis}."
-        )
+        largest = self.largest_in_bounds
+        times = f"{_times(self.multiple)}x the current {self.current_batch_size:,}"
+        sentences = [
+            f"Largest batch size: {largest:,}{self._bound()} with {100 * self.headroom:g} % of "
+            f"{format_bytes(self.capacity_bytes)} kept free{self._architecture()}."
+        ]
+        if largest < self.largest:
+            sentences.append(f"{self.largest:,} would fit.")
+        if self.batch_size == largest:
+            sentences.append(f"That is {times}.")
+        else:
+            multiple_of = self.bounds.multiple_of
+            is_multiple = multiple_of > 1 and not self.batch_size % multiple_of
+            multiple = f", a multiple of {multiple_of}" if is_multiple else ""
+            sentences.append(f"Suggested: {self.batch_size:,}{multiple}, {times}.")
+        return " ".join([*sentences, f"{self.basis}."])
 
     def _architecture(self) -> str:
         if self.architecture_of is None:
             return ""
         return f", with the architecture of {self.architecture_of}"
 
-    def _rounding(self) -> str:
-        """Why the suggestion is smaller than what fits."""
-        if self.batch_size == self.largest:
+    def _bound(self) -> str:
+        """What keeps the largest batch size below what would fit."""
+        if self.largest_in_bounds == self.largest:
             return ""
-        bounds = self.bounds
-        reasons = []
-        if bounds.max_batch_size is not None and bounds.max_batch_size < self.largest:
-            reasons.append(f"max_batch_size {bounds.max_batch_size:,}")
-        if (
-            bounds.dataset_size is not None
-            and bounds.dataset_size // bounds.num_batches < self.largest
-        ):
-            reasons.append(f"the dataset has {bounds.dataset_size:,} samples")
-        if not self.batch_size % bounds.multiple_of and bounds.multiple_of > 1:
-            reasons.append(f"a multiple of {bounds.multiple_of}")
-        return f"; {', '.join(reasons)}; {self.largest:,} fit"
+        if self.has_whole_dataset:
+            return (
+                " (all samples of the dataset)"
+                if self.bounds.num_batches == 1
+                else (f" (the dataset has {self.bounds.dataset_size:,} samples)")
+            )
+        return " (max_batch_size)"
 
     def to_table(self) -> Table:
         """The peak at each batch size of the curve and at the limit without a retry."""

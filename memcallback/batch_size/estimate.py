@@ -20,7 +20,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.prediction.search import BatchReplays, Limits, largest_up_to
+from memcallback.prediction.search import BatchReplays, Limits, budget, largest_up_to
 from memcallback.prediction.textbook.law import TextbookPrediction
 
 
@@ -200,11 +200,6 @@ def _limits(peaks: PeakLine | TracedPeak, free_bytes: int) -> Limits:
     return replace(limits, without_retry=smaller)
 
 
-def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> int:
-    """What the allocator may take: the capacity less the headroom and what others use."""
-    return int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
-
-
 def suggest(
     *,
     measured: StepMemory | None,
@@ -213,6 +208,7 @@ def suggest(
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
+    bounds: BatchSizeBounds = DEFAULT_BOUNDS,
 ) -> BatchSizeAdvice | None:
     """The largest batch size that `estimate` finds, in numbers."""
     result = estimate(
@@ -222,6 +218,7 @@ def suggest(
         capacity_bytes=capacity_bytes,
         outside_bytes=outside_bytes,
         headroom=headroom,
+        bounds=bounds,
     )
     return None if result is None else result.advice()
 
@@ -234,6 +231,7 @@ def estimate(
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
+    bounds: BatchSizeBounds = DEFAULT_BOUNDS,
 ) -> Estimate | None:
     """The largest batch size whose peak plus headroom stays within a capacity.
 
@@ -264,6 +262,7 @@ def estimate(
             capacity_bytes=capacity_bytes,
             outside_bytes=outside_bytes,
             headroom=headroom,
+            bounds=bounds,
         )
         if traced is not None and predicted.trace.is_far(traced.best_batch_size()):
             untried = (
@@ -297,7 +296,7 @@ def estimate(
         peaks=line,
         largest=largest,
         counts=counts,
-        bounds=DEFAULT_BOUNDS,
+        bounds=bounds,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside_bytes,
         headroom=headroom,

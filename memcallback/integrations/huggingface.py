@@ -23,6 +23,7 @@ from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
+from memcallback.record.dataset_bounds import bounds_of
 from memcallback.record.monitor import Monitor, sample_interval
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
@@ -183,7 +184,14 @@ class MemoryTrainerCallback(TrainerCallback):
 
     @fail_safe
     def _begin(
-        self, args: Any, state: Any, *, model: torch.nn.Module, optimizer: Any = None, **_: object
+        self,
+        args: Any,
+        state: Any,
+        *,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **_: object,
     ) -> None:
         self._release()
         self._state = state
@@ -206,6 +214,7 @@ class MemoryTrainerCallback(TrainerCallback):
             ),
             is_main=state.is_world_process_zero,
             progress=self._progress,
+            bounds=bounds_of(train_dataloader, args.world_size),
         )
         if args.n_gpu > 1:
             self._monitor.notes = (*self._monitor.notes, _SEVERAL_DEVICES)

@@ -17,7 +17,7 @@ from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
-from memcallback.core.validation import whole_number
+from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
 from memcallback.page.page import Page, Section
 from memcallback.page.step_page import step_page
@@ -239,6 +239,8 @@ class Prediction(Printable):
         """Fill in `limits`; only for a prediction that nobody else has yet."""
         replays = BatchReplays(self.trace, self.device, self.settings)
         limits = replays.limits(self.batch_size)
+        with_headroom = replays.largest_with_headroom(self.batch_size, limits.at_all)
+        limits = replace(limits, with_headroom=with_headroom)
         object.__setattr__(self, "limits", limits)
         return self
 
@@ -284,7 +286,9 @@ class Prediction(Printable):
             tree=peak_tree(self._peak),
             by_category=self.by_category,
             curve=batch_size_chart(
-                BatchReplays(self.trace, self.device, self.settings), self.batch_size, self.limit
+                BatchReplays(self.trace, self.device, self.settings),
+                self.batch_size,
+                self.largest_batch_size,
             ),
             more=more,
             caveats=self.caveats,
@@ -349,15 +353,17 @@ class Prediction(Printable):
         if not self.trace.is_any_batch_size_known:
             lines.append("The largest batch size is unknown: only this batch size was traced.")
         elif self.limit is not None and self.limit_without_retry is not None:
-            limits = f"{self.limit:,}"
-            if not is_host:
-                limits = f"{self.limit_without_retry:,} without a retry, {limits} with retries"
+            limits = f"{self.limit:,} with nothing kept free"
+            if not is_host and self.limit_without_retry < self.limit:
+                limits += f", {self.limit_without_retry:,} of it without a retry"
+            if self.largest_batch_size is not None:
+                limits = f"{self.largest_batch_size:,} with {KEPT_FREE}, {limits}"
             assumed = "A larger batch is assumed to need no less memory"
             if self.trace.is_far(self.limit):
                 assumed += (
                     f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
                 )
-            largest = f"Largest batch size: {limits}, with nothing kept free."
+            largest = f"Largest batch size: {limits}."
             if self.limits is None or self.limits.fits_again is None:
                 lines.append(f"{largest} {assumed}.")
             else:
@@ -379,6 +385,7 @@ class Prediction(Printable):
             "fits": self.fits,
             "fits_without_retry": self.fits_without_retry,
             "out_of_memory": self.out_of_memory,
+            "largest_batch_size": self.largest_batch_size,
             "limit_batch_size": self.limit,
             "limit_without_retry_batch_size": self.limit_without_retry,
             "limit_fits_again_batch_size": self.limits.fits_again if self.limits else None,
@@ -420,6 +427,15 @@ class Prediction(Printable):
     def capacity_bytes(self) -> int | None:
         """The device's memory; None if that of a CPU is unknown."""
         return self.device.capacity_bytes
+
+    @property
+    def largest_batch_size(self) -> int | None:
+        """The most samples that are sure to fit, with 5 % of the device kept free.
+
+        0 if not even one is; None if unknown or unlimited. `suggest_batch_size` and `what_if` find
+        the same with their default headroom.
+        """
+        return self.limits.with_headroom if self.limits else None
 
     @property
     def limit(self) -> int | None:

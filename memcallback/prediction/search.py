@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memcallback.core.step_memory import largest
+from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
@@ -76,7 +77,7 @@ def crossing(value: Callable[[int], int], bound: int, *, first: int, second: int
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The largest batch sizes that fit with nothing kept free.
+    """The largest batch sizes that fit, all but one with nothing kept free.
 
     Attributes:
         at_all: The largest that fits, below the first known to fail; 0 if none does; None if
@@ -85,11 +86,14 @@ class Limits:
             make room.
         fits_again: A larger size known to fit, though the one after `at_all` does not: blocks fit
             into each other differently at each size. None if there is none.
+        with_headroom: The largest up to `without_retry` with `DEFAULT_HEADROOM` of the device kept
+            free.
     """
 
     at_all: int | None
     without_retry: int | None
     fits_again: int | None = None
+    with_headroom: int | None = None
 
 
 def gap_sentence(limit: int, fits_again: int) -> str:
@@ -98,6 +102,11 @@ def gap_sentence(limit: int, fits_again: int) -> str:
         f"{limit + 1:,} samples do not fit, but {fits_again:,} do: how well blocks fill gaps "
         "differs from size to size."
     )
+
+
+def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> int:
+    """What the allocator may take: the capacity less the headroom and what others use."""
+    return int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
 
 
 class _Outcome(NamedTuple):
@@ -194,6 +203,21 @@ class BatchReplays:
             else largest_up_to(at_all, self.fits_without_retry),
             fits_again=fitting if fitting > at_all else None,
         )
+
+    def largest_with_headroom(self, start: int, at_all: int | None) -> int | None:
+        """The largest batch size up to a limit with `DEFAULT_HEADROOM` of the device kept free."""
+        capacity_bytes = self.device.capacity_bytes
+        if capacity_bytes is None or at_all is None:
+            return None
+        budget_bytes = budget(capacity_bytes, DEFAULT_HEADROOM, self.device.outside_bytes)
+
+        def fits(batch_size: int) -> bool:
+            return (
+                self.fits_without_retry(batch_size) and self.peak_bytes(batch_size) <= budget_bytes
+            )
+
+        found = self.largest(fits, start=start)
+        return found if found is None or found <= at_all else largest_up_to(at_all, fits)
 
     def _tried_here(self) -> list[int]:
         """The batch sizes that were replayed on this device."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memcallback.batch_size.advice import BatchSizeBounds
 from memcallback.core.errors import fail_safe
 from memcallback.core.files import place_of
 from memcallback.core.step_memory import StepMemory
@@ -21,7 +22,7 @@ from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor
-from memcallback.record.rank_exchange import rank_here
+from memcallback.record.rank_exchange import num_ranks_here, rank_here
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
 from memcallback.record.settings import MonitorSettings
@@ -55,6 +56,7 @@ class MemoryLog:
         isolate: As for `memcallback.predict`.
         timeout_s: As for `memcallback.predict`.
         verbose: How much is printed (see `MemoryCallback`).
+        dataset_size: Samples in the training set, shared by all ranks: no more are suggested.
 
     Raises:
         ValueError: If the device is unknown or has no known size; or if a number is out of range.
@@ -86,6 +88,7 @@ class MemoryLog:
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
         verbose: int = BRIEF,
+        dataset_size: int | None = None,
     ) -> None:
         if not isinstance(recorder, MemoryRecorder):
             raise TypeError(
@@ -115,6 +118,7 @@ class MemoryLog:
         self._last_point = recorder.num_updates
         self._is_broken = False
         self._is_closed = False
+        bounds = BatchSizeBounds(dataset_size=dataset_size, world_size=num_ranks_here())
         #: The results of the original, in a copy; None in a log that was made.
         self._copied: Results | None = None
         is_main = not rank_here()
@@ -124,6 +128,7 @@ class MemoryLog:
             print_fn=print if is_main else lambda _: None,
             folder=None if log_dir is None else place_of(log_dir),
             is_main=is_main,
+            bounds=bounds,
         )
         self._step: TrainingStep | None = None
         recorder.listen(self)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.files import inside, write_file
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
@@ -101,6 +102,7 @@ class Monitor:
         is_main: bool,
         loggers: Sequence[Any] = (),
         progress: Callable[[], Progress] = Progress,
+        bounds: BatchSizeBounds = DEFAULT_BOUNDS,
         complete: Callable[[Report], Report] = lambda report: report,
     ) -> None:
         target = settings.target
@@ -119,6 +121,7 @@ class Monitor:
         self._is_waited_for = settings.wait_for_prediction or not settings.isolate
         self._folder = folder
         self._progress = progress
+        self._bounds = bounds
         self._complete = complete
         self._exchange = RankExchange.of_job()
         self._ranks: RankValues | None = None
@@ -465,6 +468,7 @@ class Monitor:
             device=device,
             capacity_bytes=self._settings.capacity_bytes,
             headroom=self._settings.headroom,
+            bounds=self._bounds,
             notes=(*self.notes, *map(str, findings)),
         )
         if not self._setup.model:  # a recorder may get its model after a log was made

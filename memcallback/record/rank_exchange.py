@@ -58,6 +58,11 @@ def rank_here() -> int | None:
     return distributed.get_rank() if distributed.get_world_size() > 1 else None
 
 
+def num_ranks_here() -> int:
+    """The number of ranks of this job."""
+    return 1 if rank_here() is None else torch.distributed.get_world_size()
+
+
 class RankExchange:
     """Sends this rank's points, and on rank zero receives those of the others.
 

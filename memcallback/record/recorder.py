@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.module_table import ModuleInfo, ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, StepMemory
@@ -377,6 +378,7 @@ class MemoryRecorder:
         device: DeviceMemory | None = None,
         capacity_bytes: int | None = None,
         headroom: float = DEFAULT_HEADROOM,
+        bounds: BatchSizeBounds = DEFAULT_BOUNDS,
         notes: tuple[str, ...] = (),
     ) -> Report:
         """Compare the recorded steps with a prediction; suggest the largest batch size that fits.
@@ -390,6 +392,7 @@ class MemoryRecorder:
                 that trains.
             headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and
                 below 1.
+            bounds: What bounds the batch size besides memory, such as the size of the dataset.
             notes: More notes for the reader, one sentence each.
 
         Raises:
@@ -401,6 +404,7 @@ class MemoryRecorder:
             device=device,
             capacity_bytes=capacity_bytes,
             headroom=headroom,
+            bounds=bounds,
             notes=notes,
         )
 

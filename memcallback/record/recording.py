@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, StepMemory, larger, largest
@@ -122,6 +123,7 @@ class Recording:
         device: DeviceMemory | None = None,
         capacity_bytes: int | None = None,
         headroom: float = DEFAULT_HEADROOM,
+        bounds: BatchSizeBounds = DEFAULT_BOUNDS,
         notes: tuple[str, ...] = (),
     ) -> Report:
         """As `MemoryRecorder.report`, of steps on a device."""
@@ -144,6 +146,7 @@ class Recording:
             else capacity_bytes,
             outside_bytes=outside_bytes,
             headroom=headroom,
+            bounds=bounds,
         )
         setup = Setup()
         if capacity_bytes is not None:

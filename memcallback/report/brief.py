@@ -241,10 +241,16 @@ def _advice_text(advice: BatchSizeAdvice, report: Report) -> str:
         return f"not even one sample is sure to fit with {kept_free}"
     formula = isinstance(report.prediction, TextbookPrediction) and not advice.is_measured
     by = ", by a rough formula" if formula else ""
-    return (
-        f"{advice.batch_size:,} is the largest that fits with {kept_free}{by} "
-        f"(now {advice.current_batch_size:,})"
-    )
+    now = f"(now {advice.current_batch_size:,})"
+    largest = f"{advice.largest_in_bounds:,}"
+    if advice.has_whole_dataset:
+        whole = (
+            f"a rank's whole share of the training set ({largest})"
+            if advice.bounds.world_size > 1
+            else f"the whole training set ({largest})"
+        )
+        return f"{whole} fits with {kept_free}{by} {now}"
+    return f"{largest} is the largest that fits with {kept_free}{by} {now}"
 
 
 def _deviation(report: Report) -> Iterator[Line]:

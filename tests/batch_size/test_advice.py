@@ -53,13 +53,26 @@ def test_the_batches_of_all_ranks_are_one():
 
 def test_the_sentence_says_what_bounded_it():
     assert (
-        "Largest batch size: 48 (4.80x the current 10; max_batch_size 50, a multiple of 8; 100 fit)"
-        in advice(100, max_batch_size=50).sentence()
+        "Largest batch size: 50 (max_batch_size) with 0 % of 1024.00 MiB kept free. 100 would fit. "
+        "Suggested: 48, a multiple of 8, 4.80x the current 10."
+    ) in advice(100, max_batch_size=50).sentence()
+    assert "Largest batch size: 60 (all samples of the dataset) with" in (
+        advice(100, dataset_size=60).sentence()
     )
-    assert "the dataset has 60 samples" in advice(100, dataset_size=60).sentence()
+    assert "Largest batch size: 15 (the dataset has 60 samples) with" in (
+        advice(100, dataset_size=60, world_size=4).sentence()
+    )
     assert (
-        "Largest batch size: 96 (9.60x the current 10). Limit: 1024.00 MiB" in advice(96).sentence()
-    )
+        "Largest batch size: 96 with 0 % of 1024.00 MiB kept free. That is 9.60x the current 10."
+    ) in advice(96).sentence()
+
+
+def test_a_dataset_that_fits_is_all_that_is_suggested():
+    assert advice(100, dataset_size=60).has_whole_dataset
+    assert advice(100, dataset_size=60).largest_in_bounds == 60
+    assert not advice(40, dataset_size=60).has_whole_dataset
+    assert not advice(100, dataset_size=60, max_batch_size=50).has_whole_dataset
+    assert not advice(100).has_whole_dataset
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def test_a_measured_step_gives_the_largest_batch_within_capacity_less_headroom()
     assert advice.largest == 94
     assert advice.multiple == 8.8
     assert (
-        "Largest batch size: 88 (8.80x the current 10; a multiple of 8; 94 fit)"
-        in advice.sentence()
+        "Largest batch size: 94 with 5 % of 100.00 GiB kept free. Suggested: 88, a multiple of 8, "
+        "8.80x the current 10." in advice.sentence()
     )
 
 

@@ -52,6 +52,20 @@ def test_the_advice_says_the_same_limits(step, prediction):
     assert advice.to_dict()["limit_fits_again_batch_size"] == advice.limit_fits_again
 
 
+@pytest.mark.parametrize("device", ["NVIDIA L4", SMALL])
+def test_predict_suggest_and_what_if_say_the_same_number(step, device):
+    prediction = mc.predict(step, device=device)
+    advice = mc.suggest_batch_size(step, device=device)
+    assert prediction.largest_batch_size == advice.largest == advice.largest_in_bounds
+    largest = f"Largest batch size: {advice.largest:,} with 5 %"
+    assert advice.sentence().startswith(largest)
+    assert prediction.verdict()[1].startswith(largest)
+    assert prediction.to_dict()["largest_batch_size"] == advice.largest
+    fit = prediction.at(advice.largest).peak_reserved_bytes
+    assert fit <= 0.95 * prediction.capacity_bytes - prediction.device.outside_bytes
+    assert advice.largest <= prediction.limit_without_retry
+
+
 def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     advice = mc.suggest_batch_size(step, device="1GiB")
     of_each = {
@@ -61,7 +75,7 @@ def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     assert of_each["H100"].largest < of_each["A100"].largest  # or the test shows nothing
     assert advice.largest == of_each["H100"].largest
     assert advice.architecture_of == "NVIDIA H100 80GB HBM3"
-    assert "headroom, with the architecture of NVIDIA H100 80GB HBM3." in advice.sentence()
+    assert "kept free, with the architecture of NVIDIA H100 80GB HBM3." in advice.sentence()
     assert (
         f"{of_each['A100'].largest} would fit with the architecture of NVIDIA A100-SXM4-80GB."
     ) in advice.caveats

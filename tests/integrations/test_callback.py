@@ -588,7 +588,7 @@ def test_the_report_is_printed_once_and_one_line_at_the_end(tmp_path, capsys):
     printed = capsys.readouterr().out
     title = "memcallback │ Automatic · batch 8 · Adam · 32-true · CPU ("
     assert printed.count(title) == 1
-    assert printed.count("is the largest that fits with 5 % kept free (now 8)") == 1
+    assert printed.count("the whole training set (32) fits with 5 % kept free (now 8)") == 1
     assert printed.count("--logdir") == 1
     report = printed[printed.index(title) :].splitlines()
     assert len(report) - 1 <= 18

@@ -107,6 +107,12 @@ def test_each_step_has_its_phases_batch_size_and_update(trained):
     assert [step.is_warm_up for step in callback.recorder.steps] == [True] + [False] * 5
 
 
+def test_no_more_is_suggested_than_the_training_set_has(trained):
+    callback, trainer, _ = trained
+    assert callback.report.advice.bounds.dataset_size == len(trainer.train_dataset)
+    assert callback.report.advice.has_whole_dataset
+
+
 def test_the_step_is_predicted_before_it_first_runs_and_is_what_is_measured(trained):
     callback, _, _ = trained
     assert isinstance(callback.prediction, mc.Prediction)

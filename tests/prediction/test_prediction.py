@@ -289,8 +289,9 @@ def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
 def test_the_words_about_a_cpu():
     assert host_prediction(capacity_bytes=800 * MiB).verdict() == (
         "Fits. The CPU has 800.00 MiB.",
-        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).limit}, with nothing "
-        "kept free. A larger batch is assumed to need no less memory.",
+        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).largest_batch_size} with "
+        f"5 % kept free, {host_prediction(capacity_bytes=800 * MiB).limit} with nothing kept free. "
+        "A larger batch is assumed to need no less memory.",
     )
     assert (
         host_prediction(capacity_bytes=3 * MiB)

@@ -261,3 +261,12 @@ def test_bad_arguments_are_refused(parts, arguments, options, error, text):
     first, *rest = arguments
     with pytest.raises(error, match=text):
         mc.MemoryLog(first or mc.MemoryRecorder(*parts), *rest, log_dir=None, **options)
+
+
+def test_no_more_samples_are_suggested_than_the_dataset_has(parts, capsys):
+    recorder = mc.MemoryRecorder(*parts)
+    recorder.watch()
+    mc.MemoryLog(recorder, step_of(*parts), log_dir=None, dataset_size=50)
+    train(*parts, num_steps=2)
+    assert "the whole training set (50) fits with 5 % kept free (now 16)" in capsys.readouterr().out
+    recorder.close()

@@ -9,6 +9,7 @@ import pytest
 from hand_made import law
 from hand_made import prediction as traced
 
+from memcallback.batch_size.advice import BatchSizeBounds
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.types import Category, Kind, Phase
@@ -37,6 +38,14 @@ def as_measured(step, *, more_in_backward=0, **changes):
     source = "CUDA caching allocator"
     return replace(
         step, kind=Kind.MEASURED, source=source, windows=windows, **({"index": 1} | changes)
+    )
+
+
+def suggested(bounds):
+    """Advice for a step on a device of 1 GiB."""
+    predicted = traced(16)
+    return suggest(
+        measured=as_measured(predicted.step), predicted=predicted, capacity_bytes=GiB, bounds=bounds
     )
 
 
@@ -75,13 +84,12 @@ def plan():
         "expandable_segments": ("allocator", 40, 0.0),
         "zero_grad before forward": ("zero_grad", 45, 0.0),
     }
+    changing = ("freezing", "optimizer", "precision")
     tried = tuple(
         PlanRow(
             saving=saving,
             kind=kind,
-            group=SavingGroup.CHANGES_TRAINING
-            if saving in ("freeze all but the last layer", "SGD", "16-true")
-            else SavingGroup.SAME_RESULT,
+            group=SavingGroup.CHANGES_TRAINING if kind in changing else SavingGroup.SAME_RESULT,
             batch_size=16,
             peak_reserved_bytes=size * MiB,
             largest_batch_size=400,
@@ -102,6 +110,18 @@ def test_the_brief_report_reads_as_it_did(request):
     if request.config.getoption("--overwrite-golden"):
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8")
+
+
+def test_a_training_set_that_fits_is_named_with_its_size():
+    share = {"dataset_size": 200}
+    made = report(advice=suggested(BatchSizeBounds(**share)))
+    assert "batch size   the whole training set (200) fits with 5 % kept free (now 16)" in (
+        text_of(made)
+    )
+    made = report(advice=suggested(BatchSizeBounds(**share, world_size=2)))
+    assert "a rank's whole share of the training set (100) fits" in text_of(made)
+    made = report(advice=suggested(BatchSizeBounds(dataset_size=10**6)))
+    assert "218 is the largest that fits with 5 % kept free (now 16)" in text_of(made)
 
 
 def test_it_has_about_18_lines_of_at_most_100_columns():

@@ -50,6 +50,7 @@ from memcallback.integrations.lightning.trainer.step import (
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.predict_or_warn import device_or_error
 from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.record.dataset_bounds import bounds_of
 from memcallback.record.monitor import Monitor, sample_interval
 from memcallback.record.oom_response import explain_or_warn, is_new_shortage, respond
 from memcallback.record.rank_exchange import rank_here
@@ -353,6 +354,7 @@ class MemoryCallback(Callback):
             is_main=trainer.is_global_zero,
             loggers=trainer.loggers,
             progress=lambda: progress_of(trainer),
+            bounds=bounds_of(trainer.train_dataloader, trainer.world_size),
             complete=lambda report: self._complete(report, trainer.accumulate_grad_batches),
         )
 
