@@ -1563,6 +1563,30 @@ def raw_manual_optimization():
     return lightning(RawManual())
 
 
+# --- lengths --------------------------------------------------------------------------------------
+
+
+def ctc(model, batch, lengths, **options):
+    """A CTC loss of texts with room for 9 letters, whose lengths the host has."""
+    scores = model(batch[0]).log_softmax(-1).transpose(0, 1)
+    targets = torch.ones(4, 9, dtype=torch.int64, device=scores.device)
+    return F.ctc_loss(scores, targets, *lengths, **options)
+
+
+@case
+def a_ctc_loss_with_a_list_of_lengths():
+    batch = [torch.randn(4, 20, 32), torch.zeros(4)]
+    return plain(mlp(), batch=batch, loss=partial(ctc, lengths=([20] * 4, [3, 6, 4, 5])))
+
+
+@case
+def a_ctc_loss_with_a_tensor_of_lengths():
+    batch = [torch.randn(4, 20, 32), torch.zeros(4)]
+    lengths = torch.full((4,), 20), torch.tensor([3, 6, 4, 5])
+    loss = partial(ctc, lengths=lengths, reduction="sum", zero_infinity=True)
+    return plain(mlp(), batch=batch, loss=loss)
+
+
 # --- the real run ---------------------------------------------------------------------------------
 
 _BOUNDARY = "user_code::boundary"

@@ -349,3 +349,61 @@ def test_a_batch_of_any_size_takes_no_memory_of_the_host():
         nn.Embedding(10, 2), torch.arange(8), loss=lambda model, batch: model(batch).sum()
     )
     assert mc.predict(step, device=CARD, batch_size=1 << 40).peak_allocated_bytes > 1 << 43
+
+
+def ctc(lengths, times=50):
+    """A step with a CTC loss of texts of these lengths, with room for 20 letters."""
+
+    def loss(model, batch):
+        targets = torch.ones(len(batch), 20, dtype=torch.int64, device=batch.device)
+        scores = model(batch).log_softmax(-1).transpose(0, 1)
+        of_targets = lengths(model, batch)
+        of_inputs = torch.full((len(batch),), times)
+        if isinstance(of_targets, list):
+            of_inputs = of_inputs.tolist()
+        return F.ctc_loss(scores, targets, of_inputs, of_targets)
+
+    return mc.TrainingStep(nn.Linear(8, 40), torch.zeros(4, times, 8), loss=loss)
+
+
+def table_bytes(prediction):
+    """The largest tensor that the loss itself makes: a table of its targets at each time."""
+    return max(
+        event.size_bytes
+        for event in prediction.trace.traced.trace.events
+        if getattr(event, "operator", "") == "aten::new_empty"
+    )
+
+
+CTC_LENGTHS = {
+    "list": lambda model, batch: [6, 9, 5, 7, 8][: len(batch)],
+    "tensor on the host": lambda model, batch: torch.tensor([6, 9, 5, 7, 8][: len(batch)]),
+    "tensor on the device": lambda model, batch: torch.full((len(batch),), 9, device=batch.device),
+}
+
+
+@pytest.mark.parametrize("device", [CARD, "cpu"])
+@pytest.mark.parametrize("name", CTC_LENGTHS)
+def test_the_table_of_a_ctc_loss_is_as_long_as_the_longest_known_target(name, device):
+    prediction = mc.predict(ctc(CTC_LENGTHS[name]), device=device)
+    assert table_bytes(prediction) == 4 * 50 * (2 * 9 + 1) * 4
+    assert not any("CTC" in caveat for caveat in prediction.caveats)
+
+
+def test_targets_of_a_ctc_loss_whose_lengths_are_unknown_fill_their_tensor_and_that_is_said():
+    def lengths(model, batch):
+        return model.weight.sum(1)[: len(batch)].to(torch.int64)
+
+    prediction = mc.predict(ctc(lengths), device=CARD)
+    assert table_bytes(prediction) == 4 * 50 * (2 * 20 + 1) * 4
+    assert any("CTC loss have unknown lengths" in caveat for caveat in prediction.caveats)
+
+
+def test_a_long_ctc_loss_is_known_at_batch_sizes_at_which_its_kernel_does_more():
+    def lengths(model, batch):
+        return torch.full((len(batch),), 9)
+
+    small, large = (
+        mc.predict(ctc(lengths, times=200), device=CARD, batch_size=size) for size in (4, 64)
+    )
+    assert small.at(64).step == large.step

@@ -106,7 +106,37 @@ def layers(width, num_layers, activation):
     return nn.Sequential(nn.Linear(2, width), activation(), *hidden, nn.Linear(width, 1))
 
 
+class Letters(nn.Module):
+    """Scores of letters at each time of a recording."""
+
+    def __init__(self):
+        super().__init__()
+        self.letters = nn.Linear(64, 40)
+
+    def forward(self, x):
+        return self.letters(x).transpose(0, 1).log_softmax(-1)
+
+
+def ctc(**options):
+    """A CTC loss of texts whose lengths the host has, with room for longer ones."""
+
+    def loss(model, batch):
+        samples, times = batch.shape[:2]
+        targets = torch.ones(samples, 30, dtype=torch.int64, device=batch.device)
+        lengths = torch.arange(samples) % 12 + 5
+        return F.ctc_loss(model(batch), targets, torch.full((samples,), times), lengths, **options)
+
+    return {"loss": loss}
+
+
 PROGRAMS = {
+    "ctc": lambda: (Letters(), torch.zeros(16, 150, 64), ctc()),
+    "ctc-long": lambda: (Letters(), torch.zeros(16, 500, 64), ctc()),
+    "ctc-long-finite": lambda: (
+        Letters(),
+        torch.zeros(16, 500, 64),
+        ctc(zero_infinity=True, reduction="sum"),
+    ),
     "slopes": lambda: (layers(256, 3, nn.ReLU), torch.zeros(8192, 2), {"loss": slopes}),
     "curvature": lambda: (layers(64, 2, nn.Tanh), torch.zeros(4096, 2), {"loss": curvature}),
     "pairs": lambda: (Pairs(), torch.zeros(4096, 64), {}),

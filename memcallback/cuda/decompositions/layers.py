@@ -1,4 +1,4 @@
-"""Simple layers, decomposed as on CUDA: dropout, linear, softmax, norms, one_hot, the CTC loss."""
+"""Simple layers, decomposed as on CUDA: dropout, linear, softmax, norms, one_hot."""
 
 from __future__ import annotations
 
@@ -58,57 +58,6 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return torch.zeros(*self.shape, num_classes, dtype=self.dtype, device=self.device).scatter_(
         -1, self.unsqueeze(-1), 1
     )
-
-
-def ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: int = 1,
-    zero_infinity: bool = False,
-) -> torch.Tensor:
-    """The CTC loss with PyTorch's own kernel: `ctc_loss_gpu_template` (cuda/LossCTC.cu).
-
-    Assumes that the longest target is as long as `targets` allows, as data loaders pad it.
-    """
-    steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
-    longest = (
-        max(target_lengths) if isinstance(target_lengths, (list, tuple)) else targets.shape[-1]
-    )
-    apply: Callable[..., torch.Tensor] = _CtcLoss.apply
-    loss = apply(log_probs, targets, batch, steps * (2 * longest + 1))
-    if zero_infinity:
-        loss = torch.where(
-            loss == float("inf"), torch.zeros((), dtype=loss.dtype, device=loss.device), loss
-        )
-    if reduction == 1:
-        lengths = torch.empty(batch, dtype=loss.dtype, device=loss.device).clamp_min(1)
-        return (loss / lengths).mean()
-    return loss.sum() if reduction == 2 else loss
-
-
-class _CtcLoss(torch.autograd.Function):
-    """The allocations of `_ctc_loss` and its backward; its fake kernel reads the lengths."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, batch: int, table: int
-    ) -> torch.Tensor:
-        loss, log_alpha = (
-            log_probs.new_empty(batch if log_probs.dim() == 3 else ()),
-            log_probs.new_empty(batch, table),
-        )
-        ctx.save_for_backward(log_probs, targets, loss, log_alpha)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        log_probs, _, _, log_alpha = ctx.saved_tensors
-        log_beta = torch.empty_like(log_alpha)
-        del log_beta
-        return torch.empty_like(log_probs, memory_format=torch.contiguous_format), None, None, None
 
 
 def softmax(name: str, function: Any) -> Composite:

@@ -20,6 +20,7 @@ from memcallback.core.torch_private import (
 )
 from memcallback.cuda.decompositions import layers, rnn
 from memcallback.cuda.decompositions.attention import scaled_dot_product_attention
+from memcallback.cuda.decompositions.ctc import ctc_loss
 from memcallback.cuda.decompositions.layers import Composite, own_decomposition
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
 from memcallback.cuda.decompositions.sparse import sparse_decomposition
@@ -43,9 +44,7 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
         "group_norm": layers.group_norm,
         "linear": layers.linear,
         "one_hot": layers.one_hot,
-        "ctc_loss.IntList": layers.ctc_loss,
-        "ctc_loss.Tensor": layers.ctc_loss,
-        **packed_kernels(),
+        **_of_lengths(),
         **rnn.rnn_kernels(device),
     }
 
@@ -61,7 +60,12 @@ def decomposition_of(call: OpCall, *, is_wrapped: bool) -> Composite | None:
 
 
 def _kernels_on(card: DeviceSpec | None) -> Mapping[str, Composite]:
-    return packed_kernels() if card is None else composite_kernels(card)
+    return _of_lengths() if card is None else composite_kernels(card)
+
+
+def _of_lengths() -> Mapping[str, Composite]:
+    """Operators whose fake kernels would read lengths, on any device."""
+    return {**packed_kernels(), "ctc_loss.IntList": ctc_loss, "ctc_loss.Tensor": ctc_loss}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.cuda.kernels.reduction import Reducer, add_reduction
-from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, accumulate_bytes
+from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, accumulate_bytes, dense_bytes
 
 
 def _full_bytes(call: OpCall) -> int:
@@ -116,7 +116,42 @@ def _nll_loss2d(call: OpCall) -> Kernel:
     return kernel.build()
 
 
+def _ctc_loss_backward(call: OpCall) -> Kernel:
+    """`ctc_loss_backward_gpu_template` (LossCTC.cu): lengths, offsets, a table as of the forward.
+
+    Where much is computed, it sums over that table (`logsumexp`) before it collects the gradient,
+    and copies the gradient to take infinite losses out.
+    """
+    log_probs, log_alpha = call.arguments[1], call.arguments[6]
+    zero_infinity = call.arguments[8]
+    num_times, batch_size, num_labels = log_probs.shape
+    is_large = 2 * num_times + 24 * batch_size // 10 + 2 * num_labels // 10 > 450
+    kernel = KernelBuilder()
+    target_lengths, input_lengths, offsets = (kernel.alloc(8 * batch_size) for _ in range(3))
+    log_beta, gradient = kernel.alloc(dense_bytes(log_alpha)), None
+    if is_large and zero_infinity:
+        gradient = kernel.alloc(dense_bytes(log_probs))
+    else:
+        kernel.output(0)
+    if is_large:
+        num_rows = batch_size * num_times
+        num_blanks = (log_alpha.shape[2] + 1) // 2
+        row_bytes = num_rows * log_probs.element_size()
+        blanks, largest = kernel.alloc(num_blanks * row_bytes), kernel.alloc(row_bytes)
+        absolute, is_infinite = kernel.alloc(row_bytes), kernel.alloc(num_rows)
+        kernel.free(is_infinite, absolute)
+        powers, total = kernel.alloc(num_blanks * row_bytes), kernel.alloc(row_bytes)
+        kernel.free(powers, largest, total, blanks)
+    if gradient is not None:
+        zero, is_lost = kernel.alloc(log_probs.element_size()), kernel.alloc(batch_size)
+        kernel.output(0)
+        kernel.free(is_lost, zero, gradient)
+    kernel.free(log_beta, input_lengths, target_lengths, offsets)
+    return kernel.build()
+
+
 RULES: dict[str, Rule] = {
+    "_ctc_loss_backward": _ctc_loss_backward,
     "binary_cross_entropy": _in_place,
     "soft_margin_loss": _in_place,
     "mse_loss": _beside,

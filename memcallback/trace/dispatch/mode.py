@@ -23,6 +23,7 @@ from memcallback.core.torch_private import (
     tree_map_only,
 )
 from memcallback.core.types import Category, Phase
+from memcallback.cuda.decompositions.ctc import ctc_forward
 from memcallback.cuda.decompositions.packed_sequences import pack_padded
 from memcallback.cuda.decompositions.registry import decomposition_of
 from memcallback.cuda.op_call import OpCall, tensors_of
@@ -185,6 +186,13 @@ class TraceMode(FakeTensorMode):
         """What runs instead of a composite operator; None for a primitive one."""
         if call.op is _aten._pack_padded_sequence.default:
             return partial(pack_padded, assumed=self.assumed, on_host=self.placement.on_host)
+        if call.operator == "aten::_ctc_loss":
+            return partial(
+                ctc_forward,
+                known=self.values.get,
+                assumed=self.assumed,
+                is_cuda=self.spec is not None,
+            )
         return decomposition_of(call, is_wrapped=self._is_in_wrapper)
 
     def _run_decomposition(self, decomposition: Callable[..., Any], call: OpCall) -> object:
