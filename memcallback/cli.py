@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
+from memcallback.commands.answer import versions
+from memcallback.commands.arguments import EXAMPLE
 from memcallback.commands.machine import add_devices
 from memcallback.commands.model import add_layers
 from memcallback.commands.report import add_report
@@ -14,12 +17,33 @@ from memcallback.core.code_lines import own_traceback
 from memcallback.core.visible import visible
 from memcallback.step.importer import UsageError
 
+#: By name, what adds each command with its arguments.
+_COMMANDS = {
+    "predict": add_predict,
+    "suggest": add_suggest,
+    "what-if": add_what_if,
+    "report": add_report,
+    "layers": add_layers,
+    "export": add_export,
+    "devices": add_devices,
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 2 is the exit code of everything that a user can mend."""
+    """Run the command line.
+
+    Returns:
+        The exit code: 0; 1 where a check failed that was asked for; 2 for what a user can mend.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     try:
-        arguments = _parser().parse_args(argv)
-        arguments.command(arguments)
+        _check_command(words[0])
+        arguments = parser.parse_args(words)
+        code: int | None = arguments.command(arguments)
     except UsageError as error:
         message = visible(" ".join(str(error).split()))
         if error.__cause__ is not None:
@@ -31,23 +55,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"memcallback: error: {error}. Install it: pip install {error.name}.", file=sys.stderr
         )
         return 2
-    return 0
+    return code or 0
+
+
+def _check_command(word: str) -> None:
+    """Refuse a command that there is not, and name the one that was meant."""
+    if word.startswith("-") or word in _COMMANDS:
+        return
+    near = get_close_matches(word.replace("_", "-"), _COMMANDS, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(_COMMANDS)}."
+    raise UsageError(f"there is no command {word!r}. {hint}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memcallback",
         description="See where device memory goes while a PyTorch model trains, and what fits.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (
-        add_predict,
-        add_suggest,
-        add_what_if,
-        add_report,
-        add_layers,
-        add_export,
-        add_devices,
-    ):
+    for add in _COMMANDS.values():
         add(commands)
     return parser
+
+
+class _ShowVersion(argparse.Action):
+    """Prints the versions when it is met, so that nothing is read for them otherwise."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        known = versions()
+        print(
+            f"memcallback {known['memcallback_version']}, "
+            f"PyTorch {known['torch_version'] or 'not installed'}"
+        )
+        parser.exit()

@@ -4,8 +4,11 @@ import errno
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
+import textwrap
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from hand_made import batch_trace
 
 import memcallback
 from memcallback.cli import main
-from memcallback.devices.catalogue import Device
+from memcallback.devices.catalogue import Device, find_device
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.prediction import Prediction
 
@@ -325,11 +328,46 @@ def test_an_error_of_a_users_data_comes_with_its_traceback(capfd):
     assert "neither a train_dataloader that gives a batch (OSError: the disk is gone)" in err
 
 
-def test_without_a_command_the_exit_code_is_2(capsys):
+def test_without_a_command_the_help_is_printed_and_the_exit_code_is_2(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "usage: memcallback" in err
+    assert "what-if" in err
+
+
+def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit) as raised:
-        main([])
-    assert raised.value.code == 2
-    assert "usage: memcallback" in capsys.readouterr().err
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == (
+        f"memcallback {memcallback.__version__}, PyTorch {version('torch')}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("predct", "there is no command 'predct'. Did you mean predict?"),
+        ("what_if", "there is no command 'what_if'. Did you mean what-if?"),
+        ("xyz", "there is no command 'xyz'. There are predict, suggest, what-if, report, layers, export"),
+    ],
+)
+def test_of_a_command_that_there_is_not_the_one_that_was_meant_is_named(word, message, capsys):
+    assert main([word, "some_steps:make_step"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"memcallback: error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_the_example_of_the_help_is_one_that_works(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    example = capsys.readouterr().out.partition("  mymodel.py\n")[2]
+    program, _, command = example.partition("  memcallback ")
+    (tmp_path / "mymodel.py").write_text(textwrap.dedent(program))
+    assert main(shlex.split(command)) == 0
+    sys.modules.pop("mymodel")
 
 
 def test_python_m_memcallback_is_the_command_line():
@@ -398,6 +436,73 @@ def test_predict_prints_json_whose_keys_carry_their_units(tracing, capsys):
     check_units(data)
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--device", "24GiB"], 0),
+        (["--device", "24GiB", "--check", "--max-peak", "1GiB"], 0),
+        (["--device", "24GiB", "--max-peak", "1MiB"], 1),
+        (["--device", "1GiB"], 0),
+        (["--device", "1GiB", "--check"], 1),
+    ],
+)
+def test_the_exit_code_of_a_check_is_1_if_it_fails(options, code, tracing, capsys):
+    batch_size = "9000" if "1GiB" in options[1] else "5"
+    arguments = ["predict", "some_steps:make_step", "--batch-size", batch_size, *options]
+    assert main([*arguments, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"] == (options[1] == "24GiB")
+    assert (" MiB, is above --max-peak 1024.00 KiB." in err) == ("1MiB" in options)
+
+
+def test_a_step_that_does_not_fit_says_what_to_do_next(tracing, capsys):
+    assert (
+        main(["predict", "some_steps:make_step", "--batch-size", "9000", "--device", "1GiB"]) == 0
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Next: --batch-size ")
+    command = "memcallback what-if some_steps:make_step --device 1024.00MiB"
+    assert last.endswith(f" fits. What savings would buy: {command}")
+    assert find_device("1024.00MiB").capacity_bytes == 1 << 30
+
+
+def test_a_peak_that_is_no_size_is_refused(capsys):
+    arguments = ["predict", "some_steps:make_step", "--device", "24GiB", "--max-peak", "20G"]
+    assert main(arguments) == 2
+    assert "error: --max-peak '20G' is not a size. Write a number and a unit" in (
+        capsys.readouterr().err
+    )
+
+
+def test_json_says_its_versions(tracing, capsys):
+    versions = {
+        "schema_version": 1,
+        "memcallback_version": memcallback.__version__,
+        "torch_version": version("torch"),
+    }
+    for arguments in (
+        ["predict", "some_steps:make_step", "--device", "24GiB"],
+        ["layers", "some_models:make_model", "--input", "1,3,10,10"],
+        ["devices"],
+    ):
+        assert main([*arguments, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert {key: data[key] for key in versions} == versions
+
+
+def test_devices_needs_no_pytorch_on_a_machine_without_a_gpu(tmp_path):
+    code = """
+import sys
+from memcallback.devices import usage
+usage.has_device_file = lambda: False
+from memcallback.cli import main
+assert main(["devices"]) == 0
+assert "torch" not in sys.modules
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_predict_asks_for_a_sequence_length(tracing, capsys):
     assert (
         main(["predict", "some_steps:make_step", "--device", "24GiB", "--sequence-length", "128"])
@@ -415,7 +520,8 @@ def check_units(data, inside=""):
         for value in data:
             check_units(value, inside)
     elif isinstance(data, (int, float)) and not isinstance(data, bool):
-        assert inside.endswith(("_bytes", "batch_size")) or inside.startswith("num_"), inside
+        is_named = inside.endswith(("_bytes", "batch_size")) or inside.startswith("num_")
+        assert is_named or inside == "schema_version", inside
 
 
 @pytest.mark.parametrize(
@@ -688,7 +794,7 @@ def test_savings_are_listed_with_what_they_buy(capsys):
     assert main(["what-if", "some_steps:make_step", "--device", "24GiB"]) == 0
     written = capsys.readouterr()
     assert "What savings would buy (batch size 5) on a card of 24.00 GiB" in written.out
-    assert "that do not help" in written.out
+    assert "Left out: " in written.out
     assert main(["what-if", "some_steps:make_step", "--device", "24GiB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {row["saving"] for row in data["savings"]} >= {

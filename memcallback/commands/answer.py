@@ -13,6 +13,8 @@ from memcallback.commands.arguments import resolved
 from memcallback.step.importer import UsageError, load_step, one_line
 
 _Answer = TypeVar("_Answer")
+#: Of the JSON that commands print: one more where a key changes its meaning or goes.
+SCHEMA_VERSION = 1
 
 
 def ask(
@@ -53,4 +55,26 @@ def show(result: Any, *, is_json: bool) -> None:
     """Print a result as text or JSON."""
     from memcallback.core.document import for_console
 
-    print(json.dumps(result.to_dict(), indent=2) if is_json else for_console(str(result)))
+    print(json_text(result.to_dict()) if is_json else for_console(str(result)))
+
+
+def json_text(data: dict[str, Any], indent: int | None = 2) -> str:
+    """Data as JSON, after the versions of its schema, of this package and of PyTorch."""
+    return json.dumps({**versions(), **data}, indent=indent)
+
+
+def versions() -> dict[str, Any]:
+    """Version of the schema of JSON, of this package, and of PyTorch, which is not imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from memcallback import __version__
+
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        torch_version = None
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "memcallback_version": __version__,
+        "torch_version": torch_version,
+    }

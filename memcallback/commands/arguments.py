@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memcallback.core.units import parse_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, MIN_SEQUENCE_LENGTH
 from memcallback.step.importer import TARGET_HELP, UsageError
 
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 
 CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
 
+#: How a function looks that commands about a step are given.
+EXAMPLE = """\
+example:
+  mymodel.py
+    import torch
+    from memcallback import TrainingStep
+
+    def make_step():
+        model, batch = torch.nn.Linear(1024, 10), torch.zeros(64, 1024)
+        return TrainingStep(
+            model,
+            batch,
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=torch.optim.AdamW,
+        )
+
+  memcallback predict mymodel:make_step --device 24GiB
+"""
+
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     """The step: `package.module:make_step`."""
@@ -25,7 +45,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="package.module:make_step",
         help=f"{TARGET_HELP}: a function that returns a TrainingStep, or a LightningModule with "
-        "its data",
+        "its data; memcallback --help has an example",
     )
 
 
@@ -109,6 +129,14 @@ def sequence_lengths(text: str) -> list[int]:
         _number(length.strip(), "--sequence-lengths", "length of a sequence")
         for length in text.split(",")
     ]
+
+
+def max_peak(text: str) -> int:
+    """A `--max-peak` in bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--max-peak {error}") from None
 
 
 def number_in(text: str) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import suppress
 from time import sleep
 from typing import Any
 
-from memcallback.commands.answer import show
+from memcallback.commands.answer import json_text, show
 from memcallback.commands.arguments import add_json, number_in
 from memcallback.step.importer import UsageError
 
@@ -48,7 +47,7 @@ def _run_devices(arguments: argparse.Namespace) -> None:
         while True:
             states = device_states()
             if arguments.json:
-                print(json.dumps(states.to_dict()), flush=True)
+                print(json_text(states.to_dict(), indent=None), flush=True)
             else:
                 print(f"{_CLEAR}{for_console(states.to_text())}", flush=True)
             sleep(arguments.watch)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
+import re
+import shlex
+import sys
 from typing import TYPE_CHECKING, Any
 
-from memcallback.commands.answer import ask, show
+from memcallback.commands.answer import ask, json_text, show
 from memcallback.commands.arguments import (
     CARD_HELP,
     add_device,
@@ -16,8 +18,10 @@ from memcallback.commands.arguments import (
     add_size_of_batch,
     add_step,
     device,
+    max_peak,
     sequence_lengths,
 )
+from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_MULTIPLE
 from memcallback.step.importer import UsageError
 
@@ -40,12 +44,45 @@ def add_predict(commands: Any) -> None:
     add_step(parser)
     add_size_of_batch(parser)
     add_device(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if the step does not fit the device"
+    )
+    parser.add_argument(
+        "--max-peak",
+        metavar="SIZE",
+        type=max_peak,
+        help="exit with 1 if the peak (reserved, on a CPU allocated) is above it, such as 20GiB",
+    )
     add_json(parser)
     parser.set_defaults(command=_run_predict)
 
 
-def _run_predict(arguments: argparse.Namespace) -> None:
-    show(predicted(arguments), is_json=arguments.json)
+def _run_predict(arguments: argparse.Namespace) -> int:
+    prediction = predicted(arguments)
+    show(prediction, is_json=arguments.json)
+    if not prediction.fits and not arguments.json:
+        print(_next_step(prediction, arguments.target))
+    peak_bytes = prediction.peak_reserved_bytes
+    if peak_bytes is None:
+        peak_bytes = prediction.peak_allocated_bytes
+    is_above = arguments.max_peak is not None and peak_bytes > arguments.max_peak
+    if is_above:
+        print(
+            f"memcallback: the peak, {format_bytes(peak_bytes)}, is above --max-peak "
+            f"{format_bytes(arguments.max_peak)}.",
+            file=sys.stderr,
+        )
+    return int(is_above or (arguments.check and not prediction.fits))
+
+
+def _next_step(prediction: Prediction, target: str) -> str:
+    """What to do where a step does not fit."""
+    largest = prediction.largest_batch_size
+    smaller = f"--batch-size {largest} fits. " if largest else ""
+    # A card that was given by its size is named after it.
+    device = re.sub(r"^a card of ([\d.]+) ", r"\1", prediction.device_name)
+    command = shlex.join(["memcallback", "what-if", target, "--device", device])
+    return f"Next: {smaller}What savings would buy: {command}"
 
 
 def predicted(arguments: argparse.Namespace) -> Prediction:
@@ -113,7 +150,7 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
         from dataclasses import asdict
 
         accumulation = None if plan is None else asdict(plan)
-        print(json.dumps({**advice.to_dict(), "accumulation": accumulation}, indent=2))
+        print(json_text({**advice.to_dict(), "accumulation": accumulation}))
         return
     show(advice, is_json=False)
     if plan is not None:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+#: Where drivers put their devices: NVIDIA's, also of Jetson and WSL, and AMD's.
+_DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "kfd")
+
+
+def has_device_file() -> bool:
+    """Whether the driver of a GPU may be there: on Linux its device has a file."""
+    if sys.platform != "linux":
+        return True
+    return any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
 
 
 @lru_cache(maxsize=1)

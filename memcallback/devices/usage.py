@@ -11,6 +11,7 @@ from memcallback.core.units import MiB, format_bytes
 from memcallback.devices.nvml import (
     chip_state,
     handle_of,
+    has_device_file,
     initialised,
     query,
     reason_of,
@@ -232,6 +233,8 @@ def _text(name: str | bytes) -> str:
 
 
 def _devices_of_torch(reason: str) -> DeviceStates:
+    if not has_device_file():  # PyTorch is seconds to import
+        return DeviceStates(devices=(), unavailable=f"{reason} This machine has no GPU's driver.")
     import torch
 
     if not torch.cuda.is_available():

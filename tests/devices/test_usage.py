@@ -13,7 +13,7 @@ import torch
 from memcallback.cli import main
 from memcallback.commands import machine
 from memcallback.core.units import GiB, MiB
-from memcallback.devices import nvml
+from memcallback.devices import nvml, usage
 from memcallback.devices.usage import device_states
 
 GONE = 4_000_000  # above the largest process number
@@ -168,6 +168,7 @@ def test_a_mig_slice_is_shown_as_one(driver):
 
 def test_without_nvml_pytorch_tells_of_the_devices_that_it_sees(driver, monkeypatch):
     driver(init_error=NVMLError("Driver Not Loaded"))
+    monkeypatch.setattr(usage, "has_device_file", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
@@ -187,6 +188,7 @@ def test_without_nvml_pytorch_tells_of_the_devices_that_it_sees(driver, monkeypa
 
 def test_on_a_machine_without_devices_that_is_said(driver, monkeypatch, capsys):
     driver(init_error=NVMLError("Driver Not Loaded"))
+    monkeypatch.setattr(usage, "has_device_file", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["devices"]) == 0
     text = (
