@@ -144,7 +144,7 @@ def main() -> None:
         else:
             print("page-out-of-memory.png is left as it is: it takes a CUDA device.")
         pages = {
-            "page-gpt2": (folder / "gpt2.html", 1160, 2350, ()),
+            "page-gpt2": (folder / "gpt2.html", 1160, 1240, ()),
             "page-gpt2-dark": (folder / "gpt2.html", 1160, 2350, (DARK,)),
             "page-gpt2-narrow": (folder / "gpt2.html", 500, 2600, ()),
             "page-does-not-fit": (folder / "llama.html", 1160, 2000, ()),

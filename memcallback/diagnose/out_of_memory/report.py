@@ -182,14 +182,14 @@ class OutOfMemoryReport(Printable):
         """Add the savings that would help, best first.
 
         Args:
-            savings: Candidates with their predicted effect; those that fail or save nothing are
-                dropped.
+            savings: Candidates with their predicted effect; those that fail, or neither fit nor
+                save 1 % of the peak, are dropped.
 
         Returns:
             A copy of the report.
         """
         helping = [
-            row for row in savings if not row.problem and (row.fits or self._saved_bytes(row) > 0)
+            row for row in savings if not row.problem and (row.fits or self._is_notable(row))
         ]
         return replace(
             self,
@@ -360,6 +360,10 @@ class OutOfMemoryReport(Printable):
             columns=columns,
             rows=cells,
         )
+
+    def _is_notable(self, row: PlanRow) -> bool:
+        peak_bytes = self.expected.peak_allocated_bytes if self.expected else 0
+        return self._saved_bytes(row) > 0 and 100 * self._saved_bytes(row) >= peak_bytes
 
     def _saved_bytes(self, row: PlanRow) -> int:
         if self.expected is None or row.peak_allocated_bytes is None:
