@@ -30,11 +30,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Returns:
-        The exit code: 0; 1 where a check failed that was asked for; 2 for what a user can mend.
-    """
+    """Run the command line; exit code 1 is of a check that failed, 2 of what a user can mend."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     if not words:

@@ -22,11 +22,12 @@ from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device, architectures
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.apart import TraceProgress, predict_apart
+from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.batch_trace import BatchDependentPath
 from memcallback.prediction.predict import checked_step
 from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
+from memcallback.prediction.progress import TraceProgress, part_of
 from memcallback.step.holdings import bucket_bytes
 from memcallback.step.training_step import TrainingStep
 
@@ -119,7 +120,16 @@ def suggest_batch_size(
     )
     return predict_apart(
         lambda progress: _smallest(
-            [_suggest(step, devices, wanted, progress, is_list=is_list) for devices in candidates]
+            [
+                _suggest(
+                    step,
+                    devices,
+                    wanted,
+                    part_of(progress, number, len(candidates)),
+                    is_list=is_list,
+                )
+                for number, devices in enumerate(candidates)
+            ]
         ),
         isolate=isolate,
         timeout_s=timeout_s,
@@ -181,7 +191,10 @@ def _suggest(
             f"measured is a step of one rank, and there are {len(kinds)} kinds of ranks. Leave it "
             "out: their peaks are predicted."
         )
-    estimates = [_for_one(kind, wanted, bounds, progress) for kind in kinds]
+    estimates = [
+        _for_one(kind, wanted, bounds, part_of(progress, number, len(kinds)))
+        for number, kind in enumerate(kinds)
+    ]
     sizes = [estimate.best_batch_size() for estimate, _ in estimates]
     smallest, by_length = estimates[sizes.index(min(sizes))]
     if len(kinds) == 1:
@@ -297,9 +310,20 @@ def _for_one(
     """The estimate for a rank on its device, and the batch size at each sequence length."""
     step, device, measured = kind.step, kind.device, wanted.measured
     lengths, are_lengths_read = wanted.lengths
+    num_traces = 0
+
+    def with_verification(num_done: int, num_all: int) -> None:
+        nonlocal num_traces
+        num_traces = num_all
+        progress(num_done, num_all + 1)
+
     prediction = predict_here(
-        step, device=device, sequence_length=lengths[-1] if lengths else None, progress=progress
+        step,
+        device=device,
+        sequence_length=lengths[-1] if lengths else None,
+        progress=with_verification,
     )
+    progress(num_traces, num_traces + 1)
     memory = next(memory for spec, memory in wanted.memory if spec == device)
     outside = used_by_others_bytes(prediction.device, memory)
     buckets_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0

@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, TypeVar
 
 from memcallback.commands.arguments import resolved
+from memcallback.prediction.progress import ProgressLine
 from memcallback.step.importer import UsageError, load_step, one_line
 
 _Answer = TypeVar("_Answer")
@@ -25,16 +26,16 @@ def ask(
     **options: Any,
 ) -> _Answer:
     """What a function of the package answers for the step and the device on the command line."""
-    from memcallback.devices.local import resolve
-    from memcallback.prediction.apart import report_progress
+    with ProgressLine(unit) as line:
+        line.say("loading PyTorch")
+        from memcallback.devices.local import resolve
 
-    step = load_step(arguments.target)
-    device = arguments.device
-    if isinstance(device, str):
-        device = resolved(device, resolve)
-    progress = report_progress(lambda part: print(f"memcallback: {part}", file=sys.stderr), unit)
-    with errors_in_one_line(f"{arguments.target} cannot be predicted"):
-        return function(step, device=device, progress=progress, **options)
+        step = load_step(arguments.target)
+        device = arguments.device
+        if isinstance(device, str):
+            device = resolved(device, resolve)
+        with errors_in_one_line(f"{arguments.target} cannot be predicted"):
+            return function(step, device=device, progress=line, **options)
 
 
 @contextmanager

@@ -193,7 +193,7 @@ def _run_what_if(arguments: argparse.Namespace) -> None:
     table = ask(
         arguments,
         what_if,
-        unit="savings",
+        unit="predictions",
         headroom=arguments.headroom,
         batch_size=arguments.batch_size,
         ranks=arguments.world_size or (),

@@ -17,12 +17,11 @@ from memcallback.isolation.isolated import (
 )
 from memcallback.prediction.leftovers import leftovers
 from memcallback.prediction.predict_here import load_tracer
+from memcallback.prediction.progress import ProgressLine, TraceProgress
 from memcallback.step.copies.fakes import live_modes
 from memcallback.step.copies.modes import without_modes
 
 T = TypeVar("T")
-#: Called with the number of traces done and of all.
-TraceProgress = Callable[[int, int], None]
 
 
 def predict_apart(
@@ -31,9 +30,18 @@ def predict_apart(
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
     progress: TraceProgress | None = None,
+    of: str = "traces",
 ) -> T:
-    """Run `work(progress)`, which traces, in a child; the caller's progress is called here."""
+    """Run `work(progress)`, which traces, in a child; the caller's progress is called here.
+
+    Without a progress of the caller's a `ProgressLine` says how many of what are done.
+    """
     check_timeout(timeout_s)
+    if progress is None and not is_in_child():
+        with ProgressLine(of) as line:
+            return predict_apart(work, isolate=isolate, timeout_s=timeout_s, progress=line)
+    if isinstance(progress, ProgressLine):
+        progress.say("tracing")
     if not isolate or not can_isolate():
         return _here(work, progress)
     # What a child imports is gone with it.
@@ -42,11 +50,12 @@ def predict_apart(
 
     def on_report(done_of_all: tuple[int, int]) -> None:
         last[:] = [done_of_all]
-        if progress is not None and done_of_all[0]:
-            progress(*done_of_all)
+        _tell(progress, *done_of_all)
 
     def on_tick(_: float) -> None:
-        if progress is not None and last:
+        if isinstance(progress, ProgressLine):
+            progress.tick()
+        elif progress is not None and last:
             progress(*last[0])
 
     return run_isolated(
@@ -55,6 +64,12 @@ def predict_apart(
         on_report=on_report,
         on_tick=on_tick,
     )
+
+
+def _tell(progress: TraceProgress | None, num_done: int, num_all: int) -> None:
+    """Call a progress; one of the caller's own not before something is done."""
+    if progress is not None and (num_done or isinstance(progress, ProgressLine)):
+        progress(num_done, num_all)
 
 
 def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[[int, int], None]:
@@ -76,9 +91,7 @@ def _here(work: Callable[[TraceProgress], T], progress: TraceProgress | None) ->
     known = live_modes()
     try:
         with without_modes():
-            return work(
-                lambda done, num_all: progress(done, num_all) if progress and done else None
-            )
+            return work(lambda done, num_all: _tell(progress, done, num_all))
     finally:
         for holder in () if is_in_child() else leftovers(known):
             warn_and_go_on(

@@ -48,7 +48,9 @@ def predict(
         settings: Those of a card's allocator; by default those of this process's environment
             (PYTORCH_CUDA_ALLOC_CONF).
         progress: Called after each trace but the last, with the number of traces done and of all;
-            during a long trace every two seconds.
+            during a long trace every two seconds. By default a line on stderr says how far it is,
+            written anew on a terminal and in a notebook, else every ten seconds;
+            `lambda done, num_all: None` leaves it out.
         isolate: Whether to trace in a child process. Without, as on systems other than Linux, the
             step's code runs in this process: for debuggers. What it changes outside of the model
             stays changed. The environment variable `MEMCALLBACK_ISOLATE=0` means the same.

@@ -15,10 +15,11 @@ from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.apart import TraceProgress, predict_apart
+from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.predict import checked_step
 from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
+from memcallback.prediction.progress import TraceProgress
 from memcallback.savings.candidates import Saving, left_out, savings_for, together
 from memcallback.savings.plan import Plan, PlanRow
 from memcallback.savings.problems import plain_reason
@@ -28,6 +29,8 @@ from memcallback.step.training_step import TrainingStep
 
 #: Kinds of savings; the best of each are tried together.
 _TOGETHER = ("precision", "checkpointing", "accumulation", "optimizer", "inplace", "allocator")
+#: Predictions with several savings at most: three pairs and all together.
+_MOST_TOGETHER = 4
 
 
 def what_if(
@@ -58,8 +61,9 @@ def what_if(
             the model has a plan for it (`tp_plan` of transformers), and a pipeline if it is an
             `nn.Sequential`. Sizes and batch sizes are those of one rank, in a pipeline those of the
             stage that needs most.
-        progress: Called after each saving that was tried alone, with the number tried and the
-            number of all; if one takes long, every two seconds.
+        progress: Called after each prediction but the last, with the number done and that of all
+            as far as it is known: of the step as it is, with each saving, and with several. By
+            default as for `predict`.
         isolate: As for `predict`.
         timeout_s: As for `predict`.
 
@@ -89,6 +93,7 @@ def what_if(
         isolate=isolate,
         timeout_s=timeout_s,
         progress=progress,
+        of="predictions",
     )
 
 
@@ -103,20 +108,26 @@ def plan_here(
     ranks: int | Sequence[Ranks] = (),
 ) -> Plan:
     """Predict as `what_if` does, in this process, with what is used of a device of this machine."""
+    progress(0, _MOST_TOGETHER + 1)
     base = predict_here(step, device=device, batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, used_by_others_bytes(base.device, memory))
     events = base.trace.at(base.batch_size).events
     savings = [*savings_for(step, base.batch_size, events), *over_ranks(jobs)]
+    num_alone = 1 + len(savings)
     rows = []
     for number, saving in enumerate(savings, start=1):
+        progress(number, num_alone + _MOST_TOGETHER)
         rows.append(trial.row(saving))
-        progress(number, len(savings))
     plan = trial.plan(rows)
     helping = [pair for pair in zip(savings, rows, strict=True) if plan.helps(pair[1])]
     helping.sort(key=lambda pair: pair[1].rank)
     best = _best_of_each_kind(saving for saving, _ in helping)
-    return trial.plan((*rows, *trial.several(best)))
+    num_all = num_alone + _num_together(len(best))
+    for number, row in enumerate(trial.several(best), start=num_alone):
+        rows.append(row)
+        progress(number, max(num_all, number + 1))
+    return trial.plan(rows)
 
 
 def rescues(
@@ -260,6 +271,11 @@ class _Trial:
             return None
         after = sum(map(_flops_per_sample, predictions)) * num_together / len(predictions)
         return 100 * (after / before - 1)
+
+
+def _num_together(num_best: int) -> int:
+    """Predictions with several of so many best savings; more where all together fail."""
+    return min(_MOST_TOGETHER, num_best * (num_best - 1) // 2 + (num_best > 2))
 
 
 def _flops_per_sample(prediction: Prediction) -> float:

@@ -237,7 +237,7 @@ def compare_savings(
     from memcallback.savings.what_if import plan_here
 
     try:
-        progress = report_progress(lambda part: say(f"Trying savings: {part}."), of="savings")
+        progress = report_progress(lambda part: say(f"Trying savings: {part}."), of="predictions")
         return plan_here(
             make_step(), device=device, memory=memory, headroom=headroom, progress=progress
         )
