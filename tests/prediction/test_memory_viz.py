@@ -73,6 +73,29 @@ def test_an_allocation_has_operator_module_phase_and_step_from_the_inside_out():
     assert entries[0]["frames"][-1]["name"] == "before the first step"
 
 
+def test_the_phases_are_annotated_as_in_a_recorded_history():
+    exported = snapshot(prediction(4))
+    annotations, entries = exported["external_annotations"], exported["device_traces"][0]
+    assert [(one["name"], one["stage"]) for one in annotations] == [
+        (f"step {step}: {phase}", stage)
+        for step in (1, 2)
+        for phase in ("forward", "backward", "optimizer step")
+        for stage in ("START", "END")
+    ]
+    times = [entry["time_us"] for entry in entries]
+    assert times == sorted(set(times))
+    for start, end in zip(annotations[::2], annotations[1::2], strict=True):
+        inside = [
+            entry
+            for entry in entries
+            if entry["action"] == "alloc" and start["time_us"] < entry["time_us"] < end["time_us"]
+        ]
+        _, _, phase = start["name"].partition(": ")
+        phases = {frame["name"] for one in inside for frame in one["frames"][-2:-1]}
+        assert phases <= {phase.replace(" ", "_")}
+    assert {one["device"] for one in annotations} == {0}
+
+
 def test_where_memory_runs_out_the_history_ends_with_it():
     predicted = prediction(64, device=512 * MiB + 64 * MiB)
     entries = snapshot(predicted)["device_traces"][0]
