@@ -51,6 +51,7 @@ from memcallback.trace.patches.libraries import (
     transformers_patches,
     value_patches,
 )
+from memcallback.trace.patches.paged_memory import paged_memory_patches
 from memcallback.trace.patches.patching import patched
 from memcallback.trace.patches.rank_messages import Messages, with_messages
 from memcallback.trace.patches.triton import triton_patches
@@ -139,6 +140,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
         patched(value_patches(mode)),
         patched(compiled_code_patches(mode)),
         patched(triton_patches()),
+        patched(paged_memory_patches(mode)),
     ):
         mode.calibrate()
         tracer = _Tracer(request, mode, rank.ranks if rank else None)
