@@ -232,8 +232,11 @@ class ModuleTable(Printable):
         )
 
     def document(self, other: ModuleTable | None = None) -> Document:
-        """The summary and the notes."""
-        return Document(self.summary(other), *self.notes)
+        """The summary and the notes; where no inner module is known, a sentence."""
+        summary = self.summary(other)
+        if summary.rows:
+            return Document(summary, *self.notes)
+        return Document(*(self.notes or ("No module inside of the model is known to have run.",)))
 
     def to_text(self, other: ModuleTable | None = None) -> str:
         """The summary and the notes, for a console."""

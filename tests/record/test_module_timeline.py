@@ -363,6 +363,8 @@ def test_a_compiled_model_is_recorded_as_a_whole():
     assert table.notes == (
         "Submodules of compiled modules cannot be shown separately: the root module.",
     )
+    # A table without a row is not shown.
+    assert str(table) == table.notes[0]
 
 
 def test_compiled_parts_of_a_model_are_recorded_as_wholes():
