@@ -72,6 +72,25 @@ def beside(
     return found
 
 
+def device_attributes(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Tensors on a device in plain attributes of a model's modules, by the module's name.
+
+    They are neither parameters nor buffers, and stay where they are as the model moves.
+    """
+    own = {id(tensor) for tensor in _tensors_of(model)}
+    found = {
+        name: [
+            tensor
+            for item in walk(_plain_attributes(module).values(), _parts)
+            if isinstance(tensor := item, torch.Tensor)
+            and id(tensor) not in own
+            and tensor.device.type not in ("cpu", "meta")
+        ]
+        for name, module in model.named_modules()
+    }
+    return {name: tensors for name, tensors in found.items() if tensors}
+
+
 def modules_held_by(owners: Iterable[object]) -> dict[str, nn.Module]:
     """The modules in the attributes of some objects, such as the callbacks of a Trainer."""
     return {
@@ -92,9 +111,13 @@ def _variables(model: nn.Module, functions: Iterable[object]) -> Iterator[tuple[
             yield from attributes(owner).items()
         yield from ((type(part).__name__, part) for part in contents_of(function) or ())
     for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_"):
-                yield f"{prefix}.{name}" if prefix else name, value
+        for name, value in _plain_attributes(module).items():
+            yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    """The attributes of a module that are not PyTorch's own."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
 def _tensors_of(item: object) -> Iterator[torch.Tensor]:

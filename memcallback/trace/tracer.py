@@ -20,6 +20,7 @@ from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.devices.catalogue import DeviceSpec
+from memcallback.step.beside import device_attributes
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import (
     contents_of,
@@ -195,8 +196,11 @@ class _Tracer:
         step = request.step
         parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
         beside = step.beside()
-        self._model, self._batch, self._parts, self._beside, self._losses = fake_copy(
-            (step.model, step.batch, parts, beside, step.losses_to_copy()), mode
+        attributes = device_attributes(step.model) if mode.spec else {}
+        self._model, self._batch, self._parts, self._beside, self._losses, self._attributes = (
+            fake_copy(
+                (step.model, step.batch, parts, beside, step.losses_to_copy(), attributes), mode
+            )
         )
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         for root in (self._model, *self._beside.values()) if mode.spec else ():
@@ -226,6 +230,9 @@ class _Tracer:
             self.marks.add_model("cuda" for _ in in_order_of_moving(self._model))
         else:
             self._parallelize(self._ranks)
+        while self._attributes:  # and not kept: the model may replace them
+            name, tensors = self._attributes.popitem()
+            self.marks.add_beside(name, tensors, is_host=False)
         for name, it in self._beside.items():
             add = self.marks.add_beside if name in step.also else self.marks.add_when_it_runs
             add(name, it, is_host=self._is_beside_on_host[name])

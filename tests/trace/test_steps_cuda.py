@@ -146,12 +146,29 @@ PROGRAMS = {
         torch.zeros(2048, 256, dtype=torch.bfloat16),
         {},
     ),
+    "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),
         torch.zeros(4, 512, 512),
         {"precision": "bf16-mixed"},
     ),
 }
+
+
+class Groups(nn.Module):
+    """Has tensors on the device that are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(512, 512)
+        self.groups = torch.ones(512, 512, device="cuda")
+        self.masks = [torch.ones(512, device="cuda"), {"last": torch.ones(512, device="cuda")}]
+        self.again = self.groups.t()
+        self.on_host = torch.ones(512, 512)
+
+    def forward(self, x):
+        y = self.features(x) @ self.groups * self.masks[0]
+        return y @ self.on_host.to(y.device)
 
 
 def squares(model, batch):
