@@ -410,6 +410,19 @@ def softmax_and_losses():
         0,
         False,
     )
+    for zero_infinity in (False, True):
+        C(
+            "_ctc_loss_backward",
+            T((16,)),
+            T((500, 16, 20)),
+            T((16, 30), i64),
+            [500] * 16,
+            [30] * 16,
+            T((16,)),
+            T((16, 500, 61)),
+            0,
+            zero_infinity,
+        )
     C("_cdist_forward", T((4, 100, 32)), T((4, 50, 32)), 2.0, None)
     C("_cdist_forward", T((4, 100, 32)), T((4, 50, 32)), 1.0, None)
     C("_cdist_forward", T((100, 32)), T((50, 32)), 2.0, 1)
@@ -685,6 +698,10 @@ def indexing():
             "amax",
             include_self=False,
         )
+        for reduce in ("mean", "prod", "amax"):
+            arguments = T((100, 64), d), 0, T((300,), i64), T((300, 64), d), reduce
+            C("index_reduce", *arguments)
+            C("index_reduce_", *arguments, include_self=False)
         C("index_add", T((1000, 64), d), 0, T((3000,), i64), T((3000, 64), d))
         C("index_add_", T((1000, 64), d), 0, T((3000,), i64), T((3000, 64), d))
         C("index_add_", T((1000, 64), d), 1, T((30,), i64), T((1000, 30), d))

@@ -146,6 +146,11 @@ PROGRAMS = {
         torch.zeros(2048, 256, dtype=torch.bfloat16),
         {},
     ),
+    "index-reduce": lambda: (
+        nn.Linear(256, 256),
+        torch.zeros(64, 256),
+        {"loss": reduced_by_index},
+    ),
     "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),
@@ -169,6 +174,13 @@ class Groups(nn.Module):
     def forward(self, x):
         y = self.features(x) @ self.groups * self.masks[0]
         return y @ self.on_host.to(y.device)
+
+
+def reduced_by_index(model, batch):
+    """The largest of some rows, whose backward pass adds ones out of place."""
+    rows = torch.arange(len(batch), device=batch.device) % 16
+    zeros = torch.zeros(16, batch.shape[1], device=batch.device)
+    return zeros.index_reduce(0, rows, model(batch), "amax").sum()
 
 
 def squares(model, batch):

@@ -202,6 +202,23 @@ def _scatter_reduce(call: OpCall) -> Kernel | None:
     return kernel.build()
 
 
+def _index_reduce(call: OpCall) -> Kernel | None:
+    """`index_reduce_func_cuda_impl` (Indexing.cu): a mean adds ones for its counts.
+
+    The counts are at least 1.
+    """
+    x, source, reduce = call.arguments[0], call.arguments[3], call.arguments[4]
+    if reduce != "mean":
+        return None
+    kernel = KernelBuilder()
+    kernel.output(0)
+    counts, ones = kernel.alloc(dense_bytes(x)), kernel.alloc(dense_bytes(source))
+    kernel.free(ones)
+    is_none = kernel.alloc(x.numel())
+    kernel.free(is_none, counts)
+    return kernel.build()
+
+
 #: Values in a tile of `DeviceMergeSort` with keys of 8 bytes.
 _MERGE_TILE = 2048
 #: Values in a tile of `DeviceSelect::UniqueByKey` with keys and values of 8 bytes, by major compute
@@ -239,6 +256,8 @@ def _coalesce(call: OpCall) -> Kernel:
 
 
 RULES: dict[str, Rule] = {
+    "index_reduce": _index_reduce,
+    "index_reduce_": _index_reduce,
     "scatter_reduce": _scatter_reduce,
     "scatter_reduce_": _scatter_reduce,
     "embedding": _embedding,

@@ -22,9 +22,9 @@ IN_PLACE = {
     _aten.scatter.value: _aten.scatter_.value,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
-#: A node that uses these operators out of place: `scatter_reduce_backward` in
-#: torch/csrc/autograd/FunctionsManual.cpp.
-_OUT_OF_PLACE = "ScatterReduceBackward"
+#: Nodes that use these operators out of place: `scatter_reduce_backward` and
+#: `index_reduce_backward` in torch/csrc/autograd/FunctionsManual.cpp.
+_OUT_OF_PLACE = ("ScatterReduceBackward", "IndexReduceBackward")
 #: Operators of a loss gradient that are in place: `sigmoid(x).sub_(target).mul_(gradient)`.
 _LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
 
