@@ -244,7 +244,11 @@ class ModuleTable(Printable):
 
     def to_markdown(self, other: ModuleTable | None = None) -> str:
         """The whole table and the notes, for TensorBoard and files."""
-        return Document(self.to_table(other), *self.notes).markdown()
+        return self.whole_document(other).markdown()
+
+    def whole_document(self, other: ModuleTable | None = None) -> Document:
+        """The whole table, beside another's values, and the notes."""
+        return Document(self.to_table(other), *self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Data that json writes, with the unit in every key."""

@@ -21,6 +21,7 @@ from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
 from memcallback.page.page import Page, Section
 from memcallback.page.step_page import step_page
+from memcallback.page.timeline import Timeline
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_size_chart import batch_size_chart
 from memcallback.prediction.batch_trace import BatchTrace
@@ -268,21 +269,12 @@ class Prediction(Printable):
             more: Sections before the last, which has the caveats.
         """
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
-        phases = measured.phases.items() if measured else ()
-        peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
         first, *further = verdict or self._answer()
         return step_page(
             f"{title}, batch size {self.batch_size:,}{length} on {self.device_name}",
             (first, *most_sentence(self.consumers, self.peak_allocated_bytes), *further),
             is_good=None if self.capacity_bytes is None else self.fits,
-            timeline=timeline_of(
-                self.trace.at(self.batch_size).events,
-                self.device,
-                self.settings,
-                self.origin_of,
-                is_unlimited=not self.fits,
-                measured={phase: size for phase, size in peaks.items() if size is not None},
-            ),
+            timeline=self.timeline(measured),
             tree=peak_tree(self._peak),
             by_category=self.by_category,
             curve=batch_size_chart(
@@ -292,6 +284,23 @@ class Prediction(Printable):
             ),
             more=more,
             caveats=self.caveats,
+        )
+
+    def timeline(self, measured: StepMemory | None = None) -> Timeline:
+        """The steady step from allocation to allocation, which takes a replay.
+
+        Args:
+            measured: A measured step, whose peaks are kept beside the predicted ones.
+        """
+        phases = measured.phases.items() if measured else ()
+        peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
+        return timeline_of(
+            self.trace.at(self.batch_size).events,
+            self.device,
+            self.settings,
+            self.origin_of,
+            is_unlimited=not self.fits,
+            measured={phase: size for phase, size in peaks.items() if size is not None},
         )
 
     def _answer(self) -> tuple[str, ...]:

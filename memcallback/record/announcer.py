@@ -12,9 +12,9 @@ from memcallback.core.module_table import ModuleTable
 from memcallback.report.brief import brief_report
 from memcallback.report.closing import Ending, closing_lines
 from memcallback.report.console import FULL, Console
+from memcallback.report.loggers.tensorboard import dashboard_command
 from memcallback.report.report import Report, Setup
 from memcallback.report.styled import letters_here
-from memcallback.report.tensorboard import dashboard_command
 from memcallback.step.training_step import TrainingStep
 
 

@@ -34,7 +34,7 @@ from memcallback.step.training_step import TrainingStep
 class MemoryLog:
     """Predicts a loop's step, logs recorded steps beside it to TensorBoard, prints reports.
 
-    Curves and pictures go to a run of their own (`memcallback.report.tensorboard` lists the tags),
+    Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags),
     counted in optimizer updates. A report is printed once the first steady step is known, and one
     line when the log is closed. In a job of several processes only rank zero writes and prints,
     including the range over the ranks; make the log after the process group.

@@ -13,7 +13,7 @@ import torch
 
 from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
-from memcallback.core.files import inside, write_file
+from memcallback.core.files import inside, make_folder, write_file
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
 from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory, usable_bytes
@@ -24,8 +24,7 @@ from memcallback.prediction.predict_or_warn import (
     predict_or_warn,
     predicted_modules,
 )
-from memcallback.prediction.prediction import StepPrediction
-from memcallback.prediction.textbook.law import TextbookPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.announcer import Announcer, setup_of
 from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
@@ -35,17 +34,22 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.report.closing import Ending
 from memcallback.report.console import BRIEF, FULL, SILENT, Console
 from memcallback.report.history import PeakHistory
-from memcallback.report.plots import batch_size_curve, module_icicle, step_by_category
+from memcallback.report.plots.at_peak import at_peak
+from memcallback.report.plots.batch_size import batch_size_curve
+from memcallback.report.plots.modules import module_icicle
+from memcallback.report.plots.step import boundaries, timeline
 from memcallback.report.rank_values import RankValues, point_of
 from memcallback.report.report import Report, Setup
-from memcallback.report.tensorboard import (
-    CURVE_IMAGE_TAG,
+from memcallback.report.tags import (
+    BATCH_SIZE_IMAGE_TAG,
     MODULES_IMAGE_TAG,
     MODULES_TAG,
+    PAGE_TAG,
+    PEAK_IMAGE_TAG,
     REPORT_TAG,
     STEP_IMAGE_TAG,
-    rank_scalars,
-    scalars,
+    rank_curves,
+    step_curves,
 )
 from memcallback.report.training_page import PAGE_NAME, training_page
 from memcallback.report.writers import Writers
@@ -62,6 +66,8 @@ if TYPE_CHECKING:
 More = Callable[[StepPrediction | None, Callable[[str], None]], Any]
 #: What is called when a prediction is there, with it and with what `more` returned.
 OnPredicted = Callable[[StepPrediction | None, Any], None]
+#: A step whose peak is so many times the highest before is drawn, wherever it is.
+_NOTABLE_RISE = 1.01
 #: Points that wait for a prediction at most; later ones are logged without it.
 _MAX_WAITING = 1000
 _NOT_DONE = (
@@ -134,8 +140,10 @@ class Monitor:
         self._on_predicted: OnPredicted = nothing_to_do
         #: Points that wait for the prediction.
         self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
-        self._has_layout = False
         self._unlogged: StepMemory | None = None
+        #: The highest peaks so far of allocated and reserved memory; whether the last step dipped.
+        self._highest: tuple[int, ...] = (0, 0)
+        self._has_dipped = False
         self._peaks = PeakHistory()
         device = recorder.meter.device
         self._history = record_history(device) if settings.oom_snapshot else None
@@ -169,7 +177,6 @@ class Monitor:
             if settings.batch_size is None and infer_batch_size(batch).batch_size is None:
                 make_step = None
         if make_step is None or not (settings.predict or more is not nothing_more):
-            self._write_layout()
             return
         with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
             step = make_step()
@@ -228,7 +235,6 @@ class Monitor:
         self._pending = None
         self._prediction = pending.prediction
         self._predicted_steps = PredictedSteps(pending.prediction)
-        self._write_layout()
         self._on_predicted(pending.prediction, pending.more)
         self._flush()
         return True
@@ -242,17 +248,6 @@ class Monitor:
         models, optimizers = self._recorder.models, self._recorder.optimizers
         return setup_of(models, optimizers, step, target=target.name if target else "")
 
-    def _write_layout(self) -> None:
-        """Write the dashboard's layout, once."""
-        if self.writers is not None and not self._has_layout:
-            self._has_layout = True
-            is_cpu = self._recorder.meter.device.type == "cpu"
-            bands = ("allocated",) if is_cpu else ("allocated", "reserved")
-            self.writers.write_layout(
-                has_band=isinstance(self._prediction, TextbookPrediction),
-                rank_bands=() if self._exchange is None else bands,
-            )
-
     def on_step(
         self,
         record: StepMemory,
@@ -260,6 +255,7 @@ class Monitor:
         *,
         is_due: bool,
         is_window_complete: bool,
+        is_after_validation: bool = False,
         batch: object = None,
     ) -> None:
         """Check the health of a recorded step; log it if due; report the first steady one."""
@@ -269,7 +265,8 @@ class Monitor:
             self._log_ranks(self._exchange.ready())
             if is_first_exchange and self._ranks is not None:
                 self._console.say(self._ranks.to_text(), level=FULL)
-        self._unlogged = larger(self._unlogged, record)
+        if not self._is_dip(record, is_after_validation):
+            self._unlogged = larger(self._unlogged, record)
         self._peaks.add(record, number)
         is_predicted = self._await_prediction(0)
         recorder = self._recorder
@@ -289,6 +286,15 @@ class Monitor:
             self._print_modules()
         if self._health is not None:
             self._health.on_reading(device)
+
+    def _is_dip(self, record: StepMemory, is_after_validation: bool) -> bool:
+        """Whether a step is lower than others only because Lightning cleared the gradients."""
+        peaks = (record.peak_allocated_bytes or 0, record.peak_reserved_bytes or 0)
+        before, self._highest = self._highest, tuple(map(max, self._highest, peaks))
+        # Where every step follows a validation, that is no dip.
+        is_higher = any(now > _NOTABLE_RISE * then for now, then in zip(peaks, before, strict=True))
+        self._has_dipped = is_after_validation and not is_higher and not self._has_dipped
+        return self._has_dipped
 
     def _check_health(self, record: StepMemory, batch: object) -> None:
         if not self._warns:
@@ -361,7 +367,6 @@ class Monitor:
             self._pending.close()
             self._pending = None
             self.notes = (*self.notes, _NOT_DONE)
-        self._write_layout()
         self._flush()
         device = device_memory(recorder.meter.device)
         self._log(device, number)
@@ -373,7 +378,7 @@ class Monitor:
             num_steps=recorder.num_updates,
             largest=recorder.largest,
             num_alloc_retries=recorder.num_alloc_retries,
-            page=None if is_interrupted else self._write_page(),
+            page=None if is_interrupted else self._write_page(number),
         )
         self._announcer.end(report, ending, self._log_dir)
         self._print_modules()
@@ -416,7 +421,7 @@ class Monitor:
     def _log_point(self, step: StepMemory, device: DeviceMemory, number: int) -> None:
         predicted = self._predicted_steps.at(step.batch_size)
         if self.writers is not None:
-            self.writers.log_scalars(scalars(step, predicted, device), number)
+            self.writers.log_curves(step_curves(step, predicted, device), number)
         if self._exchange is not None:
             meter = self._recorder.meter
             capacity_bytes = self._settings.capacity_bytes
@@ -438,7 +443,7 @@ class Monitor:
     def _log_ranks(self, steps: Iterable[RankValues]) -> None:
         for ranks in steps:
             if self.writers is not None:
-                self.writers.log_scalars(rank_scalars(ranks), ranks.number)
+                self.writers.log_curves(rank_curves(ranks), ranks.number)
             if self._steady_since is not None and ranks.number >= self._steady_since:
                 self._ranks = ranks
 
@@ -477,34 +482,40 @@ class Monitor:
         self.report = report = self._complete(report)
         if self.writers is None:
             return report
-        self.writers.log_text(REPORT_TAG, report.to_markdown(), number)
+        self.writers.log_text(REPORT_TAG, report.document(), number)
         step, prediction, advice = report.measured, report.prediction, report.advice
-        if (
+        if isinstance(prediction, Prediction):
+            self.writers.log_image(STEP_IMAGE_TAG, number, timeline, prediction, step)
+            self.writers.log_image(PEAK_IMAGE_TAG, number, at_peak, prediction)
+        elif (
             step is not None
             and step.held_bytes is not None
             and step.windows[0].start.allocated_bytes is not None
         ):
-            self.writers.log_image(STEP_IMAGE_TAG, number, step_by_category, step, prediction)
+            self.writers.log_image(STEP_IMAGE_TAG, number, boundaries, step)
         if advice is not None:
-            self.writers.log_image(CURVE_IMAGE_TAG, number, batch_size_curve, advice, prediction)
+            self.writers.log_image(BATCH_SIZE_IMAGE_TAG, number, batch_size_curve, advice)
         modules = self._recorder.modules
         if modules is not None:
             predicted = predicted_modules(self._prediction, modules.batch_size)
-            self.writers.log_text(MODULES_TAG, modules.to_markdown(predicted), number)
-            self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules, predicted)
+            self.writers.log_text(MODULES_TAG, modules.whole_document(predicted), number)
+            self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules)
         return report
 
-    def _write_page(self) -> str | None:
-        """Write the page of the training beside the logs; its path, None if there is none."""
-        folder = None if self.writers is None else self.writers.log_dir or self._folder
-        if folder is None or self.report is None:
+    def _write_page(self, number: int) -> str | None:
+        """Log the page and write it beside the logs; its path, None if there is none."""
+        if self.writers is None or self.report is None:
             return None
-        path = inside(folder, PAGE_NAME)
+        folder = self.writers.folder
+        path = None if folder is None else inside(folder, PAGE_NAME)
         try:
             findings = self._health.findings if self._health else ()
             warnings = [str(finding) for finding in findings]
-            page = training_page(self.report, self._peaks, warnings=warnings)
-            write_file(path, page.html())
+            html = training_page(self.report, self._peaks, warnings=warnings).html()
+            self.writers.log_page(PAGE_TAG, html, number)
+            if folder is not None and path is not None:
+                make_folder(folder)
+                write_file(path, html)
         except Exception as error:  # a page is worth no training
             warn_and_go_on(
                 f"The page of this training could not be written to {path!r}: "

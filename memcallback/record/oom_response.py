@@ -22,7 +22,7 @@ from memcallback.diagnose.out_of_memory.observer import find_out_of_memory
 from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, run_isolated
 from memcallback.prediction.apart import report_progress
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.report.tensorboard import OUT_OF_MEMORY_TAG
+from memcallback.report.tags import OUT_OF_MEMORY_TAG
 from memcallback.report.writers import Writers
 from memcallback.savings.plan import PlanRow
 from memcallback.step.training_step import TrainingStep
@@ -118,7 +118,7 @@ def respond(
             print_fn(report.savings_document().text().rstrip("\n"))
             _write(report, folder, name, failed)
     if writers is not None:
-        writers.log_text(OUT_OF_MEMORY_TAG, report.to_markdown(), report.place.step or 0)
+        writers.log_text(OUT_OF_MEMORY_TAG, report.document(), report.place.step or 0)
     if path is not None:
         print_fn(f"This report: {path}")
     return report

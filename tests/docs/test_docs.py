@@ -25,7 +25,7 @@ import pytest
 
 import memcallback
 from memcallback import cli
-from memcallback.report import tensorboard
+from memcallback.report import tags
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -202,9 +202,9 @@ def test_every_logged_tag_is_explained():
     scalars, images, rest = (
         (ROOT / "docs" / "tensorboard.md").read_text().partition("\n## Images\n")
     )
-    row = re.compile(r"^\| `((?:memory|device)/[^`]+)` \|", flags=re.MULTILINE)
-    assert row.findall(scalars) == row.findall(tensorboard.__doc__)
-    named = [value for name, value in vars(tensorboard).items() if name.endswith("_TAG")]
+    row = re.compile(r"^\| `((?:memory|memory_gib|device)/[^`]+)` \|", flags=re.MULTILINE)
+    assert row.findall(scalars) == row.findall(tags.__doc__)
+    named = [value for name, value in vars(tags).items() if name.endswith("_TAG")]
     assert named
     assert [tag for tag in named if f"`{tag}`" not in images + rest] == []
 

@@ -40,7 +40,7 @@ def test_a_run_of_the_callback_is_at_the_address_of_the_trainer(store, capsys):
     fit(training.Automatic())
     assert " --logdir memory://bucket/runs/memcallback/version_0" in (capsys.readouterr().out)
     runs = [path for path in store if path.startswith("/bucket/runs/memcallback/version_0/")]
-    assert len([path for path in runs if "events.out.tfevents" in path]) == 2  # one is the layout
+    assert len([path for path in runs if "events.out.tfevents" in path]) == 3  # predicted, capacity
 
 
 def test_an_out_of_memory_report_is_beside_it(store):

@@ -7,10 +7,12 @@ import re
 import warnings
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import training
+from event_files import curves_of, events_of
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -30,6 +32,7 @@ from memcallback.core.allocation_trace import Alloc
 from memcallback.core.types import Category, Kind
 from memcallback.devices.catalogue import find_device
 from memcallback.record.monitor import Monitor
+from memcallback.report.tags import flat
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
 
@@ -493,7 +496,7 @@ def test_a_prediction_that_knows_only_its_own_batch_size_is_shown_for_that_alone
     logged = []
     logger = DummyLogger()
     logger.log_metrics = lambda metrics, step: (
-        logged.append(metrics) if "memory/capacity_gib" in metrics else None
+        logged.append(metrics) if "memory_gib/capacity" in metrics else None
     )
     sizes = [8, 8, 3]
     data = DataLoader(
@@ -506,7 +509,7 @@ def test_a_prediction_that_knows_only_its_own_batch_size_is_shown_for_that_alone
     callback = fit(tmp_path, OneBatchSize(), data=data, logger=logger)
     assert any("Only batch size 8 is predicted" in caveat for caveat in callback.prediction.caveats)
     assert not callback._is_broken
-    assert ["memory/predicted/forward/peak_allocated_gib" in metrics for metrics in logged] == [
+    assert ["memory_gib/predicted/peak_forward" in metrics for metrics in logged] == [
         True,
         True,
         False,
@@ -653,23 +656,57 @@ def test_without_a_logger_it_writes_a_run_of_its_own(tmp_path):
 
 def test_every_logger_gets_the_same_figures(tmp_path):
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board, table = TensorBoardLogger(tmp_path / "board"), CSVLogger(tmp_path / "table")
     fit(tmp_path, logger=[board, table])
-    events = EventAccumulator(board.log_dir).Reload()
-    ours = {tag for tag in events.Tags()["scalars"] if tag.startswith("memory/")}
+    curves = curves_of(Path(board.log_dir))
+    ours = flat(
+        {
+            curve: {tag: value for tag, value in values.items() if tag.startswith("memory")}
+            for curve, values in curves.items()
+        }
+    )
     header = (
         (tmp_path / "table" / "lightning_logs" / "version_0" / "metrics.csv")
         .read_text()
         .splitlines()[0]
         .split(",")
     )
-    assert ours == {name for name in header if name.startswith("memory/")}
+    assert set(ours) == {name for name in header if name.startswith("memory")}
     assert not (tmp_path / "memcallback").exists()
-    assert len(ours) <= 15
-    points = events.Scalars("memory/backward/peak_allocated_gib")
+    assert len(ours) == 8
+    points = events_of(board.log_dir).Scalars("memory_gib/peak_backward")
     assert len({point.step for point in points}) == len(points)
+
+
+def test_a_step_after_validation_is_not_drawn_as_a_dip(tmp_path):
+    callback = MemoryCallback()
+    loop = training.trainer(tmp_path, [callback], max_epochs=2)
+    loop.fit(training.Automatic(), training.loader(), training.loader(1))
+    # The fifth step begins without gradients, which Lightning clears.
+    starts = [step.windows[0].start.allocated_bytes for step in callback.recorder.steps]
+    assert starts[4] < min(starts[3], starts[5])
+    (run,) = (tmp_path / "memcallback").iterdir()
+    for curve in ("", "predicted"):
+        points = curves_of(run)[curve]["memory_gib/peak_forward"]
+        assert list(points) == [0, 1, 2, 3, 5, 6, 7]
+        assert len({value for number, value in points.items() if number}) == 1
+
+
+def test_where_each_step_follows_a_validation_steps_are_drawn(tmp_path):
+    loop = training.trainer(tmp_path, [MemoryCallback()], val_check_interval=1)
+    loop.fit(training.Automatic(), training.loader(6), training.loader(1))
+    (run,) = (tmp_path / "memcallback").iterdir()
+    assert len(curves_of(run)[""]["memory_gib/peak_forward"]) >= 3
+
+
+def test_the_page_is_written_whatever_the_logger_is(tmp_path, capsys):
+    from lightning.pytorch.loggers import CSVLogger
+
+    fit(tmp_path, logger=CSVLogger(tmp_path / "table"))
+    page = tmp_path / "memcallback" / "memory.html"
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert f"page: {page}" in capsys.readouterr().out
 
 
 def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_path, capsys):
@@ -686,7 +723,7 @@ def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_pat
     assert callback.plan.to_text() not in printed
     assert "  to save " in printed
     written = EventAccumulator(str(tmp_path / "memcallback" / "version_0")).Reload().Tags()
-    assert "memory/what_if_bars" in written["images"]
+    assert "memory_pictures/4_what_if" in written["images"]
     assert any(tag.startswith("memory/what_if") for tag in written["tensors"])
 
 
@@ -708,7 +745,7 @@ def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_s
         def __init__(self):
             self.logger = DummyLogger()
             self.logger.log_metrics = lambda metrics, step: (
-                logged.append((step, metrics)) if "memory/capacity_gib" in metrics else None
+                logged.append((step, metrics)) if "memory_gib/capacity" in metrics else None
             )
 
     fit(tmp_path, num_batches=12, logger=Spy().logger, log_every_n_steps=5)
@@ -888,7 +925,7 @@ def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the
 
 def test_a_fit_after_one_that_failed_on_us_is_recorded(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("memcallback.record.monitor.scalars", None)
+        patched.setattr("memcallback.record.monitor.step_curves", None)
         with pytest.warns(MemoryWarning, match="stopped recording"):
             callback = fit(tmp_path)
     fit(tmp_path, callback=callback)
@@ -1010,7 +1047,7 @@ def test_a_batch_whose_own_batch_size_fails_is_taken_by_its_tensors(tmp_path):
 def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("memcallback.record.monitor.scalars", None)
+    monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
     module = training.Automatic()
     fit(tmp_path, module, callback=MemoryCallback())
     assert module.trainer.global_step == 4
@@ -1111,7 +1148,7 @@ def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_pat
         num_calls = 0
 
         def log_metrics(self, metrics, step=None):
-            if any(name.startswith("memory/") for name in metrics):
+            if any(name.startswith("memory") for name in metrics):
                 Picky.num_calls += 1
                 raise TypeError("strings only")
 
@@ -1122,7 +1159,7 @@ def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_pat
         callback = fit(tmp_path, logger=[Picky(), table])
     assert Picky.num_calls == 1
     assert (
-        "memory/capacity_gib"
+        "memory_gib/capacity"
         in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
     )
     assert len(callback.recorder.steps) == 4
@@ -1214,7 +1251,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     def broken(*_):
         raise KeyError("ours")
 
-    monkeypatch.setattr("memcallback.record.monitor.scalars", broken)
+    monkeypatch.setattr("memcallback.record.monitor.step_curves", broken)
     with pytest.warns(
         MemoryWarning,
         match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. "

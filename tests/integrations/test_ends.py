@@ -30,7 +30,7 @@ class Leaving(DummyLogger):
         self.end = end
 
     def log_metrics(self, metrics, step=None):
-        if any(name.startswith("memory/") for name in metrics):
+        if any(name.startswith("memory") for name in metrics):
             self.end()
 
 

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from event_files import curves_of
 
 import memcallback as mc
 from memcallback import MemoryWarning, Phase
@@ -126,16 +127,11 @@ def test_the_step_is_predicted_before_it_first_runs_and_is_what_is_measured(trai
 
 
 def test_the_curves_go_to_a_run_under_the_output_folder(trained):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     _, trainer, folder = trained
-    run = EventAccumulator(str(folder / "memcallback" / "version_0")).Reload()
-    points = run.Scalars("memory/backward/peak_allocated_gib")
-    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+    curves = curves_of(folder / "memcallback" / "version_0")
+    for curve in ("", "predicted"):
+        assert list(curves[curve]["memory_gib/peak_backward"]) == [1, 2, 3, 4, 5, 6]
     assert trainer.state.global_step == 6
-    assert {"memory/predicted/backward/peak_allocated_gib", "memory/prediction_error_pct"} <= set(
-        run.Tags()["scalars"]
-    )
 
 
 def test_nothing_is_left_behind(trained):
@@ -371,7 +367,7 @@ def test_an_exception_of_the_training_goes_on_and_is_reported(kind, count, tmp_p
 
 
 def test_an_error_of_ours_does_not_stop_the_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("memcallback.record.monitor.scalars", None)
+    monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
     callback = mc.MemoryTrainerCallback(predict=False)
     with pytest.warns(
         MemoryWarning, match="MemoryTrainerCallback has stopped recording: TypeError"

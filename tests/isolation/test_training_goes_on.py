@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from event_files import curves_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,18 +49,6 @@ def weights(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def scalars(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    points = {}
-    for run in {path.parent for path in folder.rglob("events.out*")}:
-        events = EventAccumulator(str(run), {"scalars": 0})
-        events.Reload()
-        for tag in events.Tags()["scalars"]:
-            points.setdefault(tag, []).extend(point.step for point in events.Scalars(tag))
-    return points
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"wait_for_prediction": True}, {"isolate": False}], ids=str
 )
@@ -76,8 +65,8 @@ def test_a_prediction_is_the_same_whenever_it_comes(tmp_path, options):
     )
     assert log.prediction.step == expected.step
     assert log.report.prediction.step == expected.step
-    points = scalars(tmp_path)
-    assert set(points["memory/predicted/forward/peak_allocated_gib"]) == {1, 2, 3, 4}
+    curves = curves_of(tmp_path / "version_0")
+    assert set(curves["predicted"]["memory_gib/peak_forward"]) == {1, 2, 3, 4}
 
 
 def hanging(model, batch):

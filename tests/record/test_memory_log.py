@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from event_files import curves_of
 from loop_parts import CLASSES, FEATURES, loss_of, network
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -130,17 +131,11 @@ def test_there_is_a_point_for_every_interval_of_updates_and_for_the_end(
             with recorder.phase(Phase.OPTIMIZER_STEP):
                 optimizer.step()
     recorder.close()
-    run = run_of(tmp_path)
+    curves = curves_of(tmp_path / "version_0")
     # The second is the first steady one, which is reported.
-    assert [point.step for point in run.Scalars("memory/backward/peak_allocated_gib")][:4] == [
-        2,
-        4,
-        8,
-        12,
-    ]
-    assert "memory/predicted/backward/peak_allocated_gib" in run.Tags()["scalars"]
-    assert "memory/report/text_summary" in run.Tags()["tensors"]
-    assert (tmp_path / "version_0" / "memory_layout").is_dir()
+    assert list(curves[""]["memory_gib/peak_backward"])[:4] == [2, 4, 8, 12]
+    assert list(curves["predicted"]["memory_gib/peak_backward"])[:4] == [2, 4, 8, 12]
+    assert "memory/report/text_summary" in run_of(tmp_path).Tags()["tensors"]
 
 
 def test_of_an_accumulation_window_the_largest_step_is_logged_with_the_update(tmp_path, parts):
@@ -152,9 +147,8 @@ def test_of_an_accumulation_window_the_largest_step_is_logged_with_the_update(tm
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert [
-        point.step for point in run_of(tmp_path).Scalars("memory/backward/peak_allocated_gib")
-    ] == [1, 2, 3]
+    curves = curves_of(tmp_path / "version_0")
+    assert list(curves[""]["memory_gib/peak_backward"]) == [1, 2, 3]
 
 
 def test_without_a_folder_there_is_no_run(tmp_path, parts, monkeypatch):
@@ -190,7 +184,7 @@ def test_what_cannot_be_predicted_is_recorded_and_told(tmp_path, parts):
 
 
 def test_an_error_of_ours_does_not_stop_the_training(tmp_path, parts, monkeypatch):
-    monkeypatch.setattr("memcallback.record.monitor.scalars", None)
+    monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
     recorder = mc.MemoryRecorder(*parts)
     recorder.watch()
     mc.MemoryLog(recorder, log_dir=tmp_path)

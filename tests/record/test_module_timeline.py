@@ -429,7 +429,7 @@ def test_by_hand_the_passes_of_one_window_are_told_apart(tmp_path):
 def test_the_callback_prints_the_modules_that_keep_most_and_logs_all(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    callback = MemoryCallback(per_module=True)
+    callback = MemoryCallback(per_module=True, verbose=2)
     training.trainer(tmp_path, [callback]).fit(training.Automatic(), training.loader(4))
     assert "What modules keep after their forward pass" in capsys.readouterr().out
     folder = next((tmp_path / "memcallback").glob("version_*"))
@@ -437,4 +437,4 @@ def test_the_callback_prints_the_modules_that_keep_most_and_logs_all(tmp_path, c
     text = run.Tensors("memory/modules/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "| network.0 | Linear | 1 |" in text
     assert "backward peak predicted | backward peak measured" in text
-    assert run.Images("memory/modules_icicle")
+    assert run.Images("memory_pictures/5_modules")

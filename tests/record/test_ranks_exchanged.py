@@ -6,14 +6,12 @@ import json
 
 import pytest
 import torch
+from event_files import curves_of
 from needs import needs_fsdp2
 from rank_jobs import Job, run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from memcallback import Category, Phase
 from memcallback.record.rank_exchange import RankExchange
-from memcallback.report.tensorboard import LAYOUT_RUN
 
 GiB = 2**30
 PHASES = ("forward", "backward", "optimizer step")
@@ -47,11 +45,9 @@ def two(tmp_path_factory):
     return [rank.found[0] for rank in ranks], [rank.output for rank in ranks], folder / "logs"
 
 
-def scalars(folder, tag):
+def curves(folder):
     (run_folder,) = folder.glob("version_*")
-    return {
-        point.step: point.value for point in EventAccumulator(str(run_folder)).Reload().Scalars(tag)
-    }
+    return curves_of(run_folder)
 
 
 def test_the_range_is_of_what_each_rank_recorded_itself(two):
@@ -75,67 +71,46 @@ def test_the_range_is_of_what_each_rank_recorded_itself(two):
     assert ranks.worst.rank == 1
 
 
-def test_tensorboard_has_the_band_and_the_worst_ranks_phases_at_each_point(two):
+TAGS = {
+    Phase.FORWARD: "memory_gib/peak_forward",
+    Phase.BACKWARD: "memory_gib/peak_backward",
+    Phase.OPTIMIZER_STEP: "memory_gib/peak_optimizer",
+}
+
+
+def test_the_range_over_the_ranks_and_the_worst_rank_are_curves_of_the_same_charts(two):
     trainings, _, folder = two
     points = [own_points(training, 2, 7) for training in trainings]
-    for which, choose in (("min", min), ("max", max)):
-        curve = scalars(folder, f"memory/ranks/peak_allocated_{which}_gib")
-        assert list(curve) == [2, 4, 6, 7]
-        for number, value in curve.items():
-            assert value * GiB == pytest.approx(
-                choose(of[number].peak_allocated_bytes for of in points), rel=1e-3
-            )
-    for phase in Phase:
-        measured = scalars(folder, f"memory/ranks/worst/{phase.value}/peak_allocated_gib")
-        predicted = scalars(
-            folder, f"memory/ranks/worst/predicted/{phase.value}/peak_allocated_gib"
-        )
-        assert measured[7] * GiB == pytest.approx(
+    found = curves(folder)
+    for phase, tag in TAGS.items():
+        for which, choose in (("min", min), ("max", max)):
+            curve = found[f"ranks_{which}"][tag]
+            assert list(curve) == [2, 4, 6, 7]
+            for number, value in curve.items():
+                assert value * GiB == pytest.approx(
+                    choose(of[number].phases[phase].peak_allocated_bytes for of in points),
+                    rel=1e-3,
+                )
+        low, mean, high = (found[f"ranks_{which}"][tag][7] for which in ("min", "mean", "max"))
+        assert mean == pytest.approx((low + high) / 2, rel=1e-3)
+        assert found["worst_rank"][tag][7] * GiB == pytest.approx(
             points[1][7].phases[phase].peak_allocated_bytes, rel=1e-3
         )
-        assert predicted[7] * GiB == pytest.approx(
+        assert found["worst_rank_predicted"][tag][7] * GiB == pytest.approx(
             trainings[1]["prediction"].phases[phase].peak_allocated_bytes, rel=1e-3
         )
-    assert set(scalars(folder, "memory/ranks/worst/rank").values()) == {1}
-    assert set(scalars(folder, "memory/ranks/num_ranks").values()) == {2}
+    assert set(found[""]["memory/worst_rank"].values()) == {1}
+    assert "memory/num_ranks_missing" not in found[""]
 
 
-def test_the_dashboard_has_a_chart_of_the_band_and_every_tag_of_its_charts_is_there(two):
-    (run_folder,) = two[2].glob("version_*")
-    tags = EventAccumulator(str(run_folder)).Reload().Tags()["scalars"]
-    event = (
-        EventAccumulator(str(run_folder / LAYOUT_RUN))
-        .Reload()
-        .Tensors("custom_scalars__config__")[0]
-    )
-    layout = Layout.FromString(event.tensor_proto.string_val[0])
-    (category,) = [
-        category for category in layout.category if category.title == "Memory: over the ranks"
-    ]
-    (band,) = [series for chart in category.chart for series in chart.margin.series]
-    assert (band.lower, band.value, band.upper) == tuple(
-        f"memory/ranks/peak_allocated_{which}_gib" for which in ("min", "mean", "max")
-    )
-    lines = [tag.removesuffix("$") for chart in category.chart for tag in chart.multiline.tag]
-    assert {band.lower, band.value, band.upper, *lines} <= set(tags)
-    assert len(lines) == 8
-
-
-def test_at_most_15_tags_are_over_the_ranks(two):
-    (run_folder,) = two[2].glob("version_*")
-    tags = EventAccumulator(str(run_folder)).Reload().Tags()["scalars"]
-    assert 0 < len([tag for tag in tags if tag.startswith("memory/ranks/")]) <= 15
-    assert (
-        0
-        < len(
-            [
-                tag
-                for tag in tags
-                if tag.startswith("memory/") and not tag.startswith("memory/ranks/")
-            ]
-        )
-        <= 15
-    )
+def test_the_ranks_add_two_charts_to_those_of_one_rank(two):
+    tags = {tag for values in curves(two[2]).values() for tag in values}
+    assert tags == {
+        *TAGS.values(),
+        "memory_gib/resident",
+        "memory/worst_rank",
+        "memory/worst_rank_capacity_pct",
+    }
 
 
 def test_rank_zero_prints_for_all_and_the_others_nothing(two):
@@ -213,18 +188,16 @@ def test_a_log_on_one_rank_alone_waits_for_nobody(tmp_path, rank):
 
 def test_ranks_that_log_at_different_steps_are_put_together(tmp_path):
     ranks = run(Job(num_steps=8, intervals={0: 2, 1: 3}), tmp_path)
-    assert list(scalars(tmp_path / "logs", "memory/ranks/num_ranks").items()) == [
-        (2, 2),
-        (4, 2),
-        (6, 2),
-        (8, 2),
-    ]
+    found = curves(tmp_path / "logs")
+    assert "memory/num_ranks_missing" not in found[""]
     points = [
         own_points(rank.found[0], interval, 8) for rank, interval in zip(ranks, (2, 3), strict=True)
     ]
-    curve = scalars(tmp_path / "logs", "memory/ranks/peak_allocated_max_gib")
+    curve = found["ranks_max"]["memory_gib/peak_backward"]
+    assert list(curve) == [2, 4, 6, 8]
+    at_that_time = points[0][4], points[1][3]
     assert curve[4] * GiB == pytest.approx(
-        max(points[0][4].peak_allocated_bytes, points[1][3].peak_allocated_bytes), rel=1e-3
+        max(point.phases[Phase.BACKWARD].peak_allocated_bytes for point in at_that_time), rel=1e-3
     )
 
 

@@ -505,7 +505,7 @@ def test_what_is_predicted_before_the_first_step_is_measured_in_a_steady_one(
     logged = []
     logger = DummyLogger()
     logger.log_metrics = lambda metrics, step: (
-        logged.append(metrics) if "memory/capacity_gib" in metrics else None
+        logged.append(metrics) if "memory_gib/capacity" in metrics else None
     )
     callback = fit(
         tmp_path,
@@ -519,15 +519,12 @@ def test_what_is_predicted_before_the_first_step_is_measured_in_a_steady_one(
     assert isinstance(callback.prediction, mc.Prediction)
     assert callback.prediction.device_name == torch.cuda.get_device_name()
     assert callback.prediction.capacity_bytes == torch.cuda.get_device_properties(0).total_memory
-    assert abs(logged[-1]["memory/prediction_error_pct"]) <= 0.1
-    assert (
-        abs(
-            logged[-1]["memory/predicted/peak_reserved_gib"]
-            / logged[-1]["memory/peak_reserved_gib"]
-            - 1
-        )
-        <= 0.02
-    )
+    peaks = ("peak_forward", "peak_backward", "peak_optimizer")
+    predicted = max(logged[-1][f"memory_gib/predicted/{peak}"] for peak in peaks)
+    measured = max(logged[-1][f"memory_gib/{peak}"] for peak in peaks)
+    assert abs(predicted / measured - 1) <= 0.001
+    reserved = logged[-1]["memory_gib/predicted/reserved"]
+    assert abs(reserved / logged[-1]["memory_gib/reserved"] - 1) <= 0.02
     assert not any("The prediction is off" in line for line in callback.report.lines())
     assert callback.report.advice.current_batch_size == 16
 

@@ -13,6 +13,7 @@ from memcallback.core.units import GiB, MiB, format_bytes
 from memcallback.prediction.comparison import differences
 from memcallback.prediction.textbook.law import LinearBytes
 from memcallback.report.report import Report
+from memcallback.report.tags import flat, step_curves
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -300,44 +301,65 @@ def test_a_warm_up_step_or_another_batch_size_is_not_compared():
     assert not any("is off" in line for line in traced_report(traced(20).step).lines())
 
 
-def test_scalars_of_a_traced_prediction_are_at_most_15_and_have_its_reserved_peak():
-    from memcallback.report.tensorboard import scalars
-
+def test_a_traced_prediction_has_the_tags_of_the_measured_step_and_the_capacity_a_curve():
     predicted = traced(16)
     device = DeviceMemory(capacity_bytes=GiB, used_bytes=256 * MiB, reserved_bytes=58 * MiB)
-    points = scalars(as_measured(predicted.step), predicted.step, device)
-    assert points["memory/predicted/peak_reserved_gib"] == round(58 * MiB / GiB, 5)
-    assert not any("low" in tag for tag in points)
-    assert len(points) == 13
-    assert len(scalars(measured(), report().prediction.step, device)) <= 15
+    curves = step_curves(as_measured(predicted.step), predicted.step, device)
+    assert curves.keys() == {"", "predicted", "capacity"}
+    assert curves[""] == curves["predicted"]
+    assert list(curves[""]) == [
+        "memory_gib/peak_forward",
+        "memory_gib/peak_backward",
+        "memory_gib/peak_optimizer",
+        "memory_gib/reserved",
+    ]
+    assert curves["predicted"]["memory_gib/reserved"] == round(58 * MiB / GiB, 5)
+    assert curves["capacity"] == {"memory_gib/reserved": 1.0}
 
 
-def test_the_pictures_of_a_traced_prediction_are_drawn():
-    from memcallback.report.plots import batch_size_curve, step_by_category
-
-    predicted = traced(16)
-    advice = suggest(measured=None, predicted=predicted, capacity_bytes=predicted.capacity_bytes)
-    for picture in (
-        batch_size_curve(advice, predicted),
-        step_by_category(as_measured(predicted.step), predicted),
-    ):
-        assert picture.ndim == 3
-        assert picture.std() > 0
+def test_a_band_has_a_curve_for_its_lower_edge():
+    curves = step_curves(measured(), report().prediction.step, DeviceMemory())
+    lower, upper = curves["predicted_low"], curves["predicted"]
+    assert all(lower[tag] <= upper[tag] for tag in lower)
+    assert lower.keys() <= upper.keys()
+    assert lower != upper
 
 
-def test_scalars_of_the_device_stand_beside_those_of_memory():
-    from memcallback.report.tensorboard import scalars
+def test_what_is_no_news_has_no_point():
+    step = as_measured(traced(16).step)
+    tags = step_curves(step, None, DeviceMemory(used_bytes=GiB, reserved_bytes=0))[""]
+    assert not any("retries" in tag or "non_pytorch" in tag for tag in tags)
+    *before, last = step.windows
+    last = replace(last, end=replace(last.end, num_alloc_retries=3))
+    step = replace(step, windows=(*before, last))
+    tags = step_curves(step, None, DeviceMemory(used_bytes=3 * GiB, reserved_bytes=GiB))[""]
+    assert tags["memory/num_alloc_retries"] == 3
+    assert tags["memory_gib/non_pytorch"] == 2
 
+
+def test_loggers_without_runs_below_others_have_the_curve_in_the_tag():
+    curves = {
+        "": {"memory_gib/peak_forward": 1.0, "device/power_watts": 2.0},
+        "predicted": {"memory_gib/peak_forward": 3.0},
+        "capacity": {"memory_gib/reserved": 4.0},
+    }
+    assert flat(curves) == {
+        "memory_gib/peak_forward": 1.0,
+        "device/power_watts": 2.0,
+        "memory_gib/predicted/peak_forward": 3.0,
+        "memory_gib/capacity": 4.0,
+    }
+
+
+def test_values_of_the_device_are_beside_those_of_memory():
     device = DeviceMemory(
         capacity_bytes=GiB, utilisation_pct=87, temperature_celsius=54, power_watts=412.5
     )
-    points = scalars(measured(), None, device)
+    points = step_curves(measured(), None, device)[""]
     assert {tag: value for tag, value in points.items() if tag.startswith("device/")} == {
         "device/utilisation_pct": 87,
         "device/temperature_celsius": 54,
         "device/power_watts": 412.5,
     }
-    assert not any(
-        tag.startswith("device/")
-        for tag in scalars(measured(), None, DeviceMemory(capacity_bytes=GiB))
-    )
+    points = step_curves(measured(), None, DeviceMemory(capacity_bytes=GiB))[""]
+    assert not any(tag.startswith("device/") for tag in points)

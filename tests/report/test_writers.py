@@ -7,6 +7,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from memcallback import MemoryWarning
+from memcallback.core.document import Document
 from memcallback.report.writers import Writers
 
 
@@ -54,8 +55,8 @@ def test_a_logger_that_raises_is_told_once_and_left_out(tmp_path):
     sinks = Writers([Failing(), other], None)
 
     def log():
-        sinks.log_scalars({"memory/peak": 1.0}, 1)
-        sinks.log_scalars({"memory/peak": 2.0}, 2)
+        sinks.log_curves({"": {"memory/peak": 1.0}}, 1)
+        sinks.log_curves({"": {"memory/peak": 2.0}}, 2)
 
     with pytest.warns(
         MemoryWarning, match=r"Failing: ConnectionError: no server\. Memory is still recorded"
@@ -75,8 +76,8 @@ def test_a_run_that_can_no_longer_be_written_is_told_and_training_goes_on(tmp_pa
     monkeypatch.setattr(SummaryWriter, "flush", full)
 
     def log():
-        sinks.log_text("memory/report", "text", 1)
-        sinks.log_text("memory/report", "text", 2)
+        sinks.log_text("memory/report", Document("text"), 1)
+        sinks.log_text("memory/report", Document("text"), 2)
         sinks.close()
 
     with pytest.warns(MemoryWarning, match="No space left") as told:
@@ -91,7 +92,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     with pytest.warns(MemoryWarning, match="Set default_root_dir"):
         log_dir = sinks.log_dir
     assert log_dir is None
-    sinks.log_scalars({"memory/peak": 1.0}, 1)
+    sinks.log_curves({"": {"memory/peak": 1.0}}, 1)
     sinks.close()
 
 
@@ -101,6 +102,6 @@ def test_a_run_is_opened_at_its_first_value(tmp_path):
     sinks.close()
     assert not list(tmp_path.iterdir())
     sinks = Writers([], str(tmp_path))
-    sinks.log_scalars({"memory/peak": 1.0}, 1)
+    sinks.log_curves({"": {"memory/peak": 1.0}}, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["version_0"]
     sinks.close()

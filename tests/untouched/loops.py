@@ -26,7 +26,7 @@ class Kept(Logger):
         pass
 
     def log_metrics(self, metrics, step=None):
-        own = {name: value for name, value in metrics.items() if not name.startswith("memory/")}
+        own = {name: value for name, value in metrics.items() if not name.startswith("memory")}
         if own:
             self.lines.append([step, own])
 

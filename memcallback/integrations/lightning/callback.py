@@ -58,9 +58,9 @@ from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
 from memcallback.record.settings import MonitorSettings
 from memcallback.report.console import BRIEF, FULL, Console
-from memcallback.report.plots import what_if_bars
+from memcallback.report.plots.what_if import what_if_bars
 from memcallback.report.report import Report
-from memcallback.report.tensorboard import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
+from memcallback.report.tags import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
 from memcallback.savings.checkpointing import CheckpointOption
 from memcallback.savings.plan import Plan
 from memcallback.step.training_step import TrainingStep
@@ -105,7 +105,7 @@ class MemoryCallback(Callback):
     CPU only the steps of the first three updates and of the logging interval are recorded; with a
     short interval ever fewer of these, down to one in 50.
 
-    Values go to every logger of the Trainer (`memcallback.report.tensorboard` lists the tags);
+    Values go to every logger of the Trainer (`memcallback.report.tags` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
     fsspec address. A report is printed once the first steady step is known, and one line at the
     end. In a job of several ranks each records itself; rank zero logs and prints for all, including
@@ -253,6 +253,7 @@ class MemoryCallback(Callback):
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
+        self._is_after_validation = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the results, and no part in the original's fit."""
@@ -407,7 +408,7 @@ class MemoryCallback(Callback):
         if self.plan is not None and monitor is not None and monitor.writers is not None:
             number = step_number(trainer)
             self._console(pl_module).say(self.plan.to_text(), level=FULL)
-            monitor.writers.log_text(WHAT_IF_TAG, self.plan.to_markdown(), number)
+            monitor.writers.log_text(WHAT_IF_TAG, self.plan.document(), number)
             monitor.writers.log_image(WHAT_IF_IMAGE_TAG, number, what_if_bars, self.plan)
 
     def _maker_of_step(
@@ -490,8 +491,14 @@ class MemoryCallback(Callback):
                 step_number(trainer),
                 is_due=is_logging_step(trainer),
                 is_window_complete=is_manual or Phase.OPTIMIZER_STEP in record.phases,
+                is_after_validation=self._is_after_validation,
                 batch=batch,
             )
+        self._is_after_validation = False
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note that the next step begins without gradients."""
+        self._is_after_validation = True
 
     @fail_safe
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
