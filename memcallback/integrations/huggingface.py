@@ -47,6 +47,8 @@ else:
             "MemoryTrainerCallback needs transformers: pip install transformers accelerate."
         ) from error
 
+from memcallback.integrations.report_to import destinations_here
+
 _SEVERAL_DEVICES = (
     "The Trainer uses several devices in one process (DataParallel). Recorded is the first device, "
     "which holds the outputs of all; predicted is a step of its samples on one device alone. Start "
@@ -67,9 +69,9 @@ class MemoryTrainerCallback(TrainerCallback):
 
     The training itself does not change. A Trainer's callbacks learn where steps end; hooks on its
     model and optimizer mark the phases (see `MemoryRecorder.watch`). Values go every
-    `logging_steps` to a TensorBoard run in the folder `memcallback` under the Trainer's logging or
-    output folder. A report is printed once the first steady step is known, and one line at the
-    end.
+    `logging_steps` to what the Trainer's `report_to` names; with `report_to="none"` to a
+    TensorBoard run in the folder `memcallback` under the Trainer's logging or output folder. A
+    report is printed once the first steady step is known, and one line at the end.
 
     Args:
         batch_size: Samples in a batch of this process; by default inferred from the model's
@@ -213,6 +215,7 @@ class MemoryTrainerCallback(TrainerCallback):
                 place_of(getattr(args, "logging_dir", None) or args.output_dir), "memcallback"
             ),
             is_main=state.is_world_process_zero,
+            loggers=destinations_here(args, state) if state.is_world_process_zero else (),
             progress=self._progress,
             bounds=bounds_of(train_dataloader, args.world_size),
         )
