@@ -82,11 +82,17 @@ class Writers:
         """Draw a picture of shape (height, width, 3) and log it wherever pictures can be logged."""
         if not any(destination.takes_all for destination in self._opened()):
             return
-        # In a thread of its own: matplotlib's label parser caches exceptions, and their frames
-        # would keep the callers' variables alive, the training's batch among them.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            image = pool.submit(draw, *args, **kwargs).result()
-        self._log_more(f"the picture {tag!r}", lambda each: each.log_image(tag, image, step))
+        images: list[npt.NDArray[np.uint8]] = []
+
+        def draw_apart() -> None:
+            # In a thread of its own: matplotlib's label parser caches exceptions, and their frames
+            # would keep the callers' variables alive, the training's batch among them.
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                images.append(pool.submit(draw, *args, **kwargs).result())
+
+        if self._attempt(f"draw the picture {tag!r}", f"{tag} is left out.", draw_apart):
+            (image,) = images
+            self._log_more(f"the picture {tag!r}", lambda each: each.log_image(tag, image, step))
 
     def log_page(self, tag: str, html: str, step: int) -> None:
         """Log a page wherever pages can be logged; a TensorBoard run has it as a file."""

@@ -700,6 +700,29 @@ def test_where_each_step_follows_a_validation_steps_are_drawn(tmp_path):
     assert len(curves_of(run)[""]["memory_gib/peak_forward"]) >= 3
 
 
+def test_a_resumed_training_writes_on_in_the_same_runs(tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    def train(**options):
+        logger = TensorBoardLogger(tmp_path / "board", version=0)
+        loop = training.trainer(tmp_path, [MemoryCallback()], logger=logger, **options)
+        path = tmp_path / "end.ckpt"
+        loop.fit(training.Automatic(), training.loader(), ckpt_path=path if path.exists() else None)
+        loop.save_checkpoint(path)
+        return Path(logger.log_dir)
+
+    run = train()
+    before = {path: path.read_bytes() for path in run.rglob("events.out*")}
+    assert train(max_epochs=2) == run
+    assert all(path.read_bytes() == content for path, content in before.items())
+    curves = curves_of(run)
+    assert sorted(curves) == ["", "capacity", "predicted"]
+    for curve in ("", "predicted"):
+        steps = list(curves[curve]["memory_gib/peak_forward"])
+        assert steps[0] == 0
+        assert steps[-1] >= 6
+
+
 def test_the_page_is_written_whatever_the_logger_is(tmp_path, capsys):
     from lightning.pytorch.loggers import CSVLogger
 

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from event_files import events_of
 from torch.utils.tensorboard import SummaryWriter
 
 from memcallback import MemoryWarning
@@ -83,6 +85,18 @@ def test_a_run_that_can_no_longer_be_written_is_told_and_training_goes_on(tmp_pa
     with pytest.warns(MemoryWarning, match="No space left") as told:
         log()
     assert len(told) == 1
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_and_the_others_are_drawn(tmp_path):
+    def broken():
+        raise ValueError("nothing to draw")
+
+    writers = Writers([], str(tmp_path))
+    with pytest.warns(MemoryWarning, match="draw the picture 'a': ValueError: nothing to draw"):
+        writers.log_image("a", 1, broken)
+    writers.log_image("b", 1, lambda: np.zeros((4, 4, 3), dtype=np.uint8))
+    writers.close()
+    assert events_of(tmp_path / "version_0").Tags()["images"] == ["b"]
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
