@@ -106,6 +106,50 @@ def layers(width, num_layers, activation):
     return nn.Sequential(nn.Linear(2, width), activation(), *hidden, nn.Linear(width, 1))
 
 
+class Assigned(nn.Module):
+    """Assigns numbers to parts of what it puts out."""
+
+    def __init__(self, assign):
+        super().__init__()
+        self.features, self.assign = nn.Linear(256, 256), assign
+
+    def forward(self, x):
+        features = self.features(x)
+        y = features.view(8, 8, 16, 16).clone()
+        found = self.assign(y)  # where most is alive
+        return y if found is None else found
+
+
+def total(model, batch):
+    return model(batch).sum()
+
+
+def assign_slices(y):
+    s = slice(0, 4)
+    y[:, s, s, :] = 3
+
+
+def assign_by_mask(y):
+    y[y > 0] = 3
+
+
+def assign_by_host_index(y):
+    s = torch.tensor([0, 2])
+    y[:, s, s, :] = 3
+
+
+def look_up_by_host_index(y):
+    return y[torch.tensor([0, 2] * 512)]
+
+
+def assign_by_list(y):
+    y[:, [0, 2]] = 3.5
+
+
+def assign_by_device_index(y):
+    y[torch.arange(2, device=y.device)] = 3
+
+
 class Letters(nn.Module):
     """Scores of letters at each time of a recording."""
 
@@ -151,6 +195,21 @@ PROGRAMS = {
         torch.zeros(64, 256),
         {"loss": reduced_by_index},
     ),
+    **{
+        assign.__name__: lambda assign=assign: (
+            Assigned(assign),
+            torch.zeros(64, 256),
+            {"loss": total},
+        )
+        for assign in (
+            assign_slices,
+            assign_by_mask,
+            assign_by_host_index,
+            look_up_by_host_index,
+            assign_by_list,
+            assign_by_device_index,
+        )
+    },
     "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),

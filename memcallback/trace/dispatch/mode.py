@@ -26,7 +26,7 @@ from memcallback.core.types import Category, Phase
 from memcallback.cuda.decompositions.ctc import ctc_forward
 from memcallback.cuda.decompositions.packed_sequences import pack_padded
 from memcallback.cuda.decompositions.registry import decomposition_of
-from memcallback.cuda.op_call import OpCall, tensors_of
+from memcallback.cuda.op_call import OpCall, dense_bytes, tensors_of
 from memcallback.cuda.rules import corrected_result, result_without_fake
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.known import remember_values
@@ -462,7 +462,13 @@ class TraceMode(FakeTensorMode):
         else:
             if moment_bytes := temporary_bytes(name, call.args):
                 ledger.free(ledger.alloc_temp(moment_bytes, Category.TEMPORARY, name))
+            copies = [
+                ledger.alloc_temp(dense_bytes(index), Category.TEMPORARY, name)
+                for index in self.placement.host_indices(call)
+            ]
             self._kernels.write(ledger, call, name, node, is_backward=self._is_in_backward)
+            for copy in copies:
+                ledger.free(copy)
         if call.op is _aten.resize_.default:
             storage = call.outputs[0].untyped_storage()
             entry = ledger.find(call.outputs[0])

@@ -12,6 +12,17 @@ from memcallback.core.torch_private import DisableTorchFunction, FakeTensor, Fak
 from memcallback.cuda.op_call import OpCall, tensors_of
 from memcallback.trace.dispatch.entries import Entry
 
+_aten = torch.ops.aten
+#: Operators that take a list of indices.
+_INDEXED = frozenset(
+    {
+        _aten.index.Tensor,
+        _aten.index_put.default,
+        _aten.index_put_.default,
+        _aten._index_put_impl_.default,
+    }
+)
+
 
 class Placement:
     """Where the tensors of one trace are.
@@ -77,6 +88,20 @@ class Placement:
         if any(entry is not None and not entry.is_host for entry in entries):
             return False
         return not self._has_argument_on_device()
+
+    def host_indices(self, call: OpCall) -> list[torch.Tensor]:
+        """Indices on the host into a tensor on the device, which the operator copies there.
+
+        Of masks not the mask is copied, but the positions in it.
+        """
+        if call.op not in _INDEXED:
+            return []
+        entries = ((index, self._find(index)) for index in call.arguments[1] if index is not None)
+        return [
+            index
+            for index, entry in entries
+            if entry is not None and entry.is_host and index.dtype in (torch.int32, torch.int64)
+        ]
 
     def _has_argument_on_device(self) -> bool:
         return self.arguments is not None and any(

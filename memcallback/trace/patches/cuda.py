@@ -72,6 +72,7 @@ class CudaFunctions(TorchFunctionMode):
             tensor.to: self._to,
             tensor.cuda: lambda tensor, *args, **kwargs: self._moved(tensor, "device"),
             tensor.cpu: lambda tensor, *args, **kwargs: self._moved(tensor, "host"),
+            tensor.__setitem__: self._set_item,
             tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
             tensor.is_pinned: lambda tensor, *args, **kwargs: False,
             tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
@@ -143,12 +144,32 @@ class CudaFunctions(TorchFunctionMode):
             return tensor.to(dtype, **rest)
         return tensor.to(tensor.dtype, **rest) if target == now else tensor.clone()
 
+    def _set_item(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        """A number stays on the host, unless a kernel puts it where an index says.
+
+        `THPVariable_setitem` (torch/csrc/autograd/python_variable_indexing.cpp).
+        """
+        is_number = not isinstance(value, torch.Tensor)
+        if is_number and self._placement.is_on_device(tensor) and not _gathers(index):
+            self._placement.target = "host"
+        tensor[index] = value
+
     def _moved(self, tensor: torch.Tensor, target: str) -> torch.Tensor:
         self._placement.target = target
         return tensor if self._target_of_tensor(tensor) == target else tensor.clone()
 
     def _target_of_tensor(self, tensor: torch.Tensor) -> str:
         return "device" if self._placement.is_on_device(tensor) else "host"
+
+
+def _gathers(index: Any) -> bool:
+    """Whether an index has whole numbers in a tensor or a list, and not only slices and masks."""
+    return any(
+        part.dtype not in (torch.bool, torch.uint8)
+        if isinstance(part, torch.Tensor)
+        else not isinstance(part, (int, slice, type(None), type(...)))
+        for part in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def _target_of(device: Any) -> str:
