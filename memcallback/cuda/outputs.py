@@ -172,7 +172,15 @@ def _weight_norm(call: OpCall) -> Any:
     return weight, norms.new_empty(norms.shape, dtype=torch.float32)
 
 
+def _unique(call: OpCall) -> Any:
+    """No inverse with counts alone (UniqueCub.cu); a CPU makes one."""
+    values, inverse, counts = call.result
+    has_inverse = call.arguments[2]
+    return None if has_inverse else (values, inverse.new_empty(0), counts)
+
+
 CORRECTIONS: dict[str, Correction] = {
+    "_unique2": _unique,
     **dict.fromkeys(
         ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _batch_norm
     ),

@@ -124,6 +124,16 @@ def total(model, batch):
     return model(batch).sum()
 
 
+def distinct(model, batch):
+    """The distinct values of many, with where each was and how often."""
+    values, places, counts = batch.flatten().unique(return_inverse=True, return_counts=True)
+    return model(batch[:64]).sum() + 0 * (places.sum() + counts.sum() + values.sum())
+
+
+def distinct_values(model, batch):
+    return model(batch[:64]).sum() + 0 * batch.flatten().unique(return_counts=True)[1].sum()
+
+
 def assign_slices(y):
     s = slice(0, 4)
     y[:, s, s, :] = 3
@@ -210,6 +220,12 @@ PROGRAMS = {
             assign_by_device_index,
         )
     },
+    "distinct": lambda: (nn.Linear(256, 16), torch.zeros(4000, 256), {"loss": distinct}),
+    "distinct-values": lambda: (
+        nn.Linear(256, 16),
+        torch.zeros(4000, 256),
+        {"loss": distinct_values},
+    ),
     "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),

@@ -71,6 +71,52 @@ def segmented_sort_bytes(key_bytes: int, count: int) -> int:
     return round_up(count * key_bytes, 256) + round_up(count * 8, 256) + 255
 
 
+#: Values in a tile of `DeviceRadixSort` without values, by bytes of a key.
+_KEYS_TILES: dict[int, dict[int, int]] = {
+    9: {1: 9728, 2: 9728, 4: 6912, 8: 5760},
+    8: {1: 8064, 2: 8064, 4: 8064, 8: 3840},
+    7: {1: 5888, 2: 5888, 4: 5888, 8: 2816},
+}
+
+
+def radix_sort_keys_bytes(major: int, key_bytes: int, count: int) -> int:
+    """Scratch of CUB's `DeviceRadixSort::SortKeys`; approximate for keys of 1 and 2 bytes."""
+    tiles = -(-count // _KEYS_TILES[min(max(major, 7), 9)][key_bytes])
+    buffer = round_up(count * key_bytes, 256) if key_bytes > 1 else 0
+    return buffer + key_bytes * 2048 + tiles * 1024 + 256 + 255
+
+
+#: Values in a tile of `DeviceRunLengthEncode`.
+_RUN_TILE = 768
+
+
+def _unique(call: OpCall) -> Kernel | None:
+    """`compute_unique` (UniqueCub.cu): sorts values, with their places for an inverse.
+
+    Counts need a run-length encoding. The scratch of other scans, some KiB, is left out.
+    """
+    x, _, has_inverse, has_counts = call.arguments
+    if x.dtype is torch.bool or not x.numel():
+        return None
+    count, major = x.numel(), call.device.compute_capability[0]
+    kernel = KernelBuilder()
+    values, places = kernel.alloc(dense_bytes(x)), None
+    if has_inverse:
+        numbers, places = kernel.alloc(count * 8), kernel.alloc(count * 8)
+        kernel.free(alloc_sort(kernel, major, x.element_size(), 8, count), numbers)
+        kernel.output(1)
+        kernel.free(kernel.alloc(count * 8))
+    else:
+        kernel.free(kernel.alloc(radix_sort_keys_bytes(major, x.element_size(), count)))
+    kernel.output(0)
+    length, runs = kernel.alloc(8), None
+    if has_counts:
+        kernel.output(2)
+        runs = kernel.alloc(round_up((-(-count // _RUN_TILE) + 32) * 16, 256) + 255)
+    kernel.free(runs, length, places, values)
+    return kernel.build()
+
+
 #: Longest row that one block sorts; number of rows from which CUB's segmented sort is used.
 _ROW, _MANY_ROWS = 4096, 128
 
@@ -254,6 +300,7 @@ def _topk(call: OpCall) -> Kernel:
 
 
 RULES: dict[str, Rule] = {
+    "_unique2": _unique,
     "sort": _sort,
     "topk": _topk,
     "masked_scatter": _masked_scatter,
