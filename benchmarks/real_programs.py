@@ -199,11 +199,12 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def earlier_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a file, by program; none if it is not there."""
+def earlier_result(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The rows of a file, by program, and the commands that made it; none if it is not there."""
     if not path.exists():
-        return {}
-    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+        return {}, []
+    content = json.loads(path.read_text())
+    return {row["name"]: row for row in content["rows"]}, [content["about"]["command"]]
 
 
 def main() -> None:
@@ -221,8 +222,10 @@ def main() -> None:
 
     device = torch.cuda.get_device_name()
     out = options.out or results_folder(device)
-    earlier = earlier_rows(out / "programs.json") if len(options.only) < len(names()) else {}
-    rows = dict(earlier)
+    rows: dict[str, dict[str, Any]] = {}
+    commands: list[str] = []
+    if len(options.only) < len(names()):
+        rows, commands = earlier_result(out / "programs.json")
     for name in options.only:
         rows[name] = in_its_own_process(name)
         print(name, rows[name].get("error", "compared"), flush=True)
@@ -232,9 +235,7 @@ def main() -> None:
         "processor": processor(),
         "versions": f"Python {platform.python_version()}, torch {version('torch')}",
         "date": today(),
-        "command": f"python benchmarks/real_programs.py, then {command()}"
-        if earlier
-        else command(),
+        "command": ", then ".join([*commands, command()]),
     }
     out.mkdir(parents=True, exist_ok=True)
     listed = [rows[name] for name in names() if name in rows]

@@ -42,7 +42,15 @@ def make() -> Program:
         "bags": [torch.randint(0, num_rows, (2048, 4)) for num_rows in NUM_ROWS],
         "clicks": torch.randint(0, 2, (2048,)).float(),
     }
-    return Program(Recommender(), batch, loss, ("torch",), optimizer=torch.optim.Adagrad)
+    # How many rows a sparse gradient has left, the device counts.
+    return Program(
+        Recommender(),
+        batch,
+        loss,
+        ("torch",),
+        optimizer=torch.optim.Adagrad,
+        needs_values=True,
+    )
 
 
 def loss(model: Any, batch: Any) -> torch.Tensor:
