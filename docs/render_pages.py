@@ -59,7 +59,7 @@ def llama() -> mc.TrainingStep:
 
 def write_report(make: Callable[[], mc.TrainingStep], device: str, path: Path) -> None:
     """The page that `memcallback report --what-if` writes."""
-    plan = mc.what_if(make(), device=device)
+    plan = mc.what_if(make(), device=device, timeout_s=3600)
     page = mc.predict(make(), device=device).page(
         f"models:{make.__name__}", more=list(plan_sections(plan))
     )
