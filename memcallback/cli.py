@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_command(words[0])
         arguments = parser.parse_args(words)
         code: int | None = arguments.command(arguments)
+        sys.stdout.flush()
     except UsageError as error:
         message = visible(" ".join(str(error).split()))
         if error.__cause__ is not None:
@@ -51,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"memcallback: error: {error}. Install it: pip install {error.name}.", file=sys.stderr
         )
         return 2
+    except BrokenPipeError:
+        # The reader, such as `head`, has read enough. Python would complain at its end otherwise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code or 0
 
 

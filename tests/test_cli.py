@@ -487,6 +487,14 @@ def test_json_says_its_versions(tracing, capsys):
         assert {key: data[key] for key in versions} == versions
 
 
+def test_a_reader_that_has_enough_gets_no_traceback():
+    command = [sys.executable, "-m", "memcallback", "devices", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        started.stdout.close()
+        assert started.stderr.read() == b""
+        assert started.wait() == 1
+
+
 def test_devices_needs_no_pytorch_on_a_machine_without_a_gpu(tmp_path):
     code = """
 import sys
