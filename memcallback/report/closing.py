@@ -49,7 +49,7 @@ def closing_lines(
         parts.append("constant")
     deviation = last.deviation
     if last.prediction is not None and ending.largest is not None:
-        parts.append("as predicted" if deviation is None else "not as predicted")
+        parts.append(_agreement(deviation))
     if ending.num_alloc_retries is not None:
         number = ending.num_alloc_retries
         parts.append(f"{number:,} retr{'y' if number == 1 else 'ies'}" if number else "no retries")
@@ -63,6 +63,15 @@ def closing_lines(
         yield from labelled("ranks", [_ranks(last.ranks, letters)])
     if first is not None:
         yield from labelled("note", [note for note in last.notes if note not in first.notes])
+
+
+def _agreement(deviation: Deviation | None) -> str:
+    """Whether the training went as predicted."""
+    if deviation is None:
+        return "as predicted"
+    if deviation.is_of_measurement:
+        return f"as predicted, but {deviation.reason}"
+    return "not as predicted"
 
 
 def _is_known(deviation: Deviation, report: Report) -> bool:

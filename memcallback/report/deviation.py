@@ -25,12 +25,14 @@ class Deviation:
         predicted_bytes: The predicted value.
         measured_bytes: The measured value.
         reason: What is known of the reason, as part of a sentence; empty if nothing is.
+        is_of_measurement: Whether the reason is that the value cannot be measured whole.
     """
 
     where: str
     predicted_bytes: int
     measured_bytes: int
     reason: str = ""
+    is_of_measurement: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -149,4 +151,4 @@ def _explained_by_buckets(deviation: Deviation, predicted: StepMemory) -> Deviat
         return deviation
     size = brief_bytes(buckets_bytes)
     reason = f"a CPU does not measure the buckets of DistributedDataParallel ({size})"
-    return replace(deviation, reason=reason)
+    return replace(deviation, reason=reason, is_of_measurement=True)

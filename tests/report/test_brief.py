@@ -425,6 +425,19 @@ def test_buckets_that_a_cpu_does_not_measure_are_the_reason_where_they_are():
     assert "buckets" not in largest_deviation(predicted, measured).sentence()
 
 
+def test_buckets_that_a_cpu_does_not_measure_are_no_miss_of_the_prediction():
+    plain_step = traced(16, device="cpu").step
+    predicted = WithBuckets(with_buckets(plain_step))
+    for has_buckets, words in ((True, "as predicted, but a CPU does not"), (False, "not as pred")):
+        made = report(
+            prediction=predicted,
+            measured=as_measured(plain_step),
+            setup=Setup(has_buckets=has_buckets),
+        )
+        line, *_ = closing(made, made, ending(made.measured))
+        assert f", {words}" in line
+
+
 def test_steps_that_cannot_be_compared_have_no_deviation():
     from memcallback.report.deviation import largest_deviation
 

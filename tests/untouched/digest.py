@@ -27,7 +27,7 @@ _LRU_CACHE = type(functools.lru_cache(lambda: None))
 _NOT_VALUES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 #: What the callback writes, and what has the time of day in it.
 _NOT_COMPARED = re.compile(
-    r"lightning_logs/version_\d+/(events\.out\.|predicted(/|$)|capacity(/|$)|memory\.html)"
+    r"lightning_logs/version_\d+/(events\.out\.|predicted(_low)?(/|$)|capacity(/|$)|memory\.html)"
     r"|(out/)?memcallback(/|$)"
 )
 #: matplotlib keeps the fonts open that it has drawn with.
