@@ -48,9 +48,9 @@ class ProgressLine:
         now = self._clock()
         if self._is_live():
             self._write(self._text(now))
-        elif now - self._last >= _INTERVAL_S and self._stream is not None:
+        elif now - self._last >= _INTERVAL_S:
             self._last = now
-            print(self._text(now), file=self._stream, flush=True)
+            self._put(f"{self._text(now)}\n")
 
     def tick(self) -> None:
         """Show that time has passed."""
@@ -71,9 +71,11 @@ class ProgressLine:
     def _is_live(self) -> bool:
         """Whether the line can be written anew: on a terminal, in a notebook."""
         stream = self._stream
-        if stream is None or stream.closed:
+        # What a program has put in the place of stderr may have little but `write`.
+        if stream is None or getattr(stream, "closed", False):
             return False
-        return stream.isatty() or ("ipykernel" in sys.modules and stream is sys.stderr)
+        is_terminal = getattr(stream, "isatty", lambda: False)()
+        return is_terminal or ("ipykernel" in sys.modules and stream is sys.stderr)
 
     def _text(self, now: float) -> str:
         (num_done, num_all), elapsed_s = self._done_of_all, now - self._start
@@ -86,11 +88,19 @@ class ProgressLine:
 
     def _write(self, text: str) -> None:
         """Write over the line that is there; spaces take the rest of a longer one away."""
-        assert self._stream is not None
         end = "" if text else "\r"
-        self._stream.write(f"\r{text.ljust(self._width)}{end}")
-        self._stream.flush()
+        self._put(f"\r{text.ljust(self._width)}{end}")
         self._width = len(text)
+
+    def _put(self, text: str) -> None:
+        """Write to the stream; one that takes nothing gets no more, and the prediction goes on."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (AttributeError, OSError, ValueError):
+            self._stream = None
 
 
 def part_of(progress: TraceProgress, number: int, num_parts: int) -> TraceProgress:

@@ -75,6 +75,50 @@ def test_elsewhere_there_is_a_line_every_10_seconds_and_none_before(clock):
     )
 
 
+class Tee:
+    """What many programs put in the place of stderr, to have it in a file too."""
+
+    def __init__(self, *streams):
+        self.streams = streams
+
+    def write(self, text):
+        for stream in self.streams:
+            stream.write(text)
+
+    def flush(self):
+        for stream in self.streams:
+            stream.flush()
+
+
+def test_a_stream_with_write_and_flush_alone_is_written_line_by_line(clock, monkeypatch):
+    stream = io.StringIO()
+    with ProgressLine(stream=Tee(stream), clock=clock) as line:
+        line.say("tracing")
+        clock.now = 10.0
+        line(1, 2)
+    assert stream.getvalue() == "memcallback: 1 of 2 traces, 10 s, about 10 s left\n"
+    monkeypatch.setattr("sys.stderr", Tee(stream))
+    assert mc.predict(step(), device="24GiB", isolate=False).fits
+
+
+class Gone(Terminal):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_stream_that_takes_nothing_does_not_end_a_prediction(clock, is_closed):
+    stream = Gone()
+    if is_closed:
+        stream.close()
+    with ProgressLine(stream=stream, clock=clock) as line:
+        line.say("tracing")
+        clock.now = 10.0
+        line(1, 2)
+        clock.now = 20.0
+        line(2, 2)
+
+
 def test_parts_of_a_work_count_as_one():
     told = []
     for number in range(2):
