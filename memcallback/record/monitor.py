@@ -320,8 +320,8 @@ class Monitor:
     ) -> None:
         """Print, write and log a report on an out-of-memory error, with savings for the first."""
         rank, folder = report.rank, self._folder
-        if folder is not None and self.writers is not None and self.writers.log_dir is not None:
-            folder = self.writers.log_dir
+        if folder is not None and self.writers is not None:
+            folder = self.writers.make_folder() or folder
         # A loop may retry with smaller batches again and again; we try savings once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
         self.out_of_memory = respond(
@@ -506,7 +506,7 @@ class Monitor:
         """Log the page and write it beside the logs; its path, None if there is none."""
         if self.writers is None or self.report is None:
             return None
-        folder = self.writers.folder
+        folder = self.writers.make_folder()
         path = None if folder is None else inside(folder, PAGE_NAME)
         try:
             findings = self._health.findings if self._health else ()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _P = ParamSpec("_P")
+_FOLDER_HINT = "Set default_root_dir of the Trainer to a folder that can be written."
 
 
 class Writers:
@@ -34,6 +35,7 @@ class Writers:
         #: a second to open it, and a training's first step does not wait for that.
         self._own_log_dir = None if loggers else own_log_dir
         self._folder = own_log_dir
+        self._made_folder: str | None = None
         self._destinations: list[Destination] = []
         #: Hints of the failures that were warned of: a full disk stays full for a while.
         self._warned: set[str] = set()
@@ -48,10 +50,18 @@ class Writers:
         folders = (destination.log_dir for destination in self._opened())
         return next((folder for folder in folders if folder is not None), None)
 
-    @property
-    def folder(self) -> str | None:
-        """Where files of ours go: the run's folder; None if there is none that can be written."""
-        return self.log_dir or self._folder
+    def make_folder(self) -> str | None:
+        """The folder of this training's files; None if there is none that can be written.
+
+        It is the first logger's that has one, else a new one, so that no training's page is written
+        over that of an earlier one.
+        """
+        folders = (destination.folder for destination in self._opened())
+        folder = next((folder for folder in folders if folder is not None), self._made_folder)
+        if folder is None and self._folder is not None:
+            self._attempt(f"write to {self._folder!r}", _FOLDER_HINT, self._make_own)
+            folder = self._made_folder
+        return folder
 
     def log_curves(self, curves: Curves, step: int) -> None:
         """Log one value for each curve and tag."""
@@ -120,7 +130,7 @@ class Writers:
             folder, self._own_log_dir = self._own_log_dir, None
             is_open = self._attempt(
                 f"write to {folder!r}",
-                "Set default_root_dir of the Trainer to a folder that can be written.",
+                _FOLDER_HINT,
                 self._open_own,
                 folder,
             )
@@ -130,6 +140,10 @@ class Writers:
 
     def _open(self, logger: Any) -> None:
         self._destinations.append(destination_of(logger))
+
+    def _make_own(self) -> None:
+        assert self._folder is not None
+        self._made_folder = make_next_version(self._folder)
 
     def _open_own(self, log_dir: str) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -726,10 +726,12 @@ def test_a_resumed_training_writes_on_in_the_same_runs(tmp_path):
 def test_the_page_is_written_whatever_the_logger_is(tmp_path, capsys):
     from lightning.pytorch.loggers import CSVLogger
 
-    fit(tmp_path, logger=CSVLogger(tmp_path / "table"))
-    page = tmp_path / "memcallback" / "memory.html"
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert f"page: {page}" in capsys.readouterr().out
+    for number in range(2):
+        fit(tmp_path, logger=CSVLogger(tmp_path / "table"))
+        page = tmp_path / "table" / "lightning_logs" / f"version_{number}" / "memory.html"
+        assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+        assert f"page: {page}" in capsys.readouterr().out
+    assert not (tmp_path / "memcallback").exists()
 
 
 def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_path, capsys):

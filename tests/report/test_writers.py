@@ -110,6 +110,22 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     sinks.close()
 
 
+def test_loggers_without_a_folder_leave_each_training_one_of_its_own(tmp_path):
+    class Values:
+        def log_metrics(self, metrics, step=None): ...
+
+    for number in range(2):
+        writers = Writers([Values()], str(tmp_path))
+        assert writers.make_folder() == str(tmp_path / f"version_{number}")
+        assert writers.make_folder() == str(tmp_path / f"version_{number}")
+        writers.close()
+    assert Writers([Values()], None).make_folder() is None
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.warns(MemoryWarning, match="Set default_root_dir"):
+        assert Writers([Values()], str(blocked)).make_folder() is None
+
+
 def test_a_run_is_opened_at_its_first_value(tmp_path):
     sinks = Writers([], str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -20,11 +20,13 @@ class Destination:
         name: What it is called in warnings.
         hint: What a user can do where it fails.
         log_dir: The folder of a TensorBoard run; None for everything else.
+        folder: The folder of this training's files, where it has one to itself.
         takes_all: Whether it takes texts, pictures and the page too.
         may_recover: Whether it is used again after it has failed.
     """
 
     log_dir: str | None = None
+    folder: str | None = None
     takes_all = True
     may_recover = False
 

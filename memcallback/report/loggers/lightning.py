@@ -27,7 +27,10 @@ def destination_of(logger: Any) -> Destination:
         return MlflowRun(name, _values_of(logger), experiment, logger.run_id)
     if "CometLogger" in kinds:
         return CometExperiment(name, _values_of(logger), experiment)
-    return ValuesOnly(name, _values_of(logger))
+    destination = ValuesOnly(name, _values_of(logger))
+    if "CSVLogger" in kinds:
+        destination.folder = logger.log_dir
+    return destination
 
 
 def _values_of(logger: Any) -> LogMetrics:

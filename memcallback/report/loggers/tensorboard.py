@@ -31,6 +31,7 @@ class TensorBoardRun(Destination):
         super().__init__("a TensorBoard run")
         self.hint = "Check the run's folder."
         self.log_dir: str = log_dir
+        self.folder = log_dir
         self._writer = writer
         self._is_own = is_own
         #: Runs below, by curve.
