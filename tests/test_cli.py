@@ -458,9 +458,18 @@ def test_a_step_that_does_not_fit_says_what_to_do_next(tracing, capsys):
     )
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("Next: --batch-size ")
-    command = "memcallback what-if some_steps:make_step --device 1024.00MiB"
+    command = "memcallback what-if some_steps:make_step --device 1024.00MiB --batch-size 9000"
     assert last.endswith(f" fits. What savings would buy: {command}")
     assert find_device("1024.00MiB").capacity_bytes == 1 << 30
+
+
+def test_a_check_of_a_cpu_of_unknown_capacity_is_refused(tracing, capsys):
+    arguments = ["predict", "some_steps:make_step", "--device", "cpu"]
+    assert main([*arguments, "--check"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "--check cannot tell whether the step fits: the capacity of CPU is unknown." in err
+    assert main([*arguments, "--max-peak", "1GiB"]) == 0
 
 
 def test_a_peak_that_is_no_size_is_refused(capsys):

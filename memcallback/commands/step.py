@@ -59,9 +59,14 @@ def add_predict(commands: Any) -> None:
 
 def _run_predict(arguments: argparse.Namespace) -> int:
     prediction = predicted(arguments)
+    if arguments.check and prediction.capacity_bytes is None:
+        raise UsageError(
+            f"--check cannot tell whether the step fits: the capacity of {prediction.device_name} "
+            "is unknown. Say how much it may take, such as --max-peak 20GiB, or name a card."
+        )
     show(prediction, is_json=arguments.json)
     if not prediction.fits and not arguments.json:
-        print(_next_step(prediction, arguments.target))
+        print(_next_step(prediction, arguments))
     peak_bytes = prediction.peak_reserved_bytes
     if peak_bytes is None:
         peak_bytes = prediction.peak_allocated_bytes
@@ -75,14 +80,16 @@ def _run_predict(arguments: argparse.Namespace) -> int:
     return int(is_above or (arguments.check and not prediction.fits))
 
 
-def _next_step(prediction: Prediction, target: str) -> str:
+def _next_step(prediction: Prediction, arguments: argparse.Namespace) -> str:
     """What to do where a step does not fit."""
     largest = prediction.largest_batch_size
     smaller = f"--batch-size {largest} fits. " if largest else ""
     # A card that was given by its size is named after it.
     device = re.sub(r"^a card of ([\d.]+) ", r"\1", prediction.device_name)
-    command = shlex.join(["memcallback", "what-if", target, "--device", device])
-    return f"Next: {smaller}What savings would buy: {command}"
+    command = ["memcallback", "what-if", arguments.target, "--device", device]
+    if arguments.batch_size is not None:
+        command += ["--batch-size", str(arguments.batch_size)]
+    return f"Next: {smaller}What savings would buy: {shlex.join(command)}"
 
 
 def predicted(arguments: argparse.Namespace) -> Prediction:
