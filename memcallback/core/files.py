@@ -72,13 +72,13 @@ def write_file(target: str | Path, content: str | bytes) -> None:
         ):
             file.write(data)
         return
-    # Through a link the file that it names is written, and the link stays.
-    file_path = Path(os.path.realpath(place))
-    if file_path.exists() and not file_path.is_file():
+    if os.path.exists(place) and not os.path.isfile(place):
         # A pipe or a device, such as /dev/stdout, holds nothing that could be lost, and a file
         # moved to its place would be no pipe.
-        file_path.write_bytes(data)
+        Path(place).write_bytes(data)
         return
+    # Through a link the file that it names is written, and the link stays.
+    file_path = Path(os.path.realpath(place))
     beside = file_path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         with beside.open("wb") as file:

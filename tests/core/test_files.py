@@ -131,6 +131,16 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
     assert pipe.is_fifo()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="pipes have no names in /dev/fd here")
+def test_a_pipe_without_a_name_is_written_to():
+    # As /dev/stdout is one in `memcallback report ... -o /dev/stdout | less`.
+    reads, writes = os.pipe()
+    write_file(f"/dev/fd/{writes}", "through it")
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        assert pipe.read() == "through it"
+
+
 def test_an_address_is_written_by_fsspec(store):
     folder = make_next_version("memory://bucket/runs")
     write_file(inside(folder, "report.md"), "größer")
