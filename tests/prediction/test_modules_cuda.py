@@ -119,7 +119,7 @@ def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path):
 
 
 def test_the_callback_shows_measured_beside_predicted(tmp_path, capsys):
-    callback = MemoryCallback(per_module=True)
+    callback = MemoryCallback(per_module=True, verbose=2)
     training.trainer(tmp_path, [callback], accelerator="gpu").fit(
         training.Automatic(), training.loader(6)
     )
