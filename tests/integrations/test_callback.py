@@ -484,6 +484,14 @@ def test_a_loop_by_hand_is_predicted_in_the_windows_in_which_it_is_measured(tmp_
     assert_boundaries_agree(predicted, measured)
 
 
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
+def test_a_module_without_an_optimizer_has_none_in_the_report(tmp_path, capsys):
+    fit(tmp_path, NoUpdate())
+    (title,) = [line for line in capsys.readouterr().out.splitlines() if " │ " in line]
+    assert "NoUpdate" in title
+    assert "Optimizer" not in title
+
+
 class OneBatchSize(training.Automatic):
     """Only the batch size of most batches can be traced."""
 
