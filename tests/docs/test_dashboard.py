@@ -102,7 +102,7 @@ def test_the_report_is_there_as_text_with_every_phase(dashboard, server):
         in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=modules)[-1]["text"]
     )
     assert (
-        "accumulate 2 batches"
+        "accumulate 4 batches"
         in server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=plan)[-1]["text"]
     )
     text = server.ask(dashboard.url, "plugin/text/text", run="version_0", tag=tag)[-1]["text"]

@@ -312,7 +312,7 @@ class MemoryCallback(Callback):
             )
         if self.fitted is not None:
             if self._settings.verbose < FULL:
-                console.say(self.fitted.sentence())
+                console.say("\n".join([self.fitted.sentence(), *self.fitted.notes]))
             console.say(self.fitted.to_text(), level=FULL)
 
     @fail_safe
