@@ -52,6 +52,18 @@ def errors_in_one_line(failure: str, hint: str = "") -> Iterator[None]:
         raise UsageError(f"{failure}: {one_line(error)}.{hint}") from error
 
 
+@contextmanager
+def errors_of_output(path: str) -> Iterator[None]:
+    """Write the file that `--output` names: where that fails, say what to name."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"--output {path!r} cannot be written: {error.strerror or error}. "
+            "Name a file in an existing folder."
+        ) from error
+
+
 def show(result: Any, *, is_json: bool) -> None:
     """Print a result as text or JSON."""
     from memcallback.core.document import for_console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from memcallback.commands.answer import ask
+from memcallback.commands.answer import ask, errors_of_output
 from memcallback.commands.arguments import add_device, add_size_of_batch, add_step
 from memcallback.commands.step import predicted
 from memcallback.core.files import write_file
@@ -54,11 +54,6 @@ def _run_report(arguments: argparse.Namespace) -> None:
     prediction = predicted(arguments)
     plan = _plan(arguments) if arguments.what_if else None
     page = prediction.page(arguments.target, more=list(plan_sections(plan)))
-    try:
+    with errors_of_output(arguments.output):
         write_file(arguments.output, page.html())
-    except OSError as error:
-        raise UsageError(
-            f"--output {arguments.output!r} cannot be written: {error.strerror or error}. "
-            "Name a file in an existing folder."
-        ) from error
     print(f"{page.verdict[0]} Wrote {arguments.output}.")

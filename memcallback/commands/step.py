@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-from memcallback.commands.answer import ask, json_text, show
+from memcallback.commands.answer import ask, errors_of_output, json_text, show
 from memcallback.commands.arguments import (
     CARD_HELP,
     add_device,
@@ -236,12 +236,8 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
     prediction = predicted(arguments)
     try:
-        dump_snapshot(prediction, arguments.output)
-    except OSError as error:
-        raise UsageError(
-            f"--output {arguments.output!r} cannot be written: {error.strerror or error}. "
-            "Name a file in an existing folder."
-        ) from error
+        with errors_of_output(arguments.output):
+            dump_snapshot(prediction, arguments.output)
     except ValueError as error:
         raise UsageError(
             f"--device {prediction.device_name!r} cannot be exported: {error}"
