@@ -19,7 +19,6 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.diagnose.tensors.variables import variables
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
@@ -39,6 +38,8 @@ from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 else:
     try:
         from transformers import TrainerCallback

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from memcallback.core.allocation_trace import Alloc, StepEnd
 from memcallback.core.document import Document, Printable
@@ -19,22 +19,20 @@ from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
-from memcallback.page.page import Page, Section
-from memcallback.page.step_page import step_page
-from memcallback.page.timeline import Timeline
 from memcallback.prediction.allocator.settings import AllocatorSettings
-from memcallback.prediction.batch_size_chart import batch_size_chart
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.consumers import Consumer, Peak, largest_consumers, most_sentence
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
-from memcallback.prediction.peak_tree import peak_tree
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
 from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
 from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.prediction.timeline import timeline_of
 from memcallback.trace.traced_step import SAMPLES
+
+if TYPE_CHECKING:
+    from memcallback.page.page import Page, Section
+    from memcallback.page.timeline import Timeline
 
 SOURCE = "traced step"
 _Key = TypeVar("_Key", bound=Hashable)
@@ -268,6 +266,10 @@ class Prediction(Printable):
             verdict: Sentences to begin with, instead of the prediction's own answer.
             more: Sections before the last, which has the caveats.
         """
+        from memcallback.page.step_page import step_page
+        from memcallback.prediction.batch_size_chart import batch_size_chart
+        from memcallback.prediction.peak_tree import peak_tree
+
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
         first, *further = verdict or self._answer()
         return step_page(
@@ -292,6 +294,8 @@ class Prediction(Printable):
         Args:
             measured: A measured step, whose peaks are kept beside the predicted ones.
         """
+        from memcallback.prediction.timeline import timeline_of
+
         phases = measured.phases.items() if measured else ()
         peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
         return timeline_of(

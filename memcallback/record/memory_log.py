@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, described, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
-from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.monitor import Monitor
@@ -29,6 +28,9 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.report.console import BRIEF
 from memcallback.report.report import Report
 from memcallback.step.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 
 class MemoryLog:

@@ -24,7 +24,7 @@ from memcallback.prediction.predict_or_warn import (
     predict_or_warn,
     predicted_modules,
 )
-from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.announcer import Announcer, setup_of
 from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
@@ -34,24 +34,15 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.report.closing import Ending
 from memcallback.report.console import BRIEF, FULL, SILENT, Console
 from memcallback.report.history import PeakHistory
-from memcallback.report.plots.at_peak import at_peak
-from memcallback.report.plots.batch_size import batch_size_curve
-from memcallback.report.plots.modules import module_icicle
-from memcallback.report.plots.step import boundaries, timeline
 from memcallback.report.rank_values import RankValues, point_of
 from memcallback.report.report import Report, Setup
 from memcallback.report.tags import (
-    BATCH_SIZE_IMAGE_TAG,
-    MODULES_IMAGE_TAG,
     MODULES_TAG,
     PAGE_TAG,
-    PEAK_IMAGE_TAG,
     REPORT_TAG,
-    STEP_IMAGE_TAG,
     rank_curves,
     step_curves,
 )
-from memcallback.report.training_page import PAGE_NAME, training_page
 from memcallback.report.writers import Writers
 from memcallback.step.batch import infer_batch_size, warn_of_batch
 from memcallback.step.holdings import written_storages
@@ -483,27 +474,20 @@ class Monitor:
         if self.writers is None:
             return report
         self.writers.log_text(REPORT_TAG, report.document(), number)
-        step, prediction, advice = report.measured, report.prediction, report.advice
-        if isinstance(prediction, Prediction):
-            self.writers.log_image(STEP_IMAGE_TAG, number, timeline, prediction, step)
-            self.writers.log_image(PEAK_IMAGE_TAG, number, at_peak, prediction)
-        elif (
-            step is not None
-            and step.held_bytes is not None
-            and step.windows[0].start.allocated_bytes is not None
-        ):
-            self.writers.log_image(STEP_IMAGE_TAG, number, boundaries, step)
-        if advice is not None:
-            self.writers.log_image(BATCH_SIZE_IMAGE_TAG, number, batch_size_curve, advice)
+        # Not before: the training's first step need not wait for what draws.
+        from memcallback.report.pictures import log_pictures
+
         modules = self._recorder.modules
+        log_pictures(self.writers, report, modules, number)
         if modules is not None:
             predicted = predicted_modules(self._prediction, modules.batch_size)
             self.writers.log_text(MODULES_TAG, modules.whole_document(predicted), number)
-            self.writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules)
         return report
 
     def _write_page(self, number: int) -> str | None:
         """Log the page and write it beside the logs; its path, None if there is none."""
+        from memcallback.report.training_page import PAGE_NAME, training_page
+
         if self.writers is None or self.report is None:
             return None
         folder = self.writers.make_folder()

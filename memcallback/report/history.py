@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from memcallback.core.step_memory import StepMemory
-from memcallback.page.charts import Line, LineChart
+
+if TYPE_CHECKING:
+    from memcallback.page.charts import LineChart
 
 #: Twice as many points as a picture shows; beyond that two neighbours become one.
 _MOST_POINTS = 2000
@@ -41,6 +45,8 @@ class PeakHistory:
 
     def chart(self, predicted_bytes: int | None, capacity_bytes: int | None) -> LineChart | None:
         """Peaks over steps, beside the predicted one; None with fewer than two points."""
+        from memcallback.page.charts import Line, LineChart
+
         points = [*self._points, *([self._open] if self._open else [])]
         if len(points) < 2:
             return None
