@@ -24,4 +24,4 @@ def make() -> Program:
         "edge_index": torch.randint(4000, (2, 40000)),
         "y": torch.randint(10, (4000,)),
     }
-    return Program(model, batch, loss, ("torch_geometric",))
+    return Program(model, batch, loss, ("torch_geometric",), needs_values=True)

@@ -34,7 +34,13 @@ class Autoencoder(nn.Module):
 
 def make() -> Program:
     """4 codebooks of 512 codes, 16 images of 64 x 64."""
-    return Program(Autoencoder(), torch.randn(16, 3, 64, 64), loss, ("vector_quantize_pytorch",))
+    return Program(
+        Autoencoder(),
+        torch.randn(16, 3, 64, 64),
+        loss,
+        ("vector_quantize_pytorch",),
+        needs_values=True,
+    )
 
 
 def loss(model: Any, batch: Any) -> torch.Tensor:

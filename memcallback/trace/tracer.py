@@ -50,6 +50,7 @@ from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.libraries import (
     NumbersRead,
     compiled_code_patches,
+    generation_patches,
     transformers_patches,
     value_patches,
 )
@@ -170,6 +171,7 @@ def _semantics(mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
             stack.enter_context(mode)
             stack.enter_context(NumbersRead())
         stack.enter_context(patched(transformers_patches(mode)))
+        stack.enter_context(patched(generation_patches(mode)))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(outside_of_autocast())
         if rank is not None:

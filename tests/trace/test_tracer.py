@@ -294,6 +294,20 @@ def test_a_step_is_predicted_the_same_inside_of_the_callers_autocast():
     assert depth == 2
 
 
+def test_a_product_with_a_matrix_on_the_host_is_refused_as_the_device_refuses_it():
+    on_host = torch.zeros(64, 8)
+
+    def loss(model, x):
+        return (model(x) @ on_host).sum()
+
+    step = mc.TrainingStep(
+        nn.Linear(64, 64), torch.zeros(16, 64), loss=loss, optimizer=torch.optim.SGD
+    )
+    with pytest.raises(PredictionError, match=r"in loss.*aten::mm has one on cuda:0 and one on cpu"):
+        mc.predict(step, device="NVIDIA H200")
+    mc.predict(step, device="cpu")
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()

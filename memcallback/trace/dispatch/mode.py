@@ -342,6 +342,8 @@ class TraceMode(FakeTensorMode):
         reused = self._reused(call, node)
         if name == WAIT:
             return call.args[0]
+        if self.spec is not None:
+            self.placement.check_product(call)
         try:
             call = call.returning(self._result(call, types))
         except DataDependentOutputException:

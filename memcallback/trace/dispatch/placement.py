@@ -24,6 +24,13 @@ _INDEXED = frozenset(
 )
 
 
+#: Products of matrices and vectors.
+_PRODUCTS = frozenset(
+    getattr(_aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+)
+
+
 class Placement:
     """Where the tensors of one trace are.
 
@@ -88,6 +95,18 @@ class Placement:
         if any(entry is not None and not entry.is_host for entry in entries):
             return False
         return not self._has_argument_on_device()
+
+    def check_product(self, call: OpCall) -> None:
+        """Refuse a product of a matrix on the device and one on the host, as the device does."""
+        if call.op not in _PRODUCTS:
+            return
+        entries = [self._find(tensor) for tensor in call.inputs if tensor.ndim]
+        places = {"cpu" if entry.is_host else "cuda:0" for entry in entries if entry is not None}
+        if len(places) == 2:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {call.operator} has one on "
+                "cuda:0 and one on cpu: move it to the device with the batch or the model"
+            )
 
     def host_indices(self, call: OpCall) -> list[torch.Tensor]:
         """Indices on the host into a tensor on the device, which the operator copies there.
