@@ -370,9 +370,7 @@ def test_a_step_that_generates_does_so_to_the_end_and_that_is_said():
         assert tokens.shape == (len(prompt), 7)
         return model(input_ids=tokens, labels=tokens).loss
 
-    step = mc.TrainingStep(
-        transformers.LlamaForCausalLM(config), torch.full((2, 4), 5), loss=loss
-    )
+    step = mc.TrainingStep(transformers.LlamaForCausalLM(config), torch.full((2, 4), 5), loss=loss)
     caveats = mc.predict(step, device=CARD).caveats
     assert any("generated up to its largest length" in caveat for caveat in caveats)
 

@@ -294,18 +294,16 @@ def test_a_step_is_predicted_the_same_inside_of_the_callers_autocast():
     assert depth == 2
 
 
-def test_a_product_with_a_matrix_on_the_host_is_refused_as_the_device_refuses_it():
+def test_a_product_with_a_matrix_on_the_host_is_told_of_where_a_device_refuses_it():
     on_host = torch.zeros(64, 8)
 
     def loss(model, x):
         return (model(x) @ on_host).sum()
 
-    step = mc.TrainingStep(
-        nn.Linear(64, 64), torch.zeros(16, 64), loss=loss, optimizer=torch.optim.SGD
-    )
-    with pytest.raises(PredictionError, match=r"in loss.*aten::mm has one on cuda:0 and one on cpu"):
-        mc.predict(step, device="NVIDIA H200")
-    mc.predict(step, device="cpu")
+    step = mc.TrainingStep(nn.Linear(64, 64), torch.zeros(16, 64), loss=loss)
+    told = "aten::mm takes a matrix on the host and one on the device, which a device refuses"
+    assert any(told in caveat for caveat in mc.predict(step, device="NVIDIA H200").caveats)
+    assert not any(told in caveat for caveat in mc.predict(step, device="cpu").caveats)
 
 
 class Checkpointed(nn.Module):

@@ -96,17 +96,12 @@ class Placement:
             return False
         return not self._has_argument_on_device()
 
-    def check_product(self, call: OpCall) -> None:
-        """Refuse a product of a matrix on the device and one on the host, as the device does."""
+    def is_mixed_product(self, call: OpCall) -> bool:
+        """Whether a matrix on the device meets one on the host, which the device refuses."""
         if call.op not in _PRODUCTS:
-            return
+            return False
         entries = [self._find(tensor) for tensor in call.inputs if tensor.ndim]
-        places = {"cpu" if entry.is_host else "cuda:0" for entry in entries if entry is not None}
-        if len(places) == 2:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {call.operator} has one on "
-                "cuda:0 and one on cpu: move it to the device with the batch or the model"
-            )
+        return len({entry.is_host for entry in entries if entry is not None}) == 2
 
     def host_indices(self, call: OpCall) -> list[torch.Tensor]:
         """Indices on the host into a tensor on the device, which the operator copies there.
