@@ -28,6 +28,7 @@ from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve
+from memcallback.diagnose.out_of_memory.context import OomContext
 from memcallback.integrations.lightning.trainer.savings import (
     TrainerSavings,
     compare_savings,
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from memcallback.batch_size.fitted import FittedBatchSize
-    from memcallback.diagnose.out_of_memory.explain import OomContext
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 else:
     # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback
@@ -532,16 +532,12 @@ class MemoryCallback(Callback):
             return
 
         # Before training, in a test, in a prediction: nothing is recorded.
-        def context() -> OomContext:
-            from memcallback.diagnose.out_of_memory.explain import OomContext
-
-            return OomContext(
-                device=trainer.strategy.root_device,
-                modules=[pl_module],
-                phase=stage_of(trainer),
-                rank=rank_here(),
-            )
-
+        context = OomContext(
+            device=trainer.strategy.root_device,
+            modules=[pl_module],
+            phase=stage_of(trainer),
+            rank=rank_here(),
+        )
         report = explain_or_warn(error, context)
         if report is not None:
             self.out_of_memory = respond(
