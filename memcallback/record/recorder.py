@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
+from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, StepMemory

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+
+import torch
 
 #: Updates of which every step is sampled: the warm-up, the first steady one, and one after it.
 _NUM_FIRST_SAMPLED = 3
@@ -60,3 +63,10 @@ class Sampling:
         if is_sampled:
             self._logged_since = progress
         return is_sampled
+
+
+def sample_interval(device: torch.device) -> int:
+    """Steps between two samples, where logged steps are sampled besides."""
+    # A CPU is read at those alone. Elsewhere the split by category, which walks the model, is not
+    # needed as often as points.
+    return sys.maxsize if device.type == "cpu" else 50
