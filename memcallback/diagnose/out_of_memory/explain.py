@@ -25,14 +25,13 @@ from memcallback.devices.memory import device_memory
 from memcallback.devices.usage import processes_on
 from memcallback.diagnose.out_of_memory.context import OomContext
 from memcallback.diagnose.out_of_memory.observer import AllocatorFailure
-from memcallback.diagnose.out_of_memory.report import (
-    NUM_TENSORS,
+from memcallback.diagnose.out_of_memory.parts import (
     OomLocation,
     OomMemoryState,
     OomTensor,
-    OutOfMemoryReport,
     PredictedPeak,
 )
+from memcallback.diagnose.out_of_memory.report import NUM_TENSORS, OutOfMemoryReport
 from memcallback.diagnose.out_of_memory.traced_lines import line_of_node, lines_of_saved
 from memcallback.diagnose.tensors.live import LiveTensor, live_tensors
 from memcallback.diagnose.tensors.variables import variables
