@@ -1,4 +1,4 @@
-"""The step being recorded, of models and optimizers that are followed from step to step."""
+"""OpenStep: the step being recorded. Followed: the models and optimizers, from step to step."""
 
 from __future__ import annotations
 

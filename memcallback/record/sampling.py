@@ -1,4 +1,4 @@
-"""Sampling: which steps have a split by category, and are read where a reading is dear."""
+"""Sampling: chooses the steps with a split by category; on a CPU only these are read at all."""
 
 from __future__ import annotations
 
