@@ -225,13 +225,15 @@ def main() -> None:
 
     device = torch.cuda.get_device_name()
     out = options.out or results_folder(device)
+    new: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        new[name] = in_its_own_process(name, Path(__file__))
+        print(name, new[name].get("error", "compared"), flush=True)
     rows: dict[str, dict[str, Any]] = {}
     commands: list[str] = []
-    if len(options.only) < len(names()):
+    if len(options.only) < len(names()):  # read now: another run may have written some
         rows, commands = earlier_result(out / "programs.json")
-    for name in options.only:
-        rows[name] = in_its_own_process(name, Path(__file__))
-        print(name, rows[name].get("error", "compared"), flush=True)
+    rows |= new
     about = {
         "device": device + (" (virtual device)" if is_virtual() else ""),
         "driver": driver(),

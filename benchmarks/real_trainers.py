@@ -121,13 +121,15 @@ def main() -> None:
 
     name_of_device = torch.cuda.get_device_name()
     out = options.out or results_folder(name_of_device)
+    new: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        new[name] = in_its_own_process(name, Path(__file__))
+        print(name, new[name].get("error", "compared"), flush=True)
     rows: dict[str, dict[str, Any]] = {}
     commands: list[str] = []
-    if len(options.only) < len(names()):
+    if len(options.only) < len(names()):  # read now: another run may have written some
         rows, commands = earlier_result(out / "trainers.json")
-    for name in options.only:
-        rows[name] = in_its_own_process(name, Path(__file__))
-        print(name, rows[name].get("error", "compared"), flush=True)
+    rows |= new
     about = {
         "device": name_of_device + (" (virtual device)" if is_virtual() else ""),
         "driver": driver(),
