@@ -89,9 +89,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{i}": i + len(special) for i in range(NUM_WORDS - len(special))}
     own = Tokenizer(models.WordLevel(special | words, unk_token="<unk>"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast  # which is not typed
+    made: PreTrainedTokenizerFast = make(
         tokenizer_object=own, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+    return made
 
 
 def text(first: int, length: int) -> str:
