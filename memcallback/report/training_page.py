@@ -31,12 +31,23 @@ def training_page(
     if report.advice is not None:
         verdict.append(report.advice.sentence())
     page = _page(report, title, verdict)
+    if warnings:
+        # The first sentence says what is wrong, and stands out.
+        page = replace(page, verdict=(*_first_and_rest(page.verdict[0]), *page.verdict[1:]))
     # What was measured has run, so it fits.
     is_good = not warnings if report.measured is not None else None
     peaks = list(_peaks(report, history))
     sections = [*peaks, *page.sections] if warnings else [*page.sections, *peaks]
     full = Section(title="The report in full", parts=[report.document()], is_folded=True)
     return replace(page, is_good=is_good, sections=[*sections, full])
+
+
+def _first_and_rest(text: str) -> Iterator[str]:
+    """The first sentence, and the others if there are any."""
+    first, end, rest = text.partition(". ")
+    yield f"{first}." if end else first
+    if rest:
+        yield rest
 
 
 def _page(report: Report, title: str, verdict: Sequence[str]) -> Page:
