@@ -77,8 +77,8 @@ class Treemap:
         share = 100 * node.num_bytes / self.root.num_bytes
         tip = escape(f"{node.name}\n{size}, {share:.1f} % of the peak\n{node.detail}".strip())
         has_label = box.width > _LEAST_WIDTH and box.height > _LEAST_HEIGHT
-        # Operators break at their underscores.
-        name = escape(node.name).replace("_", "_<wbr>")
+        # Operators break at their underscores; names of groups have one line.
+        name = escape(node.name) if node.children else escape(node.name).replace("_", "_<wbr>")
         label = f"<b>{name}</b> {size}" if has_label else ""
         kind = SLUGS[node.category] if node.category else "group"
         inner = ""
