@@ -264,6 +264,7 @@ class Prediction(Printable):
         measured: StepMemory | None = None,
         verdict: Sequence[str] = (),
         more: Sequence[Section] = (),
+        largest: int | None = None,
     ) -> Page:
         """A page of charts, which takes some replays.
 
@@ -272,6 +273,8 @@ class Prediction(Printable):
             measured: A measured step, whose peaks are shown beside the predicted ones.
             verdict: Sentences to begin with, instead of the prediction's own answer.
             more: Sections before the last, which has the caveats.
+            largest: The batch size that the curve marks as the largest; by default
+                `largest_batch_size`.
         """
         from memcallback.page.step_page import step_page
         from memcallback.prediction.batch_size_chart import batch_size_chart
@@ -289,7 +292,7 @@ class Prediction(Printable):
             curve=batch_size_chart(
                 BatchReplays(self.trace, self.device, self.settings),
                 self.batch_size,
-                self.largest_batch_size,
+                largest or self.largest_batch_size,
             ),
             more=more,
             caveats=self.caveats,

@@ -54,7 +54,12 @@ def _page(report: Report, title: str, verdict: Sequence[str]) -> Page:
     """The page of the prediction with what was measured; without one, of the suggestion."""
     if isinstance(report.prediction, Prediction):
         return report.prediction.page(
-            title, measured=report.measured, verdict=verdict, more=list(plan_sections(report.plan))
+            title,
+            measured=report.measured,
+            verdict=verdict,
+            more=list(plan_sections(report.plan)),
+            # It knows how many samples the dataset has.
+            largest=report.advice.batch_size if report.advice else None,
         )
     sections = []
     if report.advice is not None:

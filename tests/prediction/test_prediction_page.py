@@ -126,6 +126,11 @@ def test_repeated_layers_share_a_box_and_the_loss_is_named_by_its_function(predi
     assert not any("root" in name for name in names)
 
 
+def test_a_page_marks_the_largest_batch_size_that_it_is_given(prediction):
+    assert "largest 300: " in prediction.page(largest=300).html()
+    assert f"largest {prediction.largest_batch_size:,}: " in prediction.page().html()
+
+
 def test_the_loss_is_named_by_its_line_in_the_backward_pass_too(prediction):
     moments = prediction.timeline().moments
     (place,) = {one.where for one in moments if one.what == "_log_softmax_backward_data"}
