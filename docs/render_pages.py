@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memcallback as mc
+from memcallback.cli import main as main_of_command
 from memcallback.savings.plan_page import plan_sections
 
 
@@ -64,7 +65,9 @@ def write_reports(folder: Path) -> None:
     plan = mc.what_if(gpt2(), device=device, timeout_s=3600)
     page = mc.predict(gpt2(), device=device).page("models:gpt2", more=list(plan_sections(plan)))
     (folder / "gpt2.html").write_text(page.html(), encoding="utf-8")
-    mc.predict(llama(), device=device).save_html(folder / "llama.html", title="models:llama")
+    main_of_command(
+        ["report", "render_pages:llama", "--device", device, "-o", str(folder / "llama.html")]
+    )
 
 
 class Language(lightning.LightningModule):

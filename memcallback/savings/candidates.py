@@ -219,11 +219,11 @@ def _checkpoint_line(parts: CheckpointParts, *, is_lightning: bool) -> str:
     """The call, each argument in lines of its own where one line were too long."""
     if is_lightning:
         call = "MemoryCallback"
-        arguments = [f"checkpoint={'True' if parts is None else _written(parts)}"]
+        arguments = [f"checkpoint={'True' if parts is None else parts_text(parts)}"]
     elif isinstance(parts, dict) and [*parts] == [""]:
         call, arguments = "memcallback.checkpoint", ["model", f"segments={parts['']}"]
     else:
-        named = [] if parts is None else [_written(parts)]
+        named = [] if parts is None else [parts_text(parts)]
         call, arguments = "memcallback.checkpoint", ["model", *named]
     line = f"{call}({', '.join(arguments)})"
     if len(line) <= _LINE_WIDTH:
@@ -232,7 +232,7 @@ def _checkpoint_line(parts: CheckpointParts, *, is_lightning: bool) -> str:
     return "\n".join([f"{call}(", textwrap.indent("\n".join(inner), "    "), ")"])
 
 
-def _written(parts: Sequence[str] | Mapping[str, int]) -> str:
+def parts_text(parts: Sequence[str] | Mapping[str, int]) -> str:
     """The parts as Python; layers at equal distances as a range."""
     split = [name.rpartition(".") for name in parts]
     numbers = [int(number) for _, _, number in split if number.isdigit()]
