@@ -102,7 +102,8 @@ def llama() -> Prediction:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig()).to(torch.bfloat16)
+        model: Any = LlamaForCausalLM(LlamaConfig())
+        model = model.to(torch.bfloat16)
         tokens = torch.zeros(1, 4096, dtype=torch.long)
 
     def loss_of(model: Any, tokens: Any) -> Any:
@@ -216,11 +217,11 @@ def main() -> None:
         for row in results
     ]
     lines += not_reported(NOT_REPORTED)
-    folder = results_folder("cpu")
-    folder.mkdir(parents=True, exist_ok=True)
+    results_in = results_folder("cpu")
+    results_in.mkdir(parents=True, exist_ok=True)
     data = json.dumps({"environment": environment, "pages": results}, indent=2)
-    (folder / "page.json").write_text(data + "\n", encoding="utf-8")
-    (folder / "page.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (results_in / "page.json").write_text(data + "\n", encoding="utf-8")
+    (results_in / "page.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
