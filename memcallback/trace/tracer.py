@@ -14,7 +14,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
-from memcallback.core.tensors import tensors_in
+from memcallback.core.tensors import tensors_in, torch_version
 from memcallback.cuda.convolution.cudnn import is_driver_installed
 from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
@@ -72,6 +72,8 @@ _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
     "of its engines (seen with depthwise convolutions in half precision)."
 )
+#: The newest PyTorch whose rules were read in its source or its machine code.
+_NEWEST_TORCH = (2, 13)
 _COMPILED = "A compiled module was traced as it would run without compilation."
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()
@@ -379,6 +381,11 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
 
 
 def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]:
+    if torch_version() > _NEWEST_TORCH:
+        yield (
+            f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
+            "newest whose rules are known: its workspaces and kernels may take more or less."
+        )
     if step.batch_size.is_ambiguous:
         yield (
             "The tensors of the batch differ in their first dimension; "
