@@ -125,18 +125,19 @@ def run(programs, folder, **environment):
     """Output and error of each program."""
     items = [(one.page.stem, one.language, one.code) for one in programs]
     (folder / "programs.json").write_text(json.dumps(items))
-    environment = (
-        os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        | environment
-    )
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "MEMCALLBACK_ISOLATE": "1",  # as a reader runs it
+    }
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment,
-        timeout=1200,
+        env=os.environ | settings | environment,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(programs, map(json.loads, done.stdout.splitlines()), strict=True))

@@ -39,6 +39,7 @@ def test_the_notebook_says_on_a_cpu_what_it_says_in_the_repository(tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(NOTEBOOK.parents[1]),
         "PYTHONWARNINGS": "ignore",
+        "MEMCALLBACK_ISOLATE": "1",  # as a reader runs it
     }
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, str(NOTEBOOK)],
