@@ -71,8 +71,8 @@ PAGES = (
         "api-results.md",
         "What do the results hold?",
         "Results are data: reading, printing, comparing or pickling one runs nothing. The same "
-        "types hold measured and predicted values. Sizes are in bytes. Results that print as tables "
-        "have `to_text()`, `to_markdown()` and, for notebooks, `to_notebook_html()` too.",
+        "types hold measured and predicted values. Sizes are in bytes. Results that print as "
+        "tables have `to_text()`, `to_markdown()` and, for notebooks, `to_notebook_html()` too.",
         (
             "Prediction",
             "BatchSizeAdvice",
