@@ -6,7 +6,7 @@ from dataclasses import replace
 from memcallback import OutOfMemoryReport
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.units import GiB, MiB
-from memcallback.diagnose.out_of_memory.report import (
+from memcallback.diagnose.out_of_memory.parts import (
     OomLocation,
     OomMemoryState,
     OomTensor,
