@@ -6,8 +6,9 @@ A new one is a function here that yields a `Saving`, called in `savings_for`.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from memcallback.step.training_step import TrainingStep
 Optimizers = Sequence[torch.optim.Optimizer]
 #: Columns of a line to paste.
 _LINE_WIDTH = 88
+#: Layers that are named one by one; more are written as a range.
+_LEAST_RANGE = 3
 #: Of optimizers that are tried; no size depends on it.
 _LR = 1e-3
 
@@ -150,17 +153,37 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
 def _checkpoint_line(parts: CheckpointParts, *, is_lightning: bool) -> str:
     """The call, each argument in lines of its own where one line were too long."""
     if is_lightning:
-        call, arguments = "MemoryCallback", [f"checkpoint={'True' if parts is None else parts}"]
+        call = "MemoryCallback"
+        arguments = [f"checkpoint={'True' if parts is None else parts_text(parts)}"]
     elif isinstance(parts, dict) and [*parts] == [""]:
         call, arguments = "memcallback.checkpoint", ["model", f"segments={parts['']}"]
     else:
-        named = [] if parts is None else [str(parts)]
+        named = [] if parts is None else [parts_text(parts)]
         call, arguments = "memcallback.checkpoint", ["model", *named]
     line = f"{call}({', '.join(arguments)})"
     if len(line) <= _LINE_WIDTH:
         return line
     inner = [textwrap.fill(argument, _LINE_WIDTH - 4) + "," for argument in arguments]
     return "\n".join([f"{call}(", textwrap.indent("\n".join(inner), "    "), ")"])
+
+
+def parts_text(parts: Sequence[str] | Mapping[str, int]) -> str:
+    """The parts as Python; layers at equal distances as a range."""
+    split = [name.rpartition(".") for name in parts]
+    numbers = [int(number) for _, _, number in split if number.isdigit()]
+    prefixes = {prefix for prefix, _, _ in split}
+    steps = {after - before for before, after in pairwise(numbers)}
+    if (
+        isinstance(parts, Mapping)
+        or len(numbers) < len(split)
+        or len(numbers) < _LEAST_RANGE
+        or len(prefixes) > 1
+        or len(steps) > 1
+    ):
+        return str(parts)
+    (prefix,), (step,) = prefixes, steps
+    name = f"{prefix}.{{n}}" if prefix else "{n}"
+    return f"[f'{name}' for n in range({numbers[0]}, {numbers[-1] + 1}, {step})]"
 
 
 def _checkpointed(parts: CheckpointParts, model: nn.Module, batch: Any) -> Any:

@@ -99,6 +99,16 @@ def test_what_was_predicted_is_held_against_what_there_was():
     )
 
 
+def test_a_page_says_what_the_batch_needs_before_where_memory_ran_out():
+    headline, needed, *where = REPORT.page().verdict
+    assert headline.startswith("Out of memory on NVIDIA H200")
+    assert needed.startswith("Predicted for this batch size: peak allocated 17.00 GiB")
+    assert where[0].startswith("At ConvolutionBackward0")
+    without = replace(REPORT, expected=None).page().verdict
+    assert without[1].startswith("At ConvolutionBackward0")
+    assert without[-1] == where[-1]
+
+
 def test_where_it_was_predicted_to_fit_something_else_holds_memory():
     fitting = PredictedPeak(
         peak_allocated_bytes=GiB, peak_reserved_bytes=2 * GiB, available_bytes=4 * GiB, fits=True

@@ -18,7 +18,7 @@ from memcallback.diagnose.out_of_memory.parts import (
 from memcallback.page.page import Page, Section
 from memcallback.prediction.prediction import Prediction
 from memcallback.savings.plan import PlanRow
-from memcallback.savings.plan_page import savings_section
+from memcallback.savings.plan_page import savings_section, way_out
 
 #: Live tensors to list, the largest.
 NUM_TENSORS = 10
@@ -168,7 +168,10 @@ class OutOfMemoryReport(Printable):
 
     def page(self, prediction: Prediction | None = None) -> Page:
         """The report as a page, with the charts of a prediction of the step that failed."""
-        verdict = (self.headline(), *self.sentences(), *self.processes)
+        # What it needs and what would do comes before where it was.
+        needed = self._prediction_sentences()
+        where = self.sentences()[: -len(needed) or None]
+        verdict = (self.headline(), *needed, *self._way_out(prediction), *where, *self.processes)
         moment = Section(
             title="At that moment",
             note="measured",
@@ -181,9 +184,14 @@ class OutOfMemoryReport(Printable):
             reserved = prediction.peak_reserved_bytes
             present = prediction.peak_allocated_bytes if reserved is None else reserved
             sections.insert(0, savings_section(present, self.savings))
-        verdict = (*verdict, *prediction.verdict()[1:])
         page = prediction.page("Out of memory", verdict=verdict, more=sections)
         return replace(page, is_good=False)
+
+    def _way_out(self, prediction: Prediction | None) -> tuple[str, ...]:
+        """The batch size that fits, and savings with which this one does."""
+        if prediction is None:
+            return ()
+        return way_out(prediction.largest_batch_size, self.savings)
 
     def savings_document(self) -> Document:
         """The savings that would help; empty if none is known."""
