@@ -14,6 +14,7 @@ from functools import cached_property
 from memcallback.core.allocation_trace import AllocationTrace
 from memcallback.core.kernel import AllocationSource, Kernel, KernelCall
 from memcallback.core.validation import whole_number
+from memcallback.trace.growth import traced_id
 from memcallback.trace.traced_step import (
     SAMPLES,
     TracedStep,
@@ -202,7 +203,7 @@ class BatchTrace:
             return self.exceptions[batch_size].at(batch_size)
         more = batch_size - self.batch_size
         if not more and self.base is None:
-            return self.traced.trace
+            return self.traced.whole
         if more and self.slopes is None:
             raise UnknownBatchSize(
                 f"the step was traced at batch size {self.batch_size} alone, which says nothing of "
@@ -240,6 +241,7 @@ class BatchTrace:
         """The tensor that an allocation is for; None if unknown."""
         if batch_size in self.exceptions:
             return self.exceptions[batch_size].origin(number, batch_size)
+        number = traced_id(number)
         origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
         if origin is None or slopes is None:
             return origin
@@ -253,7 +255,7 @@ class BatchTrace:
 
     def _reproduce(self, check: TracedStep) -> None:
         try:
-            ours, theirs = self.at(check.batch_size).events, check.trace.events
+            ours, theirs = self.at(check.batch_size).events, check.whole.events
         except UnknownBatchSize as error:
             raise BatchDependentPath(str(error)) from error
         for position, (our_event, their_event) in enumerate(zip(ours, theirs, strict=False)):

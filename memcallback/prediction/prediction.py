@@ -1,4 +1,4 @@
-"""Prediction: the memory of a training step on a device, at one batch size."""
+"""Prediction: the memory of a step on a device, at one batch size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _settings_here() -> AllocatorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Printable):
-    """The predicted memory of a training step on a device, from a replay of its trace.
+    """The predicted memory of a step on a device, from a replay of its trace.
 
     All values are computed when the prediction is made: reading, printing, comparing or pickling
     it runs nothing. If the step does not fit, `fits` is False and all values are for the same
@@ -252,7 +252,7 @@ class Prediction(Printable):
 
     def page(
         self,
-        title: str = "One training step",
+        title: str | None = None,
         *,
         measured: StepMemory | None = None,
         verdict: Sequence[str] = (),
@@ -261,7 +261,8 @@ class Prediction(Printable):
         """A page of charts, which takes some replays.
 
         Args:
-            title: What the step is, such as `mymodel:make_step`; batch and device follow.
+            title: What the step is, such as `mymodel:make_step`, by default `One training step`;
+                batch and device follow.
             measured: A measured step, whose peaks are shown beside the predicted ones.
             verdict: Sentences to begin with, instead of the prediction's own answer.
             more: Sections before the last, which has the caveats.
@@ -272,9 +273,11 @@ class Prediction(Printable):
 
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
         first, *further = verdict or self._answer()
+        label = f"One {self.step.stage.label}"
         return step_page(
-            f"{title}, batch size {self.batch_size:,}{length} on {self.device_name}",
+            f"{title or label}, batch size {self.batch_size:,}{length} on {self.device_name}",
             (first, *most_sentence(self.consumers, self.peak_allocated_bytes), *further),
+            label=label,
             is_good=None if self.capacity_bytes is None else self.fits,
             timeline=self.timeline(measured),
             tree=peak_tree(self._peak),
@@ -318,7 +321,7 @@ class Prediction(Printable):
             reason = f"{reason} Out of memory in {self.out_of_memory}"
         return peak, reason, *self.verdict()[1:]
 
-    def save_html(self, path: str | Path, *, title: str = "One training step") -> None:
+    def save_html(self, path: str | Path, *, title: str | None = None) -> None:
         """Write `page` as one file, which needs no network.
 
         Args:
@@ -465,8 +468,8 @@ class Prediction(Printable):
 
     @property
     def warm_up(self) -> StepMemory:
-        """The first step: gradients and optimizer state come into being in it."""
-        return self.steps[0]
+        """The first step of its stage: gradients and optimizer state come into being in it."""
+        return next(step for step in self.steps if step.stage is self.step.stage)
 
     @property
     def step(self) -> StepMemory:
@@ -567,6 +570,7 @@ class Prediction(Printable):
             windows=step.windows,
             batch_size=self.batch_size,
             is_warm_up=step.is_warm_up,
+            stage=step.stage,
             num_optimizer_updates=sum(
                 window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows
             ),
