@@ -61,7 +61,7 @@ def _check(traced: TracedStep, growth: Growth, blocks: Sequence[Sequence[Item]],
         for place in range(max(len(ours), len(theirs))):
             if (
                 place >= min(len(ours), len(theirs))
-                or not is_same(ours[place], _moved(theirs[place], growth, last - block))
+                or not is_same(_plain(ours[place]), _moved(theirs[place], growth, last - block))
                 or _frees_what_was_before(ours[place], growth)
             ):
                 raise _differs(traced, growth, (last, block), place)
@@ -85,10 +85,15 @@ def _differs(traced: TracedStep, growth: Growth, blocks: tuple[int, int], place:
     return Irregular(f"{ours} where {theirs}")
 
 
+def _plain(item: Item) -> Item:
+    """An item without its category: what the last repetition leaves is an activation."""
+    return replace(item, category=None) if isinstance(item, Alloc) else item
+
+
 def _moved(item: Item, growth: Growth, lag: int) -> Item:
-    """An item with the ids that its like has so many repetitions later."""
+    """A plain item with the ids that its like has so many repetitions later."""
     if isinstance(item, Alloc):
-        return replace(item, id=growth.moved(item.id, lag))
+        return replace(item, id=growth.moved(item.id, lag), category=None)
     if isinstance(item, Free):
         return Free(growth.moved(item.id, lag))
     if isinstance(item, KernelCall):
