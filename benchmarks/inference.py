@@ -28,7 +28,7 @@ from inference_cases import FORWARD, GENERATION, Case
 from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
 
 NOT_REPORTED = (
-    "Models whose path depends on values that the device computes: a virtual device computes zeros.",
+    "Models whose path depends on values that the device computes; a virtual device has zeros.",
     "The loops of Lightning and of the Trainer of transformers around a step: tests compare those.",
 )
 NUM_BATCHES = 6
@@ -82,6 +82,7 @@ def measure(way: str, case: Case, model: Any, batch: Any) -> tuple[int, int]:
         return tree_map_only(torch.Tensor, torch.Tensor.cuda, batch)
 
     if way == "validation":
+        assert case.loss is not None
         optimizer = _adam(model.parameters())
         # So small a scale that no update is skipped.
         scaler = torch.amp.GradScaler("cuda", 128.0, enabled=dtype is torch.float16)
@@ -131,14 +132,16 @@ def compare(way: str, name: str) -> dict[str, Any]:
     """Predict and measure one case, in this process."""
     import torch
 
-    import memcallback as mc
+    from memcallback.devices.local import resolve
+    from memcallback.prediction.predict_here import predict_here
 
     torch.manual_seed(0)
     case = WAYS[way][name]
     model, batch = case.model(), case.batch()
     model.train(way == "validation")
     start = time.perf_counter()
-    prediction = mc.predict(step_of(way, case, model, batch), device="cuda")
+    # Without the search for the largest batch size, which is not compared.
+    prediction = predict_here(step_of(way, case, model, batch), device=resolve("cuda"))
     seconds = time.perf_counter() - start
     allocated, reserved = measure(way, case, model, batch)
     return {

@@ -28,7 +28,7 @@ from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at,
 from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
 from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.trace.traced_step import SAMPLES
+from memcallback.trace.traced_step import NUM_ESTIMATED, SAMPLES
 
 if TYPE_CHECKING:
     from memcallback.page.page import Page, Section
@@ -555,6 +555,11 @@ class Prediction(Printable):
                 )
             for name in self.settings.not_simulated:
                 yield f"The allocator's setting {name} is not simulated."
+        if any(growth.num_written > NUM_ESTIMATED for growth in self.trace.traced.growths):
+            yield (
+                "The largest batch sizes were searched with some of the repetitions, the last ones "
+                "among them; the figures of this batch size have all."
+            )
         if self.trace.is_far(self.batch_size):
             yield (
                 f"Extrapolated: batch size {self.batch_size} is far beyond the largest traced, "

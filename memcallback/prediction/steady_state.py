@@ -133,10 +133,11 @@ def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
     if not peaks:
         return ()
     allocated, reserved = (_span(figures) for figures in zip(*peaks, strict=True))
+    noun = "update" if window.stage is Stage.TRAINING else "step"
+    last = window.number + len(peaks)
     return (
-        f"The allocator does not settle: in updates {window.number + 1} to {MAX_WINDOWS} peak "
-        f"allocated is {allocated}, peak reserved {reserved}. The figures shown are those of "
-        f"update {MAX_WINDOWS}.",
+        f"The allocator does not settle: in {noun}s {window.number + 1} to {last} peak allocated "
+        f"is {allocated}, peak reserved {reserved}. The figures shown are those of {noun} {last}.",
     )
 
 

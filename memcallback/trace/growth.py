@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 #: Repetitions from this on behave alike: the first fills caches, the second appends to them first.
@@ -36,6 +36,8 @@ class Growth:
         period: After how many repetitions the same kernels run again.
         ids: The ids of the allocations of each traced repetition, in order.
         freed: The ids that are freed before the last repetition ends.
+        ahead: Which of the later periods are written, by how many periods they come after the last
+            traced one: all, or some for an estimate. The last is among them.
     """
 
     starts: tuple[int, ...]
@@ -43,6 +45,34 @@ class Growth:
     period: int
     ids: tuple[tuple[int, ...], ...]
     freed: frozenset[int]
+    ahead: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        starts: tuple[int, ...],
+        num_all: int,
+        period: int,
+        ids: tuple[tuple[int, ...], ...],
+        freed: frozenset[int],
+    ) -> Growth:
+        """The growth with all later periods."""
+        num_periods = (num_all - len(starts) + 1) // period
+        return cls(starts, num_all, period, ids, freed, tuple(range(1, num_periods + 1)))
+
+    def thinned(self, most: int) -> Growth:
+        """The same with so many later periods at most, the last ones among them."""
+        num = len(self.ahead)
+        if num <= most:
+            return self
+        last = min(NUM_COMPARED, most)
+        stride = -(-(num - last) // max(1, most - last))
+        return replace(self, ahead=(*self.ahead[: num - last : stride], *self.ahead[num - last :]))
+
+    @property
+    def num_written(self) -> int:
+        """How many repetitions are written."""
+        return self.num_traced + self.period * len(self.ahead)
 
     @property
     def num_traced(self) -> int:
@@ -77,21 +107,14 @@ class Growth:
             return (number,)
         block, place = self._places[number]
         if not self._is_kept(block, place):
-            return (self.moved(number, self.num_all - self.num_traced),)
-        later = range(block + self.period, self.num_all, self.period)
+            return (self.moved(number, self.num_written - self.num_traced),)
+        later = range(block + self.period, self.num_written, self.period)
         is_last = block >= self.num_traced - self.period
         return (number, *(self.id_at(each, place) for each in later if is_last))
 
     def has(self, number: int) -> bool:
         """Whether an allocation is of a traced repetition."""
         return number in self._places
-
-    def kept(self) -> Iterator[int]:
-        """Ids of the last traced period that stay allocated from repetition to repetition."""
-        for block in range(self.num_traced - self.period, self.num_traced):
-            for place, number in enumerate(self.ids[block]):
-                if self._is_kept(block, place):
-                    yield number
 
     def _is_kept(self, block: int, place: int) -> bool:
         """Whether an allocation's like in the earliest repetition of its kind is never freed."""

@@ -12,6 +12,9 @@ from memcallback.trace.growth import NUM_COMPARED, Growth
 from memcallback.trace.marks import Repeated
 from memcallback.trace.traced_step import Item, TracedStep, is_same, item_text
 
+#: Events of repetitions that were not traced, at most: as many as are replayed in seconds.
+_MAX_EVENTS = 1_000_000
+
 
 class Irregular(ValueError):
     """Repetitions differ in more than sizes on straight lines; the text says where."""
@@ -29,7 +32,17 @@ def grown(traced: TracedStep, parts: Sequence[Repeated], cuts: Sequence[int]) ->
         for part in parts
         if part.num_all > len(part.cuts) - 1
     ]
-    return replace(traced, growths=tuple(growths))
+    caveats = [*traced.caveats]
+    for number, growth in enumerate(growths):
+        num_events = growth.starts[-1] - growth.starts[-1 - growth.period]
+        most = max(NUM_COMPARED, _MAX_EVENTS // (len(growths) * num_events))
+        growths[number] = thin = growth.thinned(most)
+        if thin is not growth:
+            caveats.append(
+                f"{thin.num_written:,} of {thin.num_all:,} repetitions were followed in the "
+                "allocator, the last ones among them."
+            )
+    return replace(traced, growths=tuple(growths), caveats=tuple(dict.fromkeys(caveats)))
 
 
 def growth_of(traced: TracedStep, starts: Sequence[int], num_all: int, period: int) -> Growth:
@@ -39,7 +52,7 @@ def growth_of(traced: TracedStep, starts: Sequence[int], num_all: int, period: i
         Irregular: If they do not repeat.
     """
     blocks = [traced.items[start:stop] for start, stop in pairwise(starts)]
-    growth = Growth(
+    growth = Growth.of(
         tuple(starts),
         num_all,
         period,

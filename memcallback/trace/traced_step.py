@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, count
 
@@ -32,6 +32,8 @@ from memcallback.core.validation import whole_number
 from memcallback.trace.growth import Growth
 
 Item = Event | KernelCall
+#: Later repetitions that are written for an estimate, at most.
+NUM_ESTIMATED = 24
 #: The hint for a wrong batch size.
 SAMPLES = "Give how many samples the batch has."
 
@@ -145,6 +147,12 @@ class TracedStep:
         """The trace with the repetitions that were not traced."""
         return self.with_numbers(self.numbers, {}) if self.growths else self.trace
 
+    def thinned(self) -> TracedStep:
+        """The same with some of the repetitions, for an estimate in less time."""
+        return replace(
+            self, growths=tuple(growth.thinned(NUM_ESTIMATED) for growth in self.growths)
+        )
+
     def with_numbers(
         self, numbers: Sequence[int], kernels: dict[tuple[int, ...], Kernel]
     ) -> AllocationTrace:
@@ -154,15 +162,17 @@ class TracedStep:
         for growth in self.growths:
             writer.write(position, growth.starts[-1], numbers)
             position = growth.starts[-1]
-            for block in range(growth.num_traced, growth.num_all):
-                source = growth.source(block)
-                start, stop = growth.starts[source : source + 2]
-                writer.write(
-                    start,
-                    stop,
-                    self._grown(numbers, growth, source, (block - source) // growth.period),
-                    partial(growth.moved, lag=block - source),
-                )
+            for number, ahead in enumerate(growth.ahead):
+                for place in range(growth.period):
+                    block = growth.num_traced + number * growth.period + place
+                    source = growth.source(block)
+                    start, stop = growth.starts[source : source + 2]
+                    writer.write(
+                        start,
+                        stop,
+                        self._grown(numbers, growth, source, ahead),
+                        partial(growth.moved, lag=block - source),
+                    )
             writer.ended.append(growth)
         writer.write(position, len(self.items), numbers)
         return writer.trace()
