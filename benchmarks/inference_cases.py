@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ class Case:
     generate: Mapping[str, Any] | None = None
     precision: str = "32-true"
     held_out: bool = False
-    tags: tuple[str, ...] = field(default=())
 
 
 def own_loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -63,11 +62,7 @@ def _tokens(*shape: int, vocabulary: int) -> Callable[[], Batch]:
 def _labelled(*shape: int, vocabulary: int) -> Callable[[], Batch]:
     def make() -> Batch:
         tokens = torch.randint(3, vocabulary, shape)
-        return {
-            "input_ids": tokens,
-            "attention_mask": torch.ones_like(tokens),
-            "labels": tokens.clone(),
-        }
+        return {"input_ids": tokens, "labels": tokens.clone()}
 
     return make
 
@@ -114,6 +109,11 @@ def _classify(model: Any, batch: Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(
         model(batch), torch.zeros(len(batch), dtype=torch.long, device=batch.device)
     )
+
+
+def _logits(model: Any, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).logits.square().mean()
+    return loss
 
 
 def _segment(model: Any, batch: Batch) -> torch.Tensor:
@@ -251,11 +251,99 @@ FORWARD: dict[str, Case] = {
             decoder_layers=2,
         ),
         batch=_detr_batch,
-        loss=lambda model, batch: model(**batch).logits.square().mean(),
+        loss=_logits,
     ),
-    "torchvision-ssdlite": Case(
-        model=_torchvision("ssdlite320_mobilenet_v3_large", weights_backbone=None),
-        batch=_detection_batch,
+    "transformers-yolos": Case(
+        model=_transformers(
+            "YolosForObjectDetection",
+            "YolosConfig",
+            hidden_size=192,
+            num_hidden_layers=4,
+            num_attention_heads=3,
+            intermediate_size=768,
+            image_size=[256, 256],
+        ),
+        batch=lambda: {"pixel_values": torch.randn(2, 3, 256, 256)},
+        loss=_logits,
+        precision="bf16-mixed",
+    ),
+    "transformers-segformer": Case(
+        model=_transformers("SegformerForSemanticSegmentation", "SegformerConfig"),
+        batch=lambda: {"pixel_values": torch.randn(2, 3, 256, 256)},
+        loss=_logits,
+    ),
+    "transformers-roberta": Case(
+        model=_transformers(
+            "RobertaForSequenceClassification",
+            "RobertaConfig",
+            num_hidden_layers=4,
+            hidden_size=256,
+            num_attention_heads=4,
+        ),
+        batch=_tokens(16, 128, vocabulary=5000),
+        loss=_logits,
+        precision="bf16-mixed",
+        held_out=True,
+    ),
+    "transformers-hubert": Case(
+        model=_transformers(
+            "HubertForCTC",
+            "HubertConfig",
+            hidden_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=512,
+            mask_time_prob=0.0,
+        ),
+        batch=lambda: {"input_values": torch.randn(4, 32000)},
+        loss=_logits,
+        held_out=True,
+    ),
+    "transformers-vit": Case(
+        model=_transformers("ViTForImageClassification", "ViTConfig", num_hidden_layers=4),
+        batch=lambda: {"pixel_values": torch.randn(8, 3, 224, 224)},
+        loss=_logits,
+        precision="16-mixed",
+        held_out=True,
+    ),
+    "torchvision-mobilenet": Case(
+        model=_torchvision("mobilenet_v3_large"),
+        batch=_images(16, 3, 224, 224),
+        loss=_classify,
+        precision="bf16-mixed",
+        held_out=True,
+    ),
+    "torchvision-fcn": Case(
+        model=_torchvision("fcn_resnet50", weights_backbone=None),
+        batch=_images(2, 3, 224, 224),
+        loss=_segment,
+        held_out=True,
+    ),
+    "timm-mixer": Case(
+        model=_timm("mixer_s16_224"),
+        batch=_images(8, 3, 224, 224),
+        loss=_classify,
+        held_out=True,
+    ),
+    "transformers-qwen3": Case(
+        model=_transformers("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA),
+        batch=_tokens(2, 256, vocabulary=8000),
+        loss=_logits,
+        precision="bf16-mixed",
+        held_out=True,
+    ),
+    "transformers-conditional-detr": Case(
+        model=_transformers(
+            "ConditionalDetrForObjectDetection",
+            "ConditionalDetrConfig",
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            encoder_layers=2,
+            decoder_layers=2,
+        ),
+        batch=_detr_batch,
+        loss=_logits,
+        held_out=True,
     ),
 }
 
@@ -295,5 +383,44 @@ GENERATION: dict[str, Case] = {
         model=_transformers("WhisperForConditionalGeneration", "WhisperConfig", **_WHISPER),
         batch=lambda: {"input_features": torch.randn(2, 80, 3000)},
         generate=_GREEDY,
+    ),
+    "qwen3-greedy": Case(
+        model=_transformers("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA),
+        batch=_tokens(3, 90, vocabulary=8000),
+        generate=_GREEDY,
+        precision="bf16-mixed",
+        held_out=True,
+    ),
+    "opt-sampling": Case(
+        model=_transformers(
+            "OPTForCausalLM",
+            "OPTConfig",
+            hidden_size=512,
+            ffn_dim=1024,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            vocab_size=5000,
+            word_embed_proj_dim=512,
+        ),
+        batch=_tokens(4, 70, vocabulary=5000),
+        generate={**_GREEDY, "do_sample": True, "top_k": 20},
+        held_out=True,
+    ),
+    "bart-beams": Case(
+        model=_transformers(
+            "BartForConditionalGeneration",
+            "BartConfig",
+            d_model=256,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_ffn_dim=512,
+            decoder_ffn_dim=512,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            vocab_size=4000,
+        ),
+        batch=_tokens(2, 60, vocabulary=4000),
+        generate={**_GREEDY, "num_beams": 3},
+        held_out=True,
     ),
 }

@@ -29,6 +29,7 @@ from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
 from memcallback.step.holdings import bucket_bytes
+from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 
 #: As for `predict`.
@@ -38,7 +39,7 @@ _MAX_ESTIMATES = 3
 
 
 def suggest_batch_size(
-    step: TrainingStep,
+    step: Step,
     *,
     device: AnyDevice | Sequence[AnyDevice] = None,
     headroom: float = DEFAULT_HEADROOM,
@@ -66,7 +67,7 @@ def suggest_batch_size(
     pipeline, the number of its copies is unknown: give it as `world_size`, by default one.
 
     Args:
-        step: The step.
+        step: The step, a `TrainingStep` or an `InferenceStep`.
         device: As for `predict`; or a list with the device of each rank. Memory that others use now
             on a device of this machine is left to them.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
@@ -170,7 +171,7 @@ class _Wanted:
 
 
 def _suggest(
-    step: TrainingStep,
+    step: Step,
     devices: Sequence[Device],
     wanted: _Wanted,
     progress: TraceProgress,
@@ -215,7 +216,7 @@ def _suggest(
 class _RankKind:
     """Ranks with the same step and device."""
 
-    step: TrainingStep
+    step: Step
     device: Device
     ranks: list[int]
 
@@ -237,9 +238,7 @@ class _Job:
     num_microbatches: int
 
 
-def _devices(
-    step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]
-) -> tuple[list[Device], bool]:
+def _devices(step: Step, device: AnyDevice | Sequence[AnyDevice]) -> tuple[list[Device], bool]:
     """The devices, and whether a list of them was given."""
     ranks = checked_step(step).ranks
     if isinstance(device, Sequence) and not isinstance(device, str):
@@ -257,7 +256,7 @@ def _devices(
     return [resolve(named) for named in listed], is_list
 
 
-def _job(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> _Job:
+def _job(step: Step, listed: Sequence[Device], *, is_list: bool) -> _Job:
     """The kinds of ranks to predict, so that every rank is covered."""
     ranks = step.ranks
     devices = dict(enumerate(listed))
@@ -268,6 +267,7 @@ def _job(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> _Job
             is_sure=is_list,
             num_microbatches=1,
         )
+    assert isinstance(step, TrainingStep)  # others have no ranks
     num_microbatches, unlike, num_together = (
         ranks.num_microbatches,
         ranks.unlike,
@@ -290,7 +290,7 @@ def _job(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> _Job
     )
 
 
-def _kinds_of(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) -> list[_RankKind]:
+def _kinds_of(steps: Mapping[int, Step], devices: Mapping[int, Device]) -> list[_RankKind]:
     """Groups ranks by step and device; a rank without a step of its own has the first one."""
     kinds: list[_RankKind] = []
     first = next(iter(steps.values()))
@@ -326,7 +326,8 @@ def _for_one(
     progress(num_traces, num_traces + 1)
     memory = next(memory for spec, memory in wanted.memory if spec == device)
     outside = used_by_others_bytes(prediction.device, memory)
-    buckets_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
+    has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
+    buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
     if measured is not None:
         _check_measured(measured, prediction)
 
@@ -392,7 +393,7 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
 
 def _verified(
     estimate: Estimate,
-    step: TrainingStep,
+    step: Step,
     prediction: Prediction,
     estimate_of: Callable[[Prediction], Estimate | None],
 ) -> Estimate:

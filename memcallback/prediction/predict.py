@@ -15,6 +15,7 @@ from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.predict_here import predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.step import Step
+from memcallback.step.training_step import TrainingStep
 
 
 def predict(
@@ -91,4 +92,14 @@ def checked_step(step: object) -> Step:
     raise TypeError(
         f"step must be a TrainingStep or an InferenceStep, got {described(step)}. Give "
         "TrainingStep(model, batch, loss=..., optimizer=...) or InferenceStep(model, batch)."
+    )
+
+
+def checked_training(step: object) -> TrainingStep:
+    """Refuse what is no training step."""
+    if isinstance(step, TrainingStep):
+        return step
+    raise TypeError(
+        f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, "
+        "loss=..., optimizer=...): savings are for training."
     )

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
@@ -83,6 +84,10 @@ _UNKNOWN_WORKSPACES = (
 _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
     "of its engines (seen with depthwise convolutions in half precision)."
+)
+_FUSED = (
+    "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
+    "needs less: it is predicted as separate ones."
 )
 _COMPILED = "A compiled module was traced as it would run without compilation."
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
@@ -491,6 +496,12 @@ def _caveats(step: Step, calls: tuple[KernelCall, ...]) -> Iterator[str]:
         for module in step.model.modules()
     ):
         yield _COMPILED
+    if (
+        isinstance(step, InferenceStep)
+        and step.mode != "grad"
+        and any(isinstance(module, nn.TransformerEncoderLayer) for module in step.model.modules())
+    ):
+        yield _FUSED
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."
