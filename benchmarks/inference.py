@@ -5,7 +5,8 @@
 Each model of `inference_cases.py` runs in three ways, each in a process of its own: inference (in
 evaluation mode, under `torch.inference_mode`), validation (after a training of several updates,
 under `torch.no_grad`), and generation. The figures are those of the last of six batches. The result
-goes to `benchmarks/results/<device>-<date>/` as JSON and Markdown.
+goes to `benchmarks/results/<device>-<date>/` as JSON and Markdown; with `--only` or `--ways` the
+other rows of the same day stay.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import re
 import subprocess
@@ -39,6 +41,7 @@ WAYS = {
     "validation": {name: case for name, case in FORWARD.items() if case.loss is not None},
     "generation": GENERATION,
 }
+ALL = [(way, name) for way, cases in WAYS.items() for name in cases]
 
 
 def step_of(way: str, case: Case, model: Any, batch: Any) -> Any:
@@ -133,15 +136,22 @@ def compare(way: str, name: str) -> dict[str, Any]:
     import torch
 
     from memcallback.devices.local import resolve
-    from memcallback.prediction.predict_here import predict_here
+    from memcallback.prediction.allocator.settings import AllocatorSettings
+    from memcallback.prediction.predict_here import predict_once
 
     torch.manual_seed(0)
     case = WAYS[way][name]
     model, batch = case.model(), case.batch()
     model.train(way == "validation")
     start = time.perf_counter()
-    # Without the search for the largest batch size, which is not compared.
-    prediction = predict_here(step_of(way, case, model, batch), device=resolve("cuda"))
+    # One trace: other batch sizes and the largest one are not compared.
+    step = step_of(way, case, model, batch)
+    prediction = predict_once(
+        step,
+        device=resolve("cuda"),
+        batch_size=step.check_predictable(),
+        settings=AllocatorSettings.from_environ(os.environ),
+    )
     seconds = time.perf_counter() - start
     allocated, reserved = measure(way, case, model, batch)
     return {
@@ -149,8 +159,7 @@ def compare(way: str, name: str) -> dict[str, Any]:
         "name": name,
         "precision": case.precision,
         "held_out": case.held_out,
-        "predict_s": seconds,
-        "knows_other_batch_sizes": prediction.trace.slopes is not None,
+        "trace_s": seconds,
         "caveats": list(prediction.caveats),
         "allocated_bytes": allocated,
         "reserved_bytes": reserved,
@@ -199,18 +208,18 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     lines += [
         "",
         "| way | model | precision | peak allocated | peak reserved | allocated off | reserved off "
-        "| predicted in | other batch sizes |",
-        "|:---|:---|:---|---:|---:|---:|---:|---:|:---|",
+        "| traced in |",
+        "|:---|:---|:---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         if "error" in row:
-            lines.append(f"| {row['way']} | {row['name']} | | | | {row['error']} | | | |")
+            lines.append(f"| {row['way']} | {row['name']} | | | | {row['error']} | | |")
             continue
         lines.append(
             f"| {row['way']} | {row['name']}{', held out' if row['held_out'] else ''} "
             f"| {row['precision']} | {row['allocated_bytes']:,} B | {row['reserved_bytes']:,} B "
             f"| {100 * off(row, 'allocated'):+.3f} % | {100 * off(row, 'reserved'):+.3f} % "
-            f"| {row['predict_s']:.1f} s | {'yes' if row['knows_other_batch_sizes'] else 'no'} |"
+            f"| {row['trace_s']:.1f} s |"
         )
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
@@ -232,17 +241,7 @@ def main() -> None:
 
     device = torch.cuda.get_device_name()
     out = options.out or results_folder(device)
-    rows = []
-    for way in options.ways:
-        for name in WAYS[way]:
-            if options.only and name not in options.only:
-                continue
-            row = in_its_own_process(way, name)
-            rows.append(row)
-            said = row.get("error") or (
-                f"{100 * off(row, 'allocated'):+.3f} % {100 * off(row, 'reserved'):+.3f} %"
-            )
-            print(f"{way:11} {name:24} {said}", flush=True)
+    rows, commands = earlier_result(out / "inference.json")
     about = {
         "device": device + (" (virtual device)" if is_virtual() else ""),
         "driver": driver(),
@@ -250,12 +249,36 @@ def main() -> None:
         "versions": f"Python {platform.python_version()}, torch {version('torch')}, transformers "
         f"{version('transformers')}, torchvision {version('torchvision')}, timm {version('timm')}",
         "date": today(),
-        "command": command(),
+        "command": ", then ".join(dict.fromkeys([*commands, command()])),
     }
     out.mkdir(parents=True, exist_ok=True)
+    for way in options.ways:
+        for name in WAYS[way]:
+            if options.only and name not in options.only:
+                continue
+            row = rows[way, name] = in_its_own_process(way, name)
+            said = row.get("error") or (
+                f"{100 * off(row, 'allocated'):+.3f} % {100 * off(row, 'reserved'):+.3f} %"
+            )
+            print(f"{way:11} {name:24} {said}", flush=True)
+            # What there is stays if time runs out.
+            write(out, [rows[key] for key in ALL if key in rows], about)
+
+
+def write(out: Path, rows: list[dict[str, Any]], about: dict[str, str]) -> None:
+    """Write the results so far."""
     content = json.dumps({"about": about, "rows": rows, "not_reported": NOT_REPORTED}, indent=2)
     (out / "inference.json").write_text(content + "\n")
     (out / "inference.md").write_text(to_markdown(rows, about))
+
+
+def earlier_result(path: Path) -> tuple[dict[tuple[str, str], dict[str, Any]], list[str]]:
+    """The rows of a file, by way and model, and the command that made it; none without it."""
+    if not path.exists():
+        return {}, []
+    content = json.loads(path.read_text())
+    rows = {(row["way"], row["name"]): row for row in content["rows"]}
+    return rows, [content["about"]["command"]]
 
 
 if __name__ == "__main__":

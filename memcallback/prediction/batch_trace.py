@@ -216,16 +216,7 @@ class BatchTrace:
                 f"the step was traced at batch size {self.batch_size} alone, which says nothing of "
                 f"batch size {batch_size}: trace the step at that size"
             )
-        slopes = self.slopes or (0,) * len(self.numbers)
-        numbers = [
-            number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)
-        ]
-        if self.curvatures is not None:
-            pairs = more * (more - 1) // 2
-            numbers = [
-                number + pairs * curvature
-                for number, curvature in zip(numbers, self.curvatures, strict=True)
-            ]
+        numbers = self._numbers_at(more)
         for position in [
             position
             for position, number in enumerate(self.traced.numbers)
@@ -243,6 +234,27 @@ class BatchTrace:
                 "nearer to it."
             )
         return self.traced.with_numbers(numbers, self._answers)
+
+    def growth_bytes(self, batch_size: int) -> int | None:
+        """What each repetition (a token, a batch) adds to memory; None without repetitions."""
+        known = self.of(batch_size)
+        if not known.traced.growths:
+            return None
+        return known.traced.growth_bytes(known._numbers_at(batch_size - known.batch_size))
+
+    def _numbers_at(self, more: int) -> list[int]:
+        """All numbers for so many samples more."""
+        slopes = self.slopes or (0,) * len(self.numbers)
+        numbers = [
+            number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)
+        ]
+        if self.curvatures is not None:
+            pairs = more * (more - 1) // 2
+            numbers = [
+                number + pairs * curvature
+                for number, curvature in zip(numbers, self.curvatures, strict=True)
+            ]
+        return numbers
 
     def origin(self, number: int, batch_size: int) -> AllocationSource | None:
         """The tensor that an allocation is for; None if unknown."""

@@ -15,7 +15,7 @@ from memcallback.core.files import write_file
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
-from memcallback.core.types import Category, Kind, Phase
+from memcallback.core.types import Category, Kind, Phase, Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
@@ -366,6 +366,9 @@ class Prediction(Printable):
             lines = [f"Fits without a retry. {available}"]
         else:
             lines = [f"Fits, but the allocator must free its cache, which is slow. {available}"]
+        growth_bytes = self.trace.growth_bytes(self.batch_size)
+        if self.step.stage is Stage.GENERATION and growth_bytes is not None:
+            lines.append(f"Each token adds {format_bytes(growth_bytes)}.")
         if not self.trace.is_any_batch_size_known:
             lines.append("The largest batch size is unknown: only this batch size was traced.")
         elif self.limit is not None and self.limit_without_retry is not None:

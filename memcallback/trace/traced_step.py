@@ -147,6 +147,23 @@ class TracedStep:
         """The trace with the repetitions that were not traced."""
         return self.with_numbers(self.numbers, {}) if self.growths else self.trace
 
+    def growth_bytes(self, numbers: Sequence[int]) -> int:
+        """How much more is allocated after the last traced repetition than before it."""
+        growth = self.growths[-1]
+        sizes, total = {}, 0
+        for index, item in enumerate(self.items[: growth.starts[-1]]):
+            first = self.first_numbers[index]
+            if isinstance(item, Alloc):
+                own = {item.id: numbers[first]}
+            elif isinstance(item, KernelCall):
+                own = {number: numbers[first + place] for place, number in enumerate(item.kept)}
+            else:
+                own = {}
+            sizes |= own
+            if index >= growth.starts[-2]:
+                total += sum(own.values()) - (sizes[item.id] if isinstance(item, Free) else 0)
+        return total
+
     def thinned(self) -> TracedStep:
         """The same with some of the repetitions, for an estimate in less time."""
         return replace(

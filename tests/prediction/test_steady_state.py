@@ -18,7 +18,7 @@ from memcallback.core.allocation_trace import (
     StepEnd,
     StepStart,
 )
-from memcallback.core.types import Category, Phase
+from memcallback.core.types import Category, Phase, Stage
 from memcallback.core.units import KiB, MiB
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.allocator.caching import CachingAllocator
