@@ -21,11 +21,7 @@ class Irregular(ValueError):
 
 
 def grown(traced: TracedStep, parts: Sequence[Repeated], cuts: Sequence[int]) -> TracedStep:
-    """A trace with the repetitions of its parts that were not traced; `cuts` are positions.
-
-    Raises:
-        Irregular: If they do not repeat.
-    """
+    """A trace with the repetitions that were not traced; `Irregular` if they do not repeat."""
     indices = {position: index for index, position in enumerate(traced.positions)}
     growths = [
         growth_of(traced, [indices[cuts[cut]] for cut in part.cuts], part.num_all, part.period)
@@ -46,11 +42,7 @@ def grown(traced: TracedStep, parts: Sequence[Repeated], cuts: Sequence[int]) ->
 
 
 def growth_of(traced: TracedStep, starts: Sequence[int], num_all: int, period: int) -> Growth:
-    """The growth of repetitions that start at these items.
-
-    Raises:
-        Irregular: If they do not repeat.
-    """
+    """The growth of repetitions that start at these items; `Irregular` if they do not repeat."""
     blocks = [traced.items[start:stop] for start, stop in pairwise(starts)]
     growth = Growth.of(
         tuple(starts),

@@ -150,7 +150,8 @@ class TracedStep:
     def growth_bytes(self, numbers: Sequence[int]) -> int:
         """How much more is allocated after the last traced repetition than before it."""
         growth = self.growths[-1]
-        sizes, total = {}, 0
+        sizes: dict[int, int] = {}
+        total = 0
         for index, item in enumerate(self.items[: growth.starts[-1]]):
             first = self.first_numbers[index]
             if isinstance(item, Alloc):
