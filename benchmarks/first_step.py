@@ -4,6 +4,7 @@
 
 Each run is a process of its own, from its start on: imports, model, first step. Runs with and
 without take turns; the figure is the median over the rounds of the quotient of neighbouring runs.
+Python may keep the bytecode of memcallback, as pip does for every package that it installs.
 The prediction runs beside the training, which does not wait for it.
 
 The result goes to `benchmarks/results/<device>-<date>/` as JSON and Markdown.
@@ -181,7 +182,10 @@ def run(case: str, device: str, *, is_watched: bool) -> float:
     """Run a program in a process of its own; return its seconds to the end of the first step."""
     arguments = [sys.executable, __file__, "--run", case, "--device", device]
     arguments += ["--watched"] if is_watched else []
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return float(done.stdout.strip().splitlines()[-1])

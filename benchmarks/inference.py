@@ -16,16 +16,16 @@ import contextlib
 import json
 import os
 import platform
-import re
-import subprocess
-import sys
 import time
 import warnings
+from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+from accuracy import in_a_process_of_its_own, in_processes_of_their_own
 from inference_cases import FORWARD, GENERATION, Case
 from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
 
@@ -65,14 +65,11 @@ def step_of(way: str, case: Case, model: Any, batch: Any) -> Any:
 
 
 def _adam(parameters: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW([one for one in parameters if one.requires_grad])
+        return torch.optim.AdamW([one for one in parameters if one.requires_grad])
 
 
 def measure(way: str, case: Case, model: Any, batch: Any) -> tuple[int, int]:
     """The peaks of allocated and reserved bytes in the last of some batches."""
-    import torch
     from torch.utils._pytree import tree_map_only
 
     model = model.cuda()
@@ -133,9 +130,7 @@ def _all_tokens(model: Any, num_tokens: int) -> Any:
 
 def compare(way: str, name: str) -> dict[str, Any]:
     """Predict and measure one case, in this process."""
-    import torch
-
-    from memcallback.devices.local import resolve
+        from memcallback.devices.local import resolve
     from memcallback.prediction.allocator.settings import AllocatorSettings
     from memcallback.prediction.predict_here import predict_once
 
@@ -166,20 +161,6 @@ def compare(way: str, name: str) -> dict[str, Any]:
         "predicted_allocated_bytes": prediction.peak_allocated_bytes,
         "predicted_reserved_bytes": prediction.peak_reserved_bytes,
     }
-
-
-def in_its_own_process(way: str, name: str) -> dict[str, Any]:
-    """As `compare`; a case that fails gives its error."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", way, name], capture_output=True, text=True, check=False
-    )
-    with contextlib.suppress(json.JSONDecodeError, IndexError):
-        row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return row
-    errors = [
-        line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)
-    ]
-    return {"way": way, "name": name, "error": (errors or ["no result"])[-1]}
 
 
 def off(row: dict[str, Any], kind: str) -> float:
@@ -231,38 +212,42 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of models; by default all")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, help="the folder for inference.json and inference.md")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at the same time")
     options = parser.parse_args()
-    if options.one:
-        warnings.simplefilter("ignore")
-        print(json.dumps(compare(*options.one)), flush=True)
-        return
-    import torch
+    # Before the processes are made, which then need not import them.
+    import timm  # noqa: F401
+    import torchvision
+    import transformers
 
-    device = torch.cuda.get_device_name()
+    warnings.simplefilter("ignore")
+    device = in_a_process_of_its_own(torch.cuda.get_device_name)
     out = options.out or results_folder(device)
     rows, commands = earlier_result(out / "inference.json")
     about = {
         "device": device + (" (virtual device)" if is_virtual() else ""),
         "driver": driver(),
         "processor": processor(),
-        "versions": f"Python {platform.python_version()}, torch {version('torch')}, transformers "
-        f"{version('transformers')}, torchvision {version('torchvision')}, timm {version('timm')}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, torchvision {torchvision.__version__}, timm {version('timm')}",
         "date": today(),
         "command": ", then ".join(dict.fromkeys([*commands, command()])),
     }
     out.mkdir(parents=True, exist_ok=True)
-    for way in options.ways:
-        for name in WAYS[way]:
-            if options.only and name not in options.only:
-                continue
-            row = rows[way, name] = in_its_own_process(way, name)
-            said = row.get("error") or (
-                f"{100 * off(row, 'allocated'):+.3f} % {100 * off(row, 'reserved'):+.3f} %"
-            )
-            print(f"{way:11} {name:24} {said}", flush=True)
-            # What there is stays if time runs out.
-            write(out, [rows[key] for key in ALL if key in rows], about)
+    works = {
+        f"{way} {name}": partial(compare, way, name)
+        for way, name in ALL
+        if way in options.ways and (not options.only or name in options.only)
+    }
+    for key, answer in in_processes_of_their_own(works, num_jobs=options.jobs):
+        way, name = key.split()
+        row = answer.get("result") or {"way": way, "name": name, **answer}
+        rows[way, name] = row
+        said = row.get("error") or (
+            f"{100 * off(row, 'allocated'):+.3f} % {100 * off(row, 'reserved'):+.3f} %"
+        )
+        print(f"{way:11} {name:24} {said}", flush=True)
+        # What there is stays if time runs out.
+        write(out, [rows[each] for each in ALL if each in rows], about)
 
 
 def write(out: Path, rows: list[dict[str, Any]], about: dict[str, str]) -> None:

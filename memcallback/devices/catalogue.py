@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
+from memcallback.devices.cards import ARCHITECTURES, CARDS, SHARED_MEMORY_PER_BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,10 @@ class DeviceSpec:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """The workspace of each cuBLAS handle."""
-        return cublas_workspace_bytes(self.compute_capability[0])
+        """The workspace of each cuBLAS handle, with the PyTorch that is installed."""
+        from memcallback.core.tensors import torch_version
+
+        return cublas_workspace_bytes(self.compute_capability, torch_version())
 
     @property
     def allocator_capacity_bytes(self) -> int:
@@ -68,13 +71,18 @@ class DeviceSpec:
         return self.context_bytes + self.communication_bytes
 
 
-def cublas_workspace_bytes(major: int) -> int:
-    """The workspace that each cuBLAS handle keeps on a device of a major compute capability.
+def cublas_workspace_bytes(capability: tuple[int, int], torch_version: tuple[int, int]) -> int:
+    """The workspace that each cuBLAS handle keeps on a device of a compute capability.
 
-    Source: `getChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11 to 2.13.
-    CUBLAS_WORKSPACE_CONFIG would change it; it is not followed.
+    Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp, read from the machine code
+    of libtorch_cuda.so of PyTorch 2.11.0, 2.12.1, 2.13.0 and 2.14.1 (pull requests 175344 and
+    189312). CUBLAS_WORKSPACE_CONFIG would change it; it is not followed.
     """
-    return 32 * MiB if major in (9, 10, 12) else 8_519_680
+    if torch_version < (2, 12):
+        is_large = capability == (9, 0)
+    else:
+        is_large = capability[0] in ((9, 10, 12) if torch_version < (2, 14) else (9, 10, 11, 12))
+    return 32 * MiB if is_large else 8_519_680
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,79 +131,11 @@ Device = DeviceSpec | HostSpec
 #: 426 MiB before any (PyTorch 2.10, RTX 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053).
 #: benchmarks/device_facts.py measures it.
 CONTEXT_BYTES = 512 * MiB
-#: Compute capability -> shared memory per block with opting in, in bytes; threads and blocks per
-#: multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute
-#: Capability" ("Maximum amount of shared memory per thread block", "Maximum number of resident
-#: threads per SM", "Maximum number of resident blocks per SM").
-_ARCHITECTURES = {
-    (7, 0): (96 << 10, 2048, 32),
-    (7, 5): (64 << 10, 1024, 16),
-    (8, 0): (163 << 10, 2048, 32),
-    (8, 6): (99 << 10, 1536, 16),
-    (8, 9): (99 << 10, 1536, 24),
-    (9, 0): (227 << 10, 2048, 32),
-    (10, 0): (227 << 10, 2048, 32),
-    (12, 0): (99 << 10, 1536, 24),
-}
-#: Shared memory of a block that does not opt in for more, on every card since Fermi. Source: the
-#: same guide, "Shared Memory".
-_SHARED_MEMORY_PER_BLOCK_BYTES = 48 << 10
-#: Kind -> its cards. The kind's name alone means the first of those with the least memory.
-#:
-#: Each card: the driver's name, compute capability, multiprocessors, memory in MiB, KiB of L2
-#: cache, MHz of the multiprocessors' largest boost and of the memory. Sources:
-#:  - compute capability: NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda-gpus;
-#:  - memory: NVML's total, which nvidia-smi shows as memory.total. The driver keeps some of it:
-#:    CUDA's totalGlobalMem, which PyTorch's out-of-memory message shows, was 250 MiB less on a
-#:    Tesla T4 and 621 MiB less on an A100-SXM4-40GB (deviceQuery);
-#:  - multiprocessors, L2 cache and clocks: NVIDIA's architecture whitepapers (Volta V100, Turing,
-#:    Ampere A100, Ampere GA102, Ada, Hopper H100, RTX Blackwell) and the cards' product briefs, as
-#:    cudaGetDeviceProperties writes them: the memory's clock is half or a quarter of the data rate
-#:    per pin;
-#:  - a driver's output: B200 in github.com/pytorch/ao/pull/4002, the memory of L40S in
-#:    github.com/akash-network/provider-configs/pull/99, A100-SXM4-40GB (deviceQuery) in
-#:    github.com/bottlerocket-os/bottlerocket/pull/3873, and the eight cards of
-#:    tests/devices/test_catalogue.py. The values of other cards have not been checked on a card.
-_CARDS: dict[str, tuple[tuple[str, tuple[int, int], int, int, int, int, int], ...]] = {
-    "B200": (("NVIDIA B200", (10, 0), 148, 183_359, 129_536, 1965, 3996),),
-    "H200": (("NVIDIA H200", (9, 0), 132, 143_771, 61_440, 1980, 3201),),
-    "H100": (
-        ("NVIDIA H100 80GB HBM3", (9, 0), 132, 81_559, 51_200, 1980, 2619),
-        ("NVIDIA H100 PCIe", (9, 0), 114, 81_559, 51_200, 1755, 1593),
-        ("NVIDIA H100 NVL", (9, 0), 132, 95_830, 61_440, 1785, 2619),
-    ),
-    "A100": (
-        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 81_920, 40_960, 1410, 1593),
-        ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40_960, 40_960, 1410, 1215),
-        ("NVIDIA A100 80GB PCIe", (8, 0), 108, 81_920, 40_960, 1410, 1512),
-        ("NVIDIA A100-PCIE-40GB", (8, 0), 108, 40_960, 40_960, 1410, 1215),
-    ),
-    "A30": (("NVIDIA A30", (8, 0), 56, 24_576, 24_576, 1440, 1215),),
-    "A40": (("NVIDIA A40", (8, 6), 84, 46_068, 6_144, 1740, 7251),),
-    "A10": (("NVIDIA A10", (8, 6), 72, 23_028, 6_144, 1695, 6251),),
-    "A10G": (("NVIDIA A10G", (8, 6), 80, 23_028, 6_144, 1710, 6251),),
-    "L4": (("NVIDIA L4", (8, 9), 58, 23_034, 49_152, 2040, 6251),),
-    "L40": (("NVIDIA L40", (8, 9), 142, 46_068, 98_304, 2490, 9001),),
-    "L40S": (("NVIDIA L40S", (8, 9), 142, 46_068, 98_304, 2520, 9001),),
-    "T4": (("Tesla T4", (7, 5), 40, 15_360, 4_096, 1590, 5001),),
-    "V100": (
-        ("Tesla V100-SXM2-16GB", (7, 0), 80, 16_384, 6_144, 1530, 877),
-        ("Tesla V100-SXM2-32GB", (7, 0), 80, 32_768, 6_144, 1530, 877),
-        ("Tesla V100-PCIE-16GB", (7, 0), 80, 16_384, 6_144, 1380, 877),
-        ("Tesla V100-PCIE-32GB", (7, 0), 80, 32_768, 6_144, 1380, 877),
-    ),
-    "RTX 2080 Ti": (("NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 11_264, 5_632, 1545, 7000),),
-    "RTX 3080": (("NVIDIA GeForce RTX 3080", (8, 6), 68, 10_240, 5_120, 1710, 9501),),
-    "RTX 3090": (("NVIDIA GeForce RTX 3090", (8, 6), 82, 24_576, 6_144, 1695, 9751),),
-    "RTX 4080": (("NVIDIA GeForce RTX 4080", (8, 9), 76, 16_376, 65_536, 2505, 11_201),),
-    "RTX 4090": (("NVIDIA GeForce RTX 4090", (8, 9), 128, 24_564, 73_728, 2520, 10_501),),
-    "RTX 5090": (("NVIDIA GeForce RTX 5090", (12, 0), 170, 32_607, 98_304, 2407, 14_001),),
-    "RTX A5000": (("NVIDIA RTX A5000", (8, 6), 64, 24_564, 6_144, 1695, 8001),),
-    "RTX A6000": (("NVIDIA RTX A6000", (8, 6), 84, 49_140, 6_144, 1800, 8001),),
-    "RTX 6000 Ada": (
-        ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 49_140, 98_304, 2505, 10_001),
-    ),
-}
+#: The least and the most that was reported outside the allocator. The most: what nvidia-smi shows
+#: of an A100 in a training of almost no parameters, 1,451 MiB minus 22 MiB of segments
+#: (github.com/itu-rad/GPUMemNet, PyTorch 2). 1,343 MiB were seen on a V100 (perf_train_gpu_one.mdx
+#: of huggingface/transformers, PyTorch 1.10). These count what the driver keeps, too.
+CONTEXT_SEEN_BYTES = (254 * MiB, 1_429 * MiB)
 
 
 def _spec(
@@ -207,13 +147,13 @@ def _spec(
     mhz: int,
     memory_mhz: int,
 ) -> DeviceSpec:
-    optin_bytes, num_threads, num_blocks = _ARCHITECTURES[capability]
+    optin_bytes, num_threads, num_blocks = ARCHITECTURES[capability]
     return DeviceSpec(
         name=name,
         capacity_bytes=memory_mib * MiB,
         compute_capability=capability,
         num_multiprocessors=num_sms,
-        shared_memory_per_block_bytes=_SHARED_MEMORY_PER_BLOCK_BYTES,
+        shared_memory_per_block_bytes=SHARED_MEMORY_PER_BLOCK_BYTES,
         shared_memory_per_block_optin_bytes=optin_bytes,
         max_threads_per_multiprocessor=num_threads,
         max_blocks_per_multiprocessor=num_blocks,
@@ -224,7 +164,7 @@ def _spec(
     )
 
 
-_KINDS = {kind: tuple(_spec(*card) for card in cards) for kind, cards in _CARDS.items()}
+_KINDS = {kind: tuple(_spec(*card) for card in cards) for kind, cards in CARDS.items()}
 #: All cards that are known by name.
 CATALOGUE: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for spec in specs)
 #: The architecture that is assumed if only a size is known, and another whose libraries take the
@@ -236,8 +176,8 @@ _CPU = re.compile(r"cpu(:\d+)?")
 #: A size as cards are sold, and the sizes of cards: makers write GB and mean GiB.
 _SOLD = re.compile(r"(\d+)\s*gb")
 _SOLD_GB = frozenset({8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 192})
-#: A size, possibly with a wrong unit.
-_LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*[kmgt][a-z]*")
+#: A size, possibly with a wrong unit; `5070 ti` is a card.
+_LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*(?!ti$)[kmgt][a-z]*")
 
 
 def names_local_device(device: object) -> bool:

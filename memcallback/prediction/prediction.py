@@ -18,7 +18,14 @@ from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase, Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import KEPT_FREE, whole_number
-from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec, find_device
+from memcallback.devices.catalogue import (
+    CONTEXT_SEEN_BYTES,
+    NCCL_BYTES,
+    Device,
+    DeviceSpec,
+    HostSpec,
+    find_device,
+)
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.consumers import Consumer, Peak, largest_consumers, most_sentence
@@ -546,9 +553,11 @@ class Prediction(Printable):
                 f"device=...) traces it for {device.name}."
             )
         if isinstance(device, DeviceSpec):
+            seen = " to ".join(map(format_bytes, CONTEXT_SEEN_BYTES))
             yield (
                 f"{format_bytes(device.context_bytes)} of the card are assumed to be outside the "
-                "allocator (CUDA context, driver). Other processes are not counted."
+                f"allocator (CUDA context, driver; {seen} were seen). Other processes are not "
+                "counted."
             )
             if device.communication_bytes:
                 seen = " to ".join(map(format_bytes, NCCL_BYTES))

@@ -16,7 +16,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
-from memcallback.core.tensors import tensors_in
+from memcallback.core.tensors import tensors_in, torch_version
 from memcallback.core.types import Stage
 from memcallback.cuda.convolution.cudnn import is_driver_installed
 from memcallback.cuda.convolution.rule import workspaces_are_known
@@ -89,6 +89,8 @@ _FUSED = (
     "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
     "needs less: it is predicted as separate ones."
 )
+#: The newest PyTorch whose rules were read in its source or its machine code.
+_NEWEST_TORCH = (2, 13)
 _COMPILED = "A compiled module was traced as it would run without compilation."
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
@@ -486,6 +488,11 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
 
 
 def _caveats(step: Step, calls: tuple[KernelCall, ...]) -> Iterator[str]:
+    if torch_version() > _NEWEST_TORCH:
+        yield (
+            f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
+            "newest whose rules are known: its workspaces and kernels may take more or less."
+        )
     if step.batch_size.is_ambiguous:
         yield (
             "The tensors of the batch differ in their first dimension; "

@@ -10,6 +10,7 @@ from memcallback.devices.catalogue import (
     DeviceSpec,
     HostSpec,
     architectures,
+    cublas_workspace_bytes,
     find_device,
 )
 
@@ -134,8 +135,8 @@ def test_a_card_is_itself():
         ("nvidia", "'nvidia' is not a known card. Similar names: NVIDIA B200"),
         (
             "80",
-            "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe. "
-            "Give more of the name",
+            "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe, "
+            "NVIDIA A800-SXM4-80GB, NVIDIA A800 80GB PCIe. Give more of the name",
         ),
         ("", "'' is not a known card. Similar names: NVIDIA B200"),
         ("24 gigs", "'24 gigs' is not a size. Write a number and a unit of B, KB"),
@@ -183,3 +184,53 @@ def test_every_card_is_found_by_its_own_name_and_no_name_comes_twice():
 
 def test_a_card_smaller_than_its_context_has_nothing_for_the_allocator():
     assert find_device(MiB).allocator_capacity_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "with_32_mib"),
+    [
+        ((2, 8), {(9, 0)}),
+        ((2, 11), {(9, 0)}),
+        ((2, 12), {(9, 0), (10, 0), (10, 3), (12, 0)}),
+        ((2, 13), {(9, 0), (10, 0), (10, 3), (12, 0)}),
+        ((2, 14), {(9, 0), (10, 0), (10, 3), (11, 0), (12, 0)}),
+    ],
+)
+def test_a_cublas_workspace_has_the_size_of_the_pytorch_version(torch_version, with_32_mib):
+    capabilities = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)]
+    sizes = {
+        capability: cublas_workspace_bytes(capability, torch_version) for capability in capabilities
+    }
+    assert {
+        capability for capability in capabilities if sizes[capability] == 32 * MiB
+    } == with_32_mib
+    assert set(sizes.values()) == {32 * MiB, 8_519_680}
+
+
+def test_a_pro_6000_has_the_workspace_of_the_installed_pytorch(monkeypatch):
+    card = find_device("RTX PRO 6000")
+    monkeypatch.setattr("torch.__version__", "2.11.0+cu130")
+    assert card.cublas_workspace_bytes == 8_519_680
+    monkeypatch.setattr("torch.__version__", "2.13.0+cu130")
+    assert card.cublas_workspace_bytes == 32 * MiB
+
+
+@pytest.mark.parametrize(
+    ("text", "mib", "capability"),
+    [
+        ("rtx 3060", 12_288, (8, 6)),
+        ("RTX4060", 8_188, (8, 9)),
+        ("5070 ti", 16_303, (12, 0)),
+        ("rtx 5080", 16_303, (12, 0)),
+        ("pro 6000 server", 97_887, (12, 0)),
+        ("B300", 275_040, (10, 3)),
+        ("gb200", 189_471, (10, 0)),
+        ("h20", 97_871, (9, 0)),
+        ("h800", 81_559, (9, 0)),
+        ("a800 pcie", 81_920, (8, 0)),
+        ("l20", 46_068, (8, 9)),
+    ],
+)
+def test_cards_that_people_rent_are_known(text, mib, capability):
+    card = find_device(text)
+    assert (card.capacity_bytes, card.compute_capability) == (mib * MiB, capability)

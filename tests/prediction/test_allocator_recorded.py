@@ -14,6 +14,8 @@ from allocator_history import Replay, load
 
 HERE = Path(__file__).parents[1]
 PUBLIC = HERE.parent.parent / "shared" / "traces"
+#: Steady steps of which benchmarks/real_gpus.py compares the predictions.
+PUBLISHED = HERE.parent.parent / "shared" / "published" / "histories"
 RECORDED = sorted((HERE / "recorded" / "allocator").glob("*.json.gz"))
 #: Of 30 steady steps, the warm-up before them and a larger one after.
 LONG = sorted((HERE / "recorded" / "allocator_long").glob("*.json.gz"))
@@ -64,6 +66,25 @@ def test_a_public_history_of_a_real_gpu_is_replayed_to_the_byte(name):
         meta["peak_reserved"],
     )
     assert allocator.allocated_bytes == allocator.active_bytes == meta["final_allocated"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aimetrics_memory_2.7b_train_seq128",
+        "aimetrics_memory_2.7b_train_seq128_bf16",
+        "linyun_xl_ctx128_full_step_bf16",
+        "linyun_xl_ctx128_full_step_none",
+        "linyun_xl_ctx512_full_step_bf16",
+        "linyun_xl_ctx512_full_step_none",
+    ],
+)
+def test_a_published_step_of_a_real_gpu_is_replayed_to_the_byte(name):
+    if not PUBLISHED.is_dir():
+        pytest.skip(f"the published histories are not at {PUBLISHED}")
+    history, replay = replayed(PUBLISHED / f"{name}.json.gz")
+    assert replay.allocator.allocated_bytes == history["meta"]["final_allocated"]
+    assert replay.allocator.stats().peak_reserved_bytes == history["meta"]["peak_reserved"]
 
 
 def test_histories_are_recorded_for_every_model_precision_and_setting():

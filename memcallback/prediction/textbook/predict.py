@@ -11,7 +11,7 @@ import torch
 
 from memcallback.core.errors import PredictionError, warn
 from memcallback.core.interruptions import ENDS, raise_if_meant
-from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in
+from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in, torch_version
 from memcallback.core.torch_private import FakeTensorMode
 from memcallback.core.types import Category
 from memcallback.core.units import parse_bytes
@@ -221,5 +221,4 @@ def _workspace_bytes(table: LayerTable, device: torch.device) -> int:
     """The cuBLAS workspaces of the forward thread and of the autograd thread, both persistent."""
     if device.type != "cuda" or not any(layer.kind in _MATRIX_PRODUCTS for layer in table.layers):
         return 0
-    major, _ = torch.cuda.get_device_capability(device)
-    return 2 * cublas_workspace_bytes(major)
+    return 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device), torch_version())

@@ -1,0 +1,276 @@
+"""Predictions beside what others measured on real GPUs and published.
+
+    pip install torch==2.11.0 torchvision timm transformers einops
+    python benchmarks/real_gpus.py [--only SOURCE ...] [--histories FOLDER]
+
+No GPU is needed. `benchmarks/published/cases.jsonl` has the measurements with their sources; each
+program is traced once and replayed for each of its batch sizes and cards. With `--only` the other
+sources' rows of the same day stay. The histories of six recorded steps are other people's data and
+are compared where their folder is given. The result goes to `benchmarks/results/real-gpus-<date>/`
+as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections import defaultdict
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from machine import RESULTS, command, not_reported, processor, today
+from published.steps import cases, program, reason_left_out, step_of
+
+import memcallback as mc
+from memcallback.devices.catalogue import DeviceSpec, find_device
+
+NOT_REPORTED = (
+    "The peft and Liger measurements that are known, which are not built anew yet.",
+    "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
+    "when they first need them.",
+)
+#: The name of a card in a case -> the card.
+_CARDS = {
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+    "A100 80GB": "NVIDIA A100-SXM4-80GB",
+    "V100-SXM2-16GB": "Tesla V100-SXM2-16GB",
+}
+#: The start of a source -> what it is called, and what could not be built as it was.
+SOURCES = {
+    "huggingface.co": (
+        "optimum-benchmark",
+        "the models of transformers are today's; AMD's libraries differ",
+    ),
+    "xMem": ("xMem", "nvidia-smi counts kernels that libraries load"),
+    "itu-rad": (
+        "GPUMemNet",
+        "nvidia-smi once a second; cuDNN's version is not known; a validation pass ran, too",
+    ),
+    "huggingface/transformers": (
+        "Hugging Face's guide",
+        "PyTorch 1.10 kept gradients at 0 instead of freeing them; today's BERT has other "
+        "attention",
+    ),
+    "github": ("ColossalAI", "the batch size is inferred"),
+    "zhuang-group": ("Mesa", "precision and attention are assumed"),
+    "timm": (
+        "timm",
+        "backward ran under autocast, gradients were set to 0, and cudnn.benchmark chose "
+        "algorithms of cuDNN 8.3",
+    ),
+    "Lightning-AI": ("litgpt", ""),
+    "pytorch/torchtune": ("torchtune", ""),
+}
+
+
+class CardWithoutCublas(DeviceSpec):
+    """A card of AMD: the allocator is the same, and no cuBLAS workspace is in it."""
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """None."""
+        return 0
+
+
+def source_of(case: dict[str, Any]) -> str:
+    """The short name of a case's source."""
+    return next(name for start, (name, _) in SOURCES.items() if case["source"].startswith(start))
+
+
+def card_of(case: dict[str, Any]) -> DeviceSpec:
+    """The card; one with the allocator's own limit, where a case sets one."""
+    name = case["gpu"].split(" (")[0].removeprefix("NVIDIA ")
+    if "A10G" in name:
+        name = "A10G"
+    is_of_amd = "MI2" in name
+    card = find_device(
+        _CARDS["A100 80GB"] if is_of_amd or "unknown" in name else _CARDS.get(name, name)
+    )
+    assert isinstance(card, DeviceSpec)
+    if is_of_amd:
+        return CardWithoutCublas(**{**vars(card), "name": "AMD MI2xx"})
+    cap_bytes = case.get("cap_bytes")
+    return replace(card, capacity_bytes=cap_bytes, context_bytes=0) if cap_bytes else card
+
+
+def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]:
+    """What the prediction says of what the case measured."""
+    measured, value = case["measured"], case["value"]
+    if measured in ("fits", "oom"):
+        says_fits = prediction.fits
+        suggested = prediction.largest_batch_size
+        return {
+            "predicted": "fits" if says_fits else "oom",
+            "is_right": says_fits == (measured == "fits"),
+            "suggested": suggested,
+            "is_unsafe": measured == "oom" and suggested is not None and suggested >= case["batch"],
+        }
+    run_reserved_bytes = max(step.peak_reserved_bytes or 0 for step in prediction.steps)
+    by_measure = {
+        "peak_allocated": prediction.peak_allocated_bytes,
+        "peak_reserved": run_reserved_bytes,
+        "allocated_after_forward": prediction.step.phases[mc.Phase.FORWARD].end.allocated_bytes,
+        "nvidia_smi_used": run_reserved_bytes + case.get("baseline_bytes", 0),
+    }
+    predicted_bytes = by_measure[measured]
+    assert predicted_bytes is not None
+    if case["id"].startswith("colossal-") and measured == "peak_allocated":
+        start = prediction.warm_up.phases[mc.Phase.FORWARD].start.by_category or {}
+        predicted_bytes -= start[mc.Category.PARAMETER] + start[mc.Category.BUFFER]
+    return {"predicted": predicted_bytes, "error": predicted_bytes / value - 1}
+
+
+def compare(only: set[str]) -> list[dict[str, Any]]:
+    """Each case beside its prediction."""
+    programs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows = []
+    for case in cases():
+        if only and source_of(case) not in only:
+            continue
+        if reason := reason_left_out(case):
+            rows.append({**case, "left_out": reason})
+        else:
+            programs[program(case)].append(case)
+    for number, group in enumerate(programs.values(), 1):
+        start = time.perf_counter()
+        print(f"{number}/{len(programs)}", group[0]["id"], end=" ", file=sys.stderr, flush=True)
+        try:
+            first = mc.predict(
+                step_of(group[0]), device=card_of(group[0]), progress=lambda done, of_all: None
+            )
+        except mc.PredictionError as error:
+            rows += [{**case, "left_out": f"cannot be predicted: {error}"} for case in group]
+            continue
+        for case in group:
+            card = card_of(case)
+            at_case = (first if card == first.device else first.on(card)).at(case["batch"])
+            rows.append({**case, **predicted(case, at_case)})
+        print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], about: Any) -> str:
+    """The page beside the JSON file."""
+    lines = ["# Predictions beside published measurements of real GPUs", ""]
+    lines += [f"- {name}: {text}" for name, text in about.items()]
+    if histories:
+        lines += ["", "Steady steps recorded on real cards, 3.4 billion parameters:", ""]
+        lines += [
+            "| step | card | PyTorch | peak allocated | peak reserved | requests of equal size |",
+            "|:---|:---|:---|---:|---:|---:|",
+        ]
+        for row in histories:
+            (allocated, real), (reserved, real_reserved) = (
+                row["allocated_bytes"],
+                row["reserved_bytes"],
+            )
+            lines.append(
+                f"| {row['name']} | {row['card']} | {row['torch']} | {allocated / real - 1:+.4%} "
+                f"| {reserved / real_reserved - 1:+.3%} | {row['num_same_requests']:,} of "
+                f"{row['num_requests'][1]:,} |"
+            )
+    compared = [row for row in rows if "left_out" not in row]
+    by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in compared:
+        by_source[source_of(row)].append(row)
+    lines += ["", "Bytes:", ""]
+    lines += [
+        "| source | trust | what | cases | median error | from | to | what differs |",
+        "|:---|:---|:---|---:|---:|---:|---:|:---|",
+    ]
+    notes = dict(SOURCES.values())
+    for source, of_source in by_source.items():
+        kinds = sorted({(row["trust"], row["measured"]) for row in of_source if "error" in row})
+        for trust, measured in kinds:
+            errors = [
+                row["error"]
+                for row in of_source
+                if (row["trust"], row["measured"]) == (trust, measured)
+            ]
+            lines.append(
+                f"| {source} | {trust} | {measured.replace('_', ' ')} | {len(errors)} "
+                f"| {statistics.median(map(abs, errors)):.2%} | {min(errors):+.2%} "
+                f"| {max(errors):+.2%} | {notes[source]} |"
+            )
+    lines += ["", "Whether it fits:", ""]
+    lines += [
+        "| source | cases | right | said to fit, ran out | said to run out, fit "
+        "| suggested sizes that ran out |",
+        "|:---|---:|---:|---:|---:|---:|",
+    ]
+    for source, of_source in by_source.items():
+        sides = [row for row in of_source if "is_right" in row]
+        wrong = [row for row in sides if not row["is_right"]]
+        if sides:
+            lines.append(
+                f"| {source} | {len(sides)} | {len(sides) - len(wrong)} "
+                f"| {sum(row['measured'] == 'oom' for row in wrong)} "
+                f"| {sum(row['measured'] == 'fits' for row in wrong)} "
+                f"| {sum(row['is_unsafe'] for row in sides)} |"
+            )
+    lines += ["", "Left out:", ""]
+    lines += [f"- {row['id']}: {row['left_out']}" for row in rows if "left_out" in row]
+    lines += [
+        "",
+        "Each case:",
+        "",
+        "| case | measured | predicted | error |",
+        "|:---|---:|---:|---:|",
+    ]
+    for row in compared:
+        if "error" in row:
+            lines.append(
+                f"| {row['id']} | {mc.format_bytes(int(row['value']))} "
+                f"| {mc.format_bytes(row['predicted'])} | {row['error']:+.2%} |"
+            )
+        else:
+            side = "" if row["is_right"] else "wrong side"
+            lines.append(f"| {row['id']} | {row['measured']} | {row['predicted']} | {side} |")
+    lines += not_reported(NOT_REPORTED)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Compare and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [name for name, _ in SOURCES.values()]
+    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="SOURCE")
+    parser.add_argument("--histories", type=Path, help="the folder of recorded histories")
+    parser.add_argument("--out", type=Path, help="the folder for real_gpus.json and .md")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    out = options.out or RESULTS / f"real-gpus-{today()}"
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "real_gpus.json"
+    before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "histories": []}
+    rows = compare(set(options.only))
+    new = {row["id"] for row in rows}
+    rows = [row for row in before["rows"] if row["id"] not in new] + rows
+    histories = before["histories"]
+    if options.histories:
+        from published import histories as recorded
+
+        histories = list(recorded.compare(options.histories))
+    about = {
+        "predicted on": f"{processor()}, no GPU",
+        "versions": f"Python {platform.python_version()}, "
+        + ", ".join(
+            f"{name} {version(name)}" for name in ("torch", "torchvision", "timm", "transformers")
+        ),
+        "date": today(),
+        "command": command(),
+    }
+    content = {"about": about, "rows": rows, "histories": histories, "not_reported": NOT_REPORTED}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    (out / "real_gpus.md").write_text(to_markdown(rows, histories, about))
+
+
+if __name__ == "__main__":
+    main()

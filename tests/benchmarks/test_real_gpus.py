@@ -1,0 +1,59 @@
+"""The published measurements of real GPUs, and the command that compares predictions with them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import memcallback as mc
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import real_gpus
+from published.steps import cases, program, reason_left_out, step_of
+
+CASES = cases()
+
+
+def test_every_case_names_its_source_what_was_measured_and_a_known_card():
+    assert len(CASES) == 256
+    assert len({case["id"] for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert real_gpus.source_of(case)
+        assert case["trust"] in ("A", "B", "C")
+        assert "@" in case["source"] or "/" in case["source"]
+        assert real_gpus.card_of(case).allocator_capacity_bytes > 2**30
+        assert isinstance(case["value"], bool) == (case["measured"] in ("fits", "oom"))
+
+
+def test_a_limit_that_a_case_sets_is_all_that_the_allocator_has():
+    limited = [case for case in CASES if "cap_bytes" in case]
+    assert limited
+    for case in limited:
+        assert real_gpus.card_of(case).allocator_capacity_bytes == case["cap_bytes"]
+
+
+def test_a_case_is_left_out_for_a_reason_alone():
+    reasons = [reason_left_out(case) for case in CASES]
+    assert sum(reason is not None for reason in reasons) == 8
+    assert all(reason is None or len(reason) > 20 for reason in reasons)
+
+
+def test_cases_of_one_program_differ_in_batch_and_card_alone():
+    for group in (
+        [case for case in CASES if program(case) == key] for key in {*map(program, CASES)}
+    ):
+        assert len({(case["model"], case["optimizer"], case["precision"]) for case in group}) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case["lib"] == "torch.nn"][:3],
+    ids=lambda case: case["id"],
+)
+def test_a_perceptron_takes_what_nvidia_smi_showed_on_an_a100(case):
+    prediction = mc.predict(
+        step_of(case), device=real_gpus.card_of(case), progress=lambda done, num_all: None
+    )
+    # The reading has a step of one second and kernels that libraries load.
+    assert abs(real_gpus.predicted(case, prediction)["error"]) < 0.05
