@@ -19,6 +19,7 @@ import platform
 import time
 import warnings
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -34,6 +35,7 @@ NOT_REPORTED = (
     "The loops of Lightning and of the Trainer of transformers around a step: tests compare those.",
 )
 NUM_BATCHES = 6
+_LIBRARIES = ("torch", "transformers", "torchvision", "timm")
 NUM_UPDATES = 6
 #: All three ways, by name: which models run in it.
 WAYS = {
@@ -65,7 +67,7 @@ def step_of(way: str, case: Case, model: Any, batch: Any) -> Any:
 
 
 def _adam(parameters: Any) -> Any:
-        return torch.optim.AdamW([one for one in parameters if one.requires_grad])
+    return torch.optim.AdamW([one for one in parameters if one.requires_grad])
 
 
 def measure(way: str, case: Case, model: Any, batch: Any) -> tuple[int, int]:
@@ -130,7 +132,7 @@ def _all_tokens(model: Any, num_tokens: int) -> Any:
 
 def compare(way: str, name: str) -> dict[str, Any]:
     """Predict and measure one case, in this process."""
-        from memcallback.devices.local import resolve
+    from memcallback.devices.local import resolve
     from memcallback.prediction.allocator.settings import AllocatorSettings
     from memcallback.prediction.predict_here import predict_once
 
@@ -214,11 +216,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the folder for inference.json and inference.md")
     parser.add_argument("--jobs", type=int, default=1, help="how many run at the same time")
     options = parser.parse_args()
-    # Before the processes are made, which then need not import them.
-    import timm  # noqa: F401
-    import torchvision
-    import transformers
-
+    for name in _LIBRARIES:  # here, so that the processes that are made need not
+        import_module(name)
     warnings.simplefilter("ignore")
     device = in_a_process_of_its_own(torch.cuda.get_device_name)
     out = options.out or results_folder(device)
@@ -227,8 +226,8 @@ def main() -> None:
         "device": device + (" (virtual device)" if is_virtual() else ""),
         "driver": driver(),
         "processor": processor(),
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, torchvision {torchvision.__version__}, timm {version('timm')}",
+        "versions": f"Python {platform.python_version()}, "
+        + ", ".join(f"{one} {version(one)}" for one in _LIBRARIES),
         "date": today(),
         "command": ", then ".join(dict.fromkeys([*commands, command()])),
     }
