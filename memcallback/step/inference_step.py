@@ -10,6 +10,7 @@ from torch import nn
 from memcallback.core.types import Stage
 from memcallback.core.validation import cannot_take, described, name_of, whole_number
 from memcallback.step.beside import AlsoOption, beside
+from memcallback.step.huggingface_loop import Evaluation
 from memcallback.step.lightning_loop import LightningLoop
 from memcallback.step.loss import is_passed_by_name
 from memcallback.step.step import DEFAULT_DTYPES, Step
@@ -180,6 +181,61 @@ class InferenceStep(Step):
         loop.default_dtype = DEFAULT_DTYPES.get(step.precision)
         step.lightning, step.stage = loop, _STAGES[stage]
         return step
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        trainer: Any,
+        inputs: Mapping[str, Any],
+        *,
+        num_batches: int | None = None,
+        batch_size: int | None = None,
+        sequence_length: int | None = None,
+        after: TrainingStep | None = None,
+        also: AlsoOption = None,
+    ) -> InferenceStep:
+        """The evaluation of a `Trainer` of transformers, with the Trainer's arguments.
+
+        The Trainer keeps losses, logits and labels of all batches on the device, concatenated, and
+        moves them to the host after each `eval_accumulation_steps`. Logits of different lengths are
+        padded; here all batches are alike. The gradients of a training are freed before.
+
+        Args:
+            trainer: A `transformers.Trainer`; its model and its arguments are read.
+            inputs: One batch of its evaluation, by name.
+            num_batches: Batches of the evaluation; at most `eval_accumulation_steps` count.
+            batch_size: As for `TrainingStep`.
+            sequence_length: As for `TrainingStep`.
+            after: The training that comes before.
+            also: As for `TrainingStep`.
+
+        Raises:
+            TypeError: As for `InferenceStep`, and if `trainer` has no model and arguments.
+            ValueError: As for `InferenceStep`.
+        """
+        model, args = getattr(trainer, "model", None), getattr(trainer, "args", None)
+        if not isinstance(model, nn.Module) or args is None:
+            raise TypeError(
+                f"trainer must be a transformers.Trainer, got {described(trainer)}. For another "
+                "loop give InferenceStep(model, batch, forward=...)."
+            )
+        together = args.eval_accumulation_steps
+        if num_batches is not None and together is not None:
+            num_batches = min(num_batches, together)
+        return cls(
+            model,
+            dict(inputs),
+            forward=Evaluation(keeps_loss_alone=args.prediction_loss_only),
+            precision="16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "32-true",
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            mode="no_grad",
+            keep_outputs="none",
+            num_batches=num_batches,
+            after=after,
+            frees_gradients=True,
+            also=also,
+        )
 
 
 def _run(model: Any, batch: Any) -> Any:

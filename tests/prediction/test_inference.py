@@ -215,3 +215,57 @@ def test_batches_that_differ_in_more_than_size_are_refused_where_not_all_are_tra
     with pytest.raises(mc.PredictionError, match=r"batches cannot be predicted from the first"):
         predicted(mc.InferenceStep(Alternates(), batch(), num_batches=100))
     assert predicted(mc.InferenceStep(Alternates(), batch(), num_batches=20)).steps
+
+
+class Classifies(nn.Module):
+    """64 KiB of logits for 64 samples."""
+
+    config = None
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(256, 256))
+
+    def forward(self, x, labels=None):
+        logits = x @ self.weight
+        return {"loss": logits.sum(), "logits": logits}
+
+
+class TrainerLike:
+    """What is read of a Trainer of transformers."""
+
+    def __init__(self, **changes):
+        self.model = Classifies()
+        defaults = {
+            "eval_accumulation_steps": None,
+            "prediction_loss_only": False,
+            "fp16": False,
+            "bf16": False,
+        }
+        self.args = type("Arguments", (), {**defaults, **changes})()
+
+
+def evaluated(num_batches, **changes):
+    step = mc.InferenceStep.from_huggingface(
+        TrainerLike(**changes), {"x": torch.zeros(64, 256)}, num_batches=num_batches
+    )
+    return predicted(step).peak_allocated_bytes
+
+
+def test_a_trainers_evaluation_concatenates_the_logits_of_all_batches():
+    weights, logits, loss = 256 * 1024, 64 * 1024, 64 * 4
+    # As it concatenates: the batch, its loss and logits, those of before, and all once more.
+    of_before, all_of_them = 99 * (logits + loss), 100 * logits + 100 * loss
+    peak = weights + logits + logits + loss + of_before + all_of_them
+    # The losses of before are freed by the time the logits are concatenated.
+    assert evaluated(100) == peak - 99 * loss
+
+
+def test_moving_results_to_the_host_ends_their_growth():
+    assert evaluated(100, eval_accumulation_steps=10) == evaluated(10)
+    assert evaluated(100, prediction_loss_only=True) < evaluated(10)
+
+
+def test_an_evaluation_needs_a_trainer():
+    with pytest.raises(TypeError, match=r"trainer must be a transformers.Trainer, got a Linear"):
+        mc.InferenceStep.from_huggingface(nn.Linear(2, 2), {})
