@@ -280,6 +280,8 @@ class _Replayer(Generic[_Block]):
     def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
         if isinstance(event, StepStart):
             self.windows, self.peak = [], (-1, -1)
+            if event.stage is not self.stage:
+                self.num_steps = 0
             self.is_warm_up = (
                 not self.has_updated
                 if event.stage is Stage.TRAINING
@@ -335,7 +337,8 @@ class _Replayer(Generic[_Block]):
         return replace(stats, num_alloc_retries=None, num_ooms=None) if self.unlimited else stats
 
     def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
-        where = f"step {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
+        name = "step" if self.stage in (None, Stage.TRAINING) else self.stage.label
+        where = f"{name} {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
         module = f"module {alloc.module!r}" if alloc.module else "the root module"
         text = f"{where}, {alloc.operator or 'an allocation'} in {module}: {error}"
         if alloc.category is Category.WORKSPACE and "convolution" in alloc.operator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from memcallback.core.types import Stage
@@ -116,6 +117,21 @@ class InferenceStep(Step):
             return super().beside()
         functions = (*self.functions_to_copy(), *self.after.functions_to_copy())
         return beside(self.model, functions, {**self.after.also, **self.also})
+
+    def window_within(self) -> int | None:
+        """A sliding window that is longer than the prompt, and filled by what is generated.
+
+        Returns:
+            Its tokens; None for none.
+        """
+        config = getattr(self.model, "config", None)
+        window = getattr(config, "sliding_window", None)
+        tokens = self.batch.get("input_ids") if isinstance(self.batch, Mapping) else self.batch
+        if self.generate is None or window is None or not isinstance(tokens, torch.Tensor):
+            return None
+        length = tokens.shape[-1]
+        is_within = length < window < length + self.generate["max_new_tokens"]
+        return int(window) if is_within else None
 
     @classmethod
     def from_lightning(

@@ -10,13 +10,16 @@ from functools import cached_property
 NUM_BEFORE = 2
 #: How often each repetition of a period is traced: two give the line, one checks it.
 NUM_COMPARED = 3
+#: Where every repetition runs the same kernels, so many more are compared: sizes that are padded to
+#: multiples of 8 look constant nearby.
+NUM_MORE = 8
 #: Ids of allocations that were not traced are those of an earlier one, plus multiples of this.
 _LATER = 1 << 44
 
 
 def num_to_trace(num_all: int, period: int) -> int:
     """How many repetitions to trace, so that the rest are whole periods."""
-    least = NUM_BEFORE + NUM_COMPARED * period
+    least = NUM_BEFORE + NUM_COMPARED * period + (NUM_MORE if period == 1 else 0)
     return num_all if num_all <= least else least + (num_all - least) % period
 
 

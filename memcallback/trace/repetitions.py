@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from memcallback.core.allocation_trace import Alloc, Free
 from memcallback.core.kernel import KernelCall
-from memcallback.trace.growth import NUM_COMPARED, Growth
+from memcallback.trace.growth import NUM_COMPARED, NUM_MORE, Growth
 from memcallback.trace.marks import Repeated
 from memcallback.trace.traced_step import Item, TracedStep, is_same, item_text
 
@@ -53,7 +53,7 @@ def growth_of(traced: TracedStep, starts: Sequence[int], num_all: int, period: i
             item.id for item in traced.items[starts[0] : starts[-1]] if isinstance(item, Free)
         ),
     )
-    for back in range(period):
+    for back in range(1 + NUM_MORE if period == 1 else period):
         _check(traced, growth, blocks, len(blocks) - 1 - back)
     return growth
 

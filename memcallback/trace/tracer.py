@@ -509,6 +509,11 @@ def _caveats(step: Step, calls: tuple[KernelCall, ...]) -> Iterator[str]:
         and any(isinstance(module, nn.TransformerEncoderLayer) for module in step.model.modules())
     ):
         yield _FUSED
+    if isinstance(step, InferenceStep) and (window := step.window_within()):
+        yield (
+            f"The sliding window of {window} tokens is assumed not to fill while tokens are "
+            "generated: from there on less is needed."
+        )
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."
