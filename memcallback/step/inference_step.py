@@ -91,6 +91,7 @@ class InferenceStep(Step):
             ranks=None,
             also=also,
         )
+        self.ranks = None  # of a DistributedDataParallel, whose ranks exchange gradients alone
         self.stage = Stage.INFERENCE
         self.generate = None if generate is None else _checked_generation(model, forward, generate)
         if self.generate is not None:

@@ -63,6 +63,11 @@ def test_savings_are_for_training_alone():
         mc.what_if(mc.InferenceStep(*model_and_batch()), device="24GiB")
 
 
+def test_a_batch_without_a_size_is_asked_for_one():
+    with pytest.raises(mc.PredictionError, match=r"Give it: batch_size=32 to InferenceStep"):
+        mc.predict(mc.InferenceStep(nn.Linear(8, 4), 3), device="24GiB", isolate=False)
+
+
 def test_a_prediction_leaves_the_model_and_the_random_numbers_alone():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
