@@ -91,6 +91,10 @@ _FUSED = (
 )
 #: The newest PyTorch whose rules were read in its source or its machine code.
 _NEWEST_TORCH = (2, 13)
+_UNCHECKED = (
+    "Metrics of torchmetrics check no values in a prediction; their checks (validate_args) need "
+    "some memory for a moment."
+)
 _COMPILED = "A compiled module was traced as it would run without compilation."
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
@@ -273,6 +277,12 @@ class _Tracer:
                 for name, value in vars(module).items():
                     if isinstance(value, torch.device):
                         vars(module)[name] = CUDA
+        for module in self._model.modules():
+            if type(module).__module__.startswith("torchmetrics.") and getattr(
+                module, "validate_args", False
+            ):
+                vars(module)["validate_args"] = False
+                mode.assumed[_UNCHECKED] = None
         self._in_hooks: list[torch.optim.Optimizer] = []
         self.marks = TraceMarks(mode, self._model)
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.

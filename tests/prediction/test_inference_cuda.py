@@ -167,3 +167,37 @@ def test_generation_takes_what_is_predicted(options):
         kept[:] = [outputs]
 
     assert measured(run) == expected
+
+
+def test_the_evaluation_of_a_trainer_takes_what_is_predicted(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    empty_device()
+    config = transformers.BertConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=5000,
+    )
+    model = transformers.BertForMaskedLM(config)
+    samples = [{"input_ids": [5] * 32, "labels": [7] * 32} for _ in range(12 * 8)]
+    peaks = []
+
+    class Peaks(transformers.TrainerCallback):
+        def on_prediction_step(self, *_, **__):
+            peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+            torch.cuda.reset_peak_memory_stats()
+
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            tmp_path, per_device_eval_batch_size=8, report_to=[], disable_tqdm=True
+        ),
+        eval_dataset=samples,
+        callbacks=[Peaks()],
+    )
+    inputs = {name: torch.tensor([[7] * 32] * 8) for name in ("input_ids", "labels")}
+    model.eval()
+    expected = predicted(mc.InferenceStep.from_huggingface(trainer, inputs, num_batches=12))
+    trainer.predict(samples)
+    assert peaks[-1] == expected
