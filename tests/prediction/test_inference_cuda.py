@@ -199,5 +199,7 @@ def test_the_evaluation_of_a_trainer_takes_what_is_predicted(tmp_path):
     inputs = {name: torch.tensor([[7] * 32] * 8) for name in ("input_ids", "labels")}
     model.eval()
     expected = predicted(mc.InferenceStep.from_huggingface(trainer, inputs, num_batches=12))
+    # It reads lengths from the device, and a virtual device reads every value as 0.
+    trainer.accelerator.pad_across_processes = lambda tensor, **_: tensor
     trainer.predict(samples)
     assert peaks[-1] == expected
