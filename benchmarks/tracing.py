@@ -75,7 +75,7 @@ from tracing_growth import measure as measure_growth  # noqa: E402
 from tracing_growth import to_markdown as growth_to_markdown  # noqa: E402
 
 from memcallback import __version__, format_bytes  # noqa: E402
-from memcallback.batch_size.estimate import TracedPeak  # noqa: E402
+from memcallback.batch_size.peaks import TracedPeak  # noqa: E402
 from memcallback.devices.catalogue import DeviceSpec, find_device  # noqa: E402
 from memcallback.prediction.predict import predict  # noqa: E402
 from memcallback.trace.tracer import TraceRequest, trace  # noqa: E402

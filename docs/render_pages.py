@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memcallback as mc
+from memcallback.cli import main as main_of_command
 from memcallback.savings.plan_page import plan_sections
 
 
@@ -63,7 +65,9 @@ def write_reports(folder: Path) -> None:
     plan = mc.what_if(gpt2(), device=device, timeout_s=3600)
     page = mc.predict(gpt2(), device=device).page("models:gpt2", more=list(plan_sections(plan)))
     (folder / "gpt2.html").write_text(page.html(), encoding="utf-8")
-    mc.predict(llama(), device=device).save_html(folder / "llama.html", title="models:llama")
+    main_of_command(
+        ["report", "render_pages:llama", "--device", device, "-o", str(folder / "llama.html")]
+    )
 
 
 class Language(lightning.LightningModule):
@@ -129,23 +133,27 @@ def main() -> None:
     parser.add_argument("--browser", help="a Chromium or Chrome; by default the first on the path")
     device_here = "cuda" if torch.cuda.is_available() else "cpu"
     browser = parser.parse_args().browser or find_browser()
+    # The first step waits for its prediction, however busy the machine is.
+    os.environ["MEMCALLBACK_ISOLATE"] = "0"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_reports(folder)
-        # First of the two, so that nothing of the other is in its figures.
+        # Before the other training, whose reserved memory would hide what it adds.
+        leaking = leak(folder / "leak", device_here)
         out_of_memory = {}
         if device_here == "cuda":
+            torch.cuda.empty_cache()
             page = run_out_of_memory(folder / "oom")
-            out_of_memory["page-out-of-memory"] = (page, 1160, 2100, ())
+            out_of_memory["page-out-of-memory"] = (page, 1160, 2300, ())
         else:
             print("page-out-of-memory.png is left as it is: it takes a CUDA device.")
         pages = {
             "page-gpt2": (folder / "gpt2.html", 1160, 1240, ()),
             "page-gpt2-dark": (folder / "gpt2.html", 1160, 2350, (DARK,)),
             "page-gpt2-narrow": (folder / "gpt2.html", 500, 2600, ()),
-            "page-does-not-fit": (folder / "llama.html", 1160, 1360, ()),
+            "page-does-not-fit": (folder / "llama.html", 1160, 1740, ()),
             **out_of_memory,
-            "page-leak": (leak(folder / "leak", device_here), 1160, 1700, ()),
+            "page-leak": (leaking, 1160, 1700, ()),
         }
         for image, (page, width, height, options) in pages.items():
             to = IMAGES / f"{image}.png"

@@ -4,77 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
-from itertools import chain
 from typing import Any
 
+from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
-from memcallback.core.validation import DEFAULT_MULTIPLE, whole_number
+from memcallback.core.validation import whole_number
 from memcallback.prediction.search import gap_sentence
 
 _NUM_RANKS_NAMED = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSizeBounds:
-    """Bounds of a batch size other than memory. All numbers are at least 1.
-
-    Attributes:
-        multiple_of: The batch size is a multiple of this, if at least so many samples fit.
-        max_batch_size: The largest batch size; None for no such bound.
-        dataset_size: Samples in the dataset, shared by all ranks; None if unknown.
-        world_size: How many ranks train with a batch of their own.
-        num_microbatches: How many batches of that size a pipeline runs in each step.
-    """
-
-    multiple_of: int = DEFAULT_MULTIPLE
-    max_batch_size: int | None = None
-    dataset_size: int | None = None
-    world_size: int = 1
-    num_microbatches: int = 1
-
-    def __post_init__(self) -> None:
-        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
-        whole_number("world_size", self.world_size, "1 is for one device.")
-        whole_number("num_microbatches", self.num_microbatches, "1 is for no pipeline.")
-        for name in ("max_batch_size", "dataset_size"):
-            if (value := getattr(self, name)) is not None:
-                whole_number(name, value, "Leave it out if there is no such bound.")
-        if self.dataset_size is not None and self.dataset_size < self.num_batches:
-            microbatches = (
-                f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
-            )
-            raise ValueError(
-                f"dataset_size must be at least {self.num_batches}, got {self.dataset_size} "
-                f"samples for {self.world_size} ranks{microbatches}: each needs one."
-            )
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches run at a time, on all ranks."""
-        return self.world_size * self.num_microbatches
-
-    @property
-    def share_of_dataset(self) -> int | None:
-        """Samples of the dataset in a rank's batch at most; None if unknown."""
-        return None if self.dataset_size is None else self.dataset_size // self.num_batches
-
-    @property
-    def most(self) -> int | None:
-        """The smaller of `max_batch_size` and a rank's share of the dataset; None if neither."""
-        bounds = (self.max_batch_size, self.share_of_dataset)
-        return min((bound for bound in bounds if bound is not None), default=None)
-
-    def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-        """The largest batch size up to `num_samples` that keeps the bounds and fits; 0 if none."""
-        most = num_samples if self.most is None else min(num_samples, self.most)
-        sizes = chain(
-            range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1)
-        )
-        return next((size for size in sizes if size == num_samples or fits(size)), 0)
-
-
-DEFAULT_BOUNDS = BatchSizeBounds()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memcallback.batch_size.advice import BatchSizeBounds
-from memcallback.batch_size.estimate import TracedPeak
+from memcallback.batch_size.bounds import BatchSizeBounds
+from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.document import Document, Printable, Table, size_text
 from memcallback.core.types import Category
 from memcallback.core.units import MiB, format_bytes

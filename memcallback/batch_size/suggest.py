@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
-from memcallback.batch_size.advice import (
-    BatchSizeAdvice,
-    BatchSizeBounds,
-    RankBatchSize,
-)
+from memcallback.batch_size.advice import BatchSizeAdvice, RankBatchSize
+from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import Estimate, check_headroom, estimate_from_trace
+from memcallback.batch_size.rank_kinds import AnyDevice, RankKind, job_of, listed_devices
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.types import Kind
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device, architectures
-from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
+from memcallback.devices.local import local_memory, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.batch_trace import BatchDependentPath
-from memcallback.prediction.predict import checked_step
 from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
@@ -32,8 +27,6 @@ from memcallback.step.holdings import bucket_bytes
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 
-#: As for `predict`.
-AnyDevice = str | int | torch.device | Device | None
 #: How often a batch size is estimated, each time from a trace at the size before.
 _MAX_ESTIMATES = 3
 
@@ -99,7 +92,7 @@ def suggest_batch_size(
             `measured` is not a steady step measured on a device of this kind or is given for
             several kinds of ranks, or the number of devices is not that of ranks.
     """
-    devices, is_list = _devices(step, device)
+    devices, is_list = listed_devices(step, device)
     both = [architectures(one) for one in devices]
     candidates = [[of_one[0] for of_one in both]]
     if any(len(of_one) > 1 for of_one in both):
@@ -178,7 +171,7 @@ def _suggest(
     *,
     is_list: bool,
 ) -> BatchSizeAdvice:
-    job = _job(step, devices, is_list=is_list)
+    job = job_of(step, devices, is_list=is_list)
     kinds = job.kinds
     bounds = BatchSizeBounds(
         multiple_of=wanted.multiple_of,
@@ -212,100 +205,8 @@ def _suggest(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RankKind:
-    """Ranks with the same step and device."""
-
-    step: Step
-    device: Device
-    ranks: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The kinds of ranks of a job, and how a batch is divided among them.
-
-    Attributes:
-        kinds: Ranks with the same step and device together.
-        num_with_own_batch: How many ranks have a batch of their own.
-        is_sure: Whether that number is known; else it is assumed.
-        num_microbatches: Microbatches in a batch of a pipeline.
-    """
-
-    kinds: list[_RankKind]
-    num_with_own_batch: int
-    is_sure: bool
-    num_microbatches: int
-
-
-def _devices(step: Step, device: AnyDevice | Sequence[AnyDevice]) -> tuple[list[Device], bool]:
-    """The devices, and whether a list of them was given."""
-    ranks = checked_step(step).ranks
-    if isinstance(device, Sequence) and not isinstance(device, str):
-        listed, is_list = list(device), True
-    else:
-        listed, is_list = [device], False
-    if is_list and (not listed or (ranks is not None and len(listed) != ranks.world_size)):
-        expected = (
-            "at least one" if ranks is None else f"one for each of the {ranks.world_size} ranks"
-        )
-        raise ValueError(
-            f"device is a list of {len(listed)} devices, and must have {expected}. Give one device "
-            "if all ranks have the same."
-        )
-    return [resolve(named) for named in listed], is_list
-
-
-def _job(step: Step, listed: Sequence[Device], *, is_list: bool) -> _Job:
-    """The kinds of ranks to predict, so that every rank is covered."""
-    ranks = step.ranks
-    devices = dict(enumerate(listed))
-    if ranks is None:
-        return _Job(
-            kinds=_kinds_of({0: step}, devices),
-            num_with_own_batch=len(devices),
-            is_sure=is_list,
-            num_microbatches=1,
-        )
-    assert isinstance(step, TrainingStep)  # others have no ranks
-    num_microbatches, unlike, num_together = (
-        ranks.num_microbatches,
-        ranks.unlike,
-        ranks.num_at_one_batch,
-    )
-    if callable(ranks.strategy):
-        # Only a trace shows whether the function makes a pipeline, whose ranks differ.
-        traced = Traces(step, devices[0], 1, None).at(
-            step.check_predictable(), step.sequence_length
-        )
-        num_microbatches = traced.num_batches // step.accumulate
-        if num_microbatches > 1:
-            unlike, num_together = tuple(range(ranks.world_size)), ranks.world_size
-    steps = {rank: step.of_rank(rank) for rank in unlike}
-    return _Job(
-        kinds=_kinds_of(steps, devices if is_list else dict.fromkeys(steps, devices[0])),
-        num_with_own_batch=ranks.world_size // num_together,
-        is_sure=not callable(ranks.strategy),
-        num_microbatches=num_microbatches,
-    )
-
-
-def _kinds_of(steps: Mapping[int, Step], devices: Mapping[int, Device]) -> list[_RankKind]:
-    """Groups ranks by step and device; a rank without a step of its own has the first one."""
-    kinds: list[_RankKind] = []
-    first = next(iter(steps.values()))
-    for rank, device in devices.items():
-        step = steps.get(rank, first)
-        same = (kind for kind in kinds if kind.step is step and kind.device == device)
-        if (kind := next(same, None)) is None:
-            kinds.append(_RankKind(step=step, device=device, ranks=[rank]))
-        else:
-            kind.ranks.append(rank)
-    return kinds
-
-
 def _for_one(
-    kind: _RankKind, wanted: _Wanted, bounds: BatchSizeBounds, progress: TraceProgress
+    kind: RankKind, wanted: _Wanted, bounds: BatchSizeBounds, progress: TraceProgress
 ) -> tuple[Estimate, dict[int, int]]:
     """The estimate for a rank on its device, and the batch size at each sequence length."""
     step, device, measured = kind.step, kind.device, wanted.measured

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memcallback.commands.answer import ask, errors_of_output
 from memcallback.commands.arguments import add_device, add_size_of_batch, add_step
 from memcallback.commands.step import predicted
 from memcallback.core.files import write_file
-from memcallback.savings.plan_page import plan_sections
+from memcallback.savings.plan_page import plan_sections, way_out
 from memcallback.step.importer import UsageError
 
 if TYPE_CHECKING:
+    from memcallback.prediction.prediction import Prediction
     from memcallback.savings.plan import Plan
 
 
@@ -45,6 +47,12 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return ask(arguments, what_if, unit="savings", batch_size=arguments.batch_size)
 
 
+def _advice(prediction: Prediction, plan: Plan | None) -> tuple[str, ...]:
+    """What to change where a step does not fit."""
+    advice = way_out(prediction.largest_batch_size, plan.shown if plan else ())
+    return advice if plan else (*advice, "With --what-if this page shows what savings would buy.")
+
+
 def _run_report(arguments: argparse.Namespace) -> None:
     if arguments.what_if and arguments.sequence_length is not None:
         raise UsageError(
@@ -54,6 +62,10 @@ def _run_report(arguments: argparse.Namespace) -> None:
     prediction = predicted(arguments)
     plan = _plan(arguments) if arguments.what_if else None
     page = prediction.page(arguments.target, more=list(plan_sections(plan)))
+    if not prediction.fits:
+        page = replace(
+            page, verdict=(page.verdict[0], *_advice(prediction, plan), *page.verdict[1:])
+        )
     with errors_of_output(arguments.output):
         write_file(arguments.output, page.html())
     print(f"{page.verdict[0]} Wrote {arguments.output}.")

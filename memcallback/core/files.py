@@ -88,7 +88,9 @@ def write_file(target: str | Path, content: str | bytes) -> None:
         with suppress(FileNotFoundError):
             shutil.copymode(file_path, beside)
         beside.replace(file_path)
-    except BaseException:  # Ctrl-C too: it goes on, and nothing half written stays
+    except BaseException as error:  # Ctrl-C too: it goes on, and nothing half written stays
+        if isinstance(error, OSError) and error.filename == str(beside):
+            error.filename = place  # what the caller knows
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise

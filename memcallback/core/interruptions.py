@@ -1,4 +1,4 @@
-"""Tells an end that is meant for the training from one that a call of ours ran into."""
+"""Distinguishes errors raised by a signal, which end the training, from errors in our own calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control characters in texts of others, such as module names, are shown as escapes."""
+"""Shows control characters in other people's texts, such as module names, as escapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether somebody profiles with PyTorch, in any thread, or is about to."""
+"""Detects whether a PyTorch profiler runs in any thread of this process, or is about to start."""
 
 from __future__ import annotations
 

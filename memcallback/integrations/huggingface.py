@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.core.code_lines import frames_of
 from memcallback.core.errors import fail_safe
 from memcallback.core.files import inside, place_of
@@ -22,10 +23,10 @@ from memcallback.diagnose.health.growth import Progress
 from memcallback.diagnose.tensors.variables import variables
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.record.dataset_bounds import bounds_of
-from memcallback.record.monitor import Monitor, sample_interval
+from memcallback.record.monitor import Monitor
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
+from memcallback.record.sampling import sample_interval
 from memcallback.record.settings import MonitorSettings
 from memcallback.record.watch import Watch
 from memcallback.report.console import BRIEF
@@ -218,7 +219,7 @@ class MemoryTrainerCallback(TrainerCallback):
             is_main=state.is_world_process_zero,
             loggers=destinations_here(args, state) if state.is_world_process_zero else (),
             progress=self._progress,
-            bounds=bounds_of(train_dataloader, args.world_size),
+            bounds=BatchSizeBounds.of_loader(train_dataloader, args.world_size),
         )
         if args.n_gpu > 1:
             self._monitor.notes = (*self._monitor.notes, _SEVERAL_DEVICES)

@@ -88,13 +88,11 @@ class LineChart:
 
     def _marks(self, end: int, scale: Scale) -> Iterator[str]:
         for mark in self.marks:
-            place = (
-                f"left:{100 * mark.x / end:.2f}%;bottom:{100 * scale.share(mark.num_bytes):.2f}%"
-            )
+            place = f"--x:{100 * mark.x / end:.2f}%;bottom:{100 * scale.share(mark.num_bytes):.2f}%"
             text = f"{mark.name} {mark.x:,}: {brief_bytes(mark.num_bytes)}"
-            # A curve that rises leaves room above it on the left, and below it on the right.
-            is_above = 4 * mark.x > 3 * end or (4 * mark.x > end and mark.kind == "good")
-            side = "above" if is_above else "below"
+            # A curve that rises leaves room above it on the left, and below it on the right. The
+            # capacity is just above the largest, so that one's name is below.
+            side = "above" if mark.kind == "now" and 3 * mark.x > end else "below"
             yield (
                 f'<div class="dot {mark.kind}" tabindex="0" data-tip="{escape(text)}" '
                 f'style="{place}"></div>'

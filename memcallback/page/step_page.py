@@ -30,7 +30,7 @@ def step_page(
     sections = [
         Section(
             title=label,
-            note=f"{timeline.num_allocations:,} allocations, stacked by category",
+            note=f"{timeline.num_allocations:,} allocations in order, stacked by category",
             parts=[timeline],
         ),
         Section(

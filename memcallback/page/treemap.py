@@ -77,7 +77,9 @@ class Treemap:
         share = 100 * node.num_bytes / self.root.num_bytes
         tip = escape(f"{node.name}\n{size}, {share:.1f} % of the peak\n{node.detail}".strip())
         has_label = box.width > _LEAST_WIDTH and box.height > _LEAST_HEIGHT
-        label = f"<b>{escape(node.name)}</b> {size}" if has_label else ""
+        # Operators break at their underscores; names of groups have one line.
+        name = escape(node.name) if node.children else escape(node.name).replace("_", "_<wbr>")
+        label = f"<b>{name}</b> {size}" if has_label else ""
         kind = SLUGS[node.category] if node.category else "group"
         inner = ""
         if node.children and has_label and box.height > 2 * _LABEL:

@@ -142,13 +142,18 @@ class Names:
         if alloc.category is Category.TEMPORARY and is_for_update:
             return Phase.OPTIMIZER_STEP.label
         operator = alloc.operator.rpartition("::")[2].lstrip("_")
-        is_backward = "_backward" in operator
-        line = self._lines.get(_base(operator)) if is_backward else self._line_of(alloc)
-        if line is not None:
-            return _text(line)
+        if place := self.place(alloc):
+            return place
         if not operator:
             return "outside of modules"
-        return f"backward of {_base(operator)}" if is_backward else operator
+        return f"backward of {_base(operator)}" if "_backward" in operator else operator
+
+    def place(self, alloc: Alloc) -> str:
+        """The line of the program outside of modules, for a backward pass that of its forward."""
+        operator = alloc.operator.rpartition("::")[2].lstrip("_")
+        is_backward = "_backward" in operator
+        line = self._lines.get(_base(operator)) if is_backward else self._line_of(alloc)
+        return "" if line is None else _text(line)
 
     @cached_property
     def _lines(self) -> Mapping[str, CodeLine]:

@@ -28,7 +28,7 @@ from memcallback.devices.catalogue import (
 )
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.consumers import Consumer, Peak, largest_consumers, most_sentence
+from memcallback.prediction.consumers import Consumer, Names, Peak, largest_consumers, most_sentence
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
@@ -264,6 +264,7 @@ class Prediction(Printable):
         measured: StepMemory | None = None,
         verdict: Sequence[str] = (),
         more: Sequence[Section] = (),
+        largest: int | None = None,
     ) -> Page:
         """A page of charts, which takes some replays.
 
@@ -273,6 +274,8 @@ class Prediction(Printable):
             measured: A measured step, whose peaks are shown beside the predicted ones.
             verdict: Sentences to begin with, instead of the prediction's own answer.
             more: Sections before the last, which has the caveats.
+            largest: The batch size that the curve marks as the largest; by default
+                `largest_batch_size`.
         """
         from memcallback.page.step_page import step_page
         from memcallback.prediction.batch_size_chart import batch_size_chart
@@ -292,7 +295,7 @@ class Prediction(Printable):
             curve=batch_size_chart(
                 BatchReplays(self.trace, self.device, self.settings),
                 self.batch_size,
-                self.largest_batch_size,
+                largest or self.largest_batch_size,
             ),
             more=more,
             caveats=self.caveats,
@@ -313,6 +316,7 @@ class Prediction(Printable):
             self.device,
             self.settings,
             self.origin_of,
+            Names(self._peak).place,
             is_unlimited=not self.fits,
             measured={phase: size for phase, size in peaks.items() if size is not None},
         )
@@ -408,8 +412,9 @@ class Prediction(Printable):
             "communication_bytes": self.device.outside_bytes - self.device.context_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
-            "fits": self.fits,
-            "fits_without_retry": self.fits_without_retry,
+            # Of a CPU of unknown capacity nobody knows.
+            "fits": None if self.capacity_bytes is None else self.fits,
+            "fits_without_retry": None if self.capacity_bytes is None else self.fits_without_retry,
             "out_of_memory": self.out_of_memory,
             "largest_batch_size": self.largest_batch_size,
             "limit_batch_size": self.limit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -16,10 +16,6 @@ TraceProgress = Callable[[int, int], None]
 _INTERVAL_S = 10.0
 
 
-class _Clock(Protocol):
-    def __call__(self) -> float: ...
-
-
 class ProgressLine:
     """One line on a terminal or in a notebook, with an estimate; elsewhere a line every 10 s.
 
@@ -27,7 +23,11 @@ class ProgressLine:
     """
 
     def __init__(
-        self, of: str = "traces", *, stream: TextIO | None = None, clock: _Clock = monotonic
+        self,
+        of: str = "traces",
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._of = of
         # Looked up when it is made: whoever redirects stderr means this one too.

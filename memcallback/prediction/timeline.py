@@ -29,6 +29,8 @@ _NUM_COLUMNS = 1100
 _CATEGORIES = list(Category)
 
 OriginOf = Callable[[Alloc], AllocationSource | None]
+#: The line of the program for an allocation that no module makes; empty if unknown.
+PlaceOf = Callable[[Alloc], str]
 
 
 def timeline_of(
@@ -36,6 +38,7 @@ def timeline_of(
     device: Device,
     settings: AllocatorSettings,
     origin_of: OriginOf,
+    place_of: PlaceOf,
     *,
     is_unlimited: bool,
     measured: Mapping[Phase, int] | None = None,
@@ -48,7 +51,7 @@ def timeline_of(
         for phase, start, stop in _phases(events)
     ]
     return Timeline(
-        moments=[_moment(change, origin_of) for change in _columns(changes)],
+        moments=[_moment(change, origin_of, place_of) for change in _columns(changes)],
         phases=[one for one in columns if one[2] > one[1]],
         num_allocations=sum(change.alloc is not None for change in changes),
         capacity_bytes=device.allocator_capacity_bytes,
@@ -152,7 +155,7 @@ def _columns(changes: Sequence[_Change]) -> Iterator[_Change]:
     yield from columns.values()
 
 
-def _moment(change: _Change, origin_of: OriginOf) -> Moment:
+def _moment(change: _Change, origin_of: OriginOf, place_of: PlaceOf) -> Moment:
     alloc = change.alloc
     if alloc is None:
         return Moment(
@@ -165,6 +168,9 @@ def _moment(change: _Change, origin_of: OriginOf) -> Moment:
     origin = origin_of(alloc)
     line = origin and (origin.own_line or origin.line)
     places = [f"in {alloc.module}" if alloc.module else "", f"at {line}" if line else ""]
+    if not any(places) and (place := place_of(alloc)):
+        # In the backward pass no line of the program runs: that of the forward pass is named.
+        places = [f"in {place}"]
     return Moment(
         by_category=change.by_category,
         reserved_bytes=change.reserved_bytes,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.advice import BatchSizeBounds
+from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.core.errors import fail_safe
 from memcallback.core.files import place_of
 from memcallback.core.step_memory import StepMemory

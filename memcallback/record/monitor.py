@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
+from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
-from memcallback.core.files import inside, make_folder, write_file
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
 from memcallback.devices.catalogue import CATALOGUE
-from memcallback.devices.memory import device_memory, usable_bytes
+from memcallback.devices.memory import device_memory
 from memcallback.diagnose.health.growth import Progress
 from memcallback.prediction.predict_or_warn import (
     PredictedSteps,
@@ -25,24 +24,17 @@ from memcallback.prediction.predict_or_warn import (
     predicted_modules,
 )
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.record.announcer import Announcer, setup_of
 from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
-from memcallback.record.rank_exchange import RankExchange, place_of
+from memcallback.record.publisher import Modules, Publisher, setup_of
+from memcallback.record.rank_log import RankLog
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.settings import MonitorSettings
 from memcallback.report.closing import Ending
-from memcallback.report.console import BRIEF, FULL, SILENT, Console
+from memcallback.report.console import BRIEF, FULL, Console
 from memcallback.report.history import PeakHistory
-from memcallback.report.rank_values import RankValues, point_of
 from memcallback.report.report import Report, Setup
-from memcallback.report.tags import (
-    MODULES_TAG,
-    PAGE_TAG,
-    REPORT_TAG,
-    rank_curves,
-    step_curves,
-)
+from memcallback.report.tags import step_curves
 from memcallback.report.writers import Writers
 from memcallback.step.batch import infer_batch_size, warn_of_batch
 from memcallback.step.holdings import written_storages
@@ -67,14 +59,6 @@ _NOT_DONE = (
 )
 
 
-def nothing_more(prediction: StepPrediction | None, say: Callable[[str], None]) -> None:
-    """Compute nothing but the prediction."""
-
-
-def nothing_to_do(prediction: StepPrediction | None, more: Any) -> None:
-    """Do nothing with a prediction."""
-
-
 class Monitor:
     """Compares recorded steps with a prediction, logs both and prints reports.
 
@@ -86,7 +70,7 @@ class Monitor:
         report: The last report; None before the first.
         out_of_memory: The report on the out-of-memory error that ended the training; None if none
             did.
-        writers: Where values, texts and pictures are logged; None off rank zero.
+        publisher: What prints and logs; the callbacks use it for what is theirs alone.
     """
 
     def __init__(
@@ -108,11 +92,11 @@ class Monitor:
         self.notes: tuple[str, ...] = target.caveats if target and is_named else ()
         self.report: Report | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
-        self.writers = Writers(list(loggers), folder) if is_main else None
+        self.publisher = Publisher(
+            Console(print_fn, settings.verbose), Writers(list(loggers), folder) if is_main else None
+        )
         self._recorder = recorder
         self._settings = settings
-        self._console = Console(print_fn, settings.verbose)
-        self._announcer = Announcer(self._console)
         self._setup = Setup()
         #: Whether somebody waits for the prediction, and is told how far it is.
         self._is_waited_for = settings.wait_for_prediction or not settings.isolate
@@ -120,15 +104,13 @@ class Monitor:
         self._progress = progress
         self._bounds = bounds
         self._complete = complete
-        self._exchange = RankExchange.of_job()
-        self._ranks: RankValues | None = None
-        self._steady_since: int | None = None
+        self._ranks = RankLog(self.publisher)
         self._prediction: StepPrediction | None = None
         self._predicted_steps = PredictedSteps(None)
         #: The prediction that is being made, and what to do when it is there.
         self._pending: PendingPrediction | None = None
         self._patience_s = PATIENCE_S
-        self._on_predicted: OnPredicted = nothing_to_do
+        self._on_predicted: OnPredicted | None = None
         #: Points that wait for the prediction.
         self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
         self._unlogged: StepMemory | None = None
@@ -147,8 +129,8 @@ class Monitor:
         *,
         model: torch.nn.Module | None,
         batch: object = None,
-        more: More = nothing_more,
-        on_predicted: OnPredicted = nothing_to_do,
+        more: More | None = None,
+        on_predicted: OnPredicted | None = None,
         make_simpler: Callable[[], TrainingStep] | None = None,
     ) -> None:
         """Begin to predict the first step, which is about to begin.
@@ -167,7 +149,7 @@ class Monitor:
             warn_of_batch(batch, settings.batch_size, settings.owner)
             if settings.batch_size is None and infer_batch_size(batch).batch_size is None:
                 make_step = None
-        if make_step is None or not (settings.predict or more is not nothing_more):
+        if make_step is None or not (settings.predict or more):
             return
         with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
             step = make_step()
@@ -188,7 +170,7 @@ class Monitor:
                     without=settings.without_prediction,
                     make_simpler=make_simpler,
                 )
-            return prediction, more(prediction, say)
+            return prediction, None if more is None else more(prediction, say)
 
         self._on_predicted = on_predicted
         self._pending = PendingPrediction(
@@ -226,13 +208,14 @@ class Monitor:
         self._pending = None
         self._prediction = pending.prediction
         self._predicted_steps = PredictedSteps(pending.prediction)
-        self._on_predicted(pending.prediction, pending.more)
+        if self._on_predicted is not None:
+            self._on_predicted(pending.prediction, pending.more)
         self._flush()
         return True
 
     def _say_progress(self, text: str) -> None:
         """Say how far the prediction is: to somebody who waits for it, else if all is asked for."""
-        self._console.say(text, level=BRIEF if self._is_waited_for else FULL)
+        self.publisher.say(text, level=BRIEF if self._is_waited_for else FULL)
 
     def _setup_of(self, step: TrainingStep | None) -> Setup:
         target = self._settings.target
@@ -251,18 +234,15 @@ class Monitor:
     ) -> None:
         """Check the health of a recorded step; log it if due; report the first steady one."""
         self._check_health(record, batch)
-        if self._exchange is not None:
-            is_first_exchange = self._ranks is None
-            self._log_ranks(self._exchange.ready())
-            if is_first_exchange and self._ranks is not None:
-                self._console.say(self._ranks.to_text(), level=FULL)
+        self._ranks.receive()
         if not self._is_dip(record, is_after_validation):
             self._unlogged = larger(self._unlogged, record)
         self._peaks.add(record, number)
         is_predicted = self._await_prediction(0)
         recorder = self._recorder
         is_steady = is_predicted and recorder.steady is not None
-        is_point = is_due or (is_steady and self._steady_since is None)
+        is_first_steady = is_steady and self._ranks.steady_since is None
+        is_point = is_due or is_first_steady
         is_reported = is_predicted and recorder.typical is not None and self.report is None
         if not is_window_complete or not (is_point or is_reported):
             return
@@ -270,11 +250,10 @@ class Monitor:
         device = device_memory(recorder.meter.device, reserved_bytes=reserved_bytes)
         if is_point:
             self._log(device, number)
-        if is_steady and self._steady_since is None:
-            self._steady_since = number
+        if is_first_steady:
+            self._ranks.steady_since = number
         if is_reported:
-            self._announcer.report(self._write_report(device, number), self._log_dir)
-            self._print_modules()
+            self.publisher.first(self._make_report(device), self._modules(), number)
         if self._health is not None:
             self._health.on_reading(device)
 
@@ -310,28 +289,22 @@ class Monitor:
         self, report: OutOfMemoryReport, *, make_step: Callable[[], TrainingStep] | None = None
     ) -> None:
         """Print, write and log a report on an out-of-memory error, with savings for the first."""
-        rank, folder = report.rank, self._folder
-        if folder is not None and self.writers is not None:
-            folder = self.writers.make_folder() or folder
+        folder, writers = self._folder, self.publisher.writers
+        if folder is not None and writers is not None:
+            folder = writers.make_folder() or folder
         # A loop may retry with smaller batches again and again; we try savings once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
         self.out_of_memory = respond(
             report,
-            print_fn=self._print_of_rank(rank) if rank else self._console.say,
+            print_fn=partial(self.publisher.say_of_rank, report.rank),
             folder=folder,
-            writers=self.writers,
+            writers=writers,
             prediction=self.prediction if is_first_in_step else None,
             isolate=self._settings.isolate,
             timeout_s=self._settings.timeout_s,
             make_step=make_step,
             history=self._history,
         )
-
-    def _print_of_rank(self, rank: int) -> Callable[[str], None]:
-        """Rank zero prints for all, but of an error the rank that failed speaks."""
-        if self._console.is_silent:
-            return lambda _: None
-        return lambda text: print(f"Rank {rank}: {text}", file=sys.stderr)
 
     def note_interruption(self, kind: type[BaseException] | None) -> None:
         """Say in the last report which exception ended the last step."""
@@ -361,18 +334,20 @@ class Monitor:
         self._flush()
         device = device_memory(recorder.meter.device)
         self._log(device, number)
-        if self._exchange is not None:
-            self._log_ranks(self._exchange.end())
-            self.notes = (*self.notes, *self._notes_on_ranks(self._exchange))
-        report = self._write_report(device, number)
+        self.notes = (*self.notes, *self._ranks.end())
         ending = Ending(
             num_steps=recorder.num_updates,
             largest=recorder.largest,
             num_alloc_retries=recorder.num_alloc_retries,
-            page=None if is_interrupted else self._write_page(number),
         )
-        self._announcer.end(report, ending, self._log_dir)
-        self._print_modules()
+        self.publisher.last(
+            self._make_report(device),
+            self._modules(),
+            number,
+            ending,
+            peaks=None if is_interrupted else self._peaks,
+            warnings=self._warnings(),
+        )
 
     def close(self) -> None:
         """Flush the writers and release the loop. Nothing is written or printed afterwards."""
@@ -381,16 +356,12 @@ class Monitor:
             self._pending = None
         if self._history is not None:
             self._history.close()
-        if self.writers is not None:
-            self.writers.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        self.publisher.close()
+        self._ranks.close()
         if self._health is not None:
             self._health.close()
-        self.writers = self._exchange = self._history = None
+        self._history = None
         self._complete, self._progress = (lambda report: report), Progress
-        self._console = Console(lambda _: None, SILENT)
-        self._announcer = Announcer(self._console)
         self._warns = False
 
     def _log(self, device: DeviceMemory, number: int) -> None:
@@ -411,107 +382,36 @@ class Monitor:
 
     def _log_point(self, step: StepMemory, device: DeviceMemory, number: int) -> None:
         predicted = self._predicted_steps.at(step.batch_size)
-        if self.writers is not None:
-            self.writers.log_curves(step_curves(step, predicted, device), number)
-        if self._exchange is not None:
-            meter = self._recorder.meter
-            capacity_bytes = self._settings.capacity_bytes
-            if capacity_bytes is None:
-                capacity_bytes = usable_bytes(
-                    meter.device, device.capacity_bytes, device.non_pytorch_bytes or 0
-                )
-            self._exchange.send(
-                point_of(
-                    step,
-                    predicted,
-                    rank=self._exchange.rank,
-                    number=number,
-                    capacity_bytes=capacity_bytes,
-                    place=place_of(meter.device_name),
-                )
-            )
+        self.publisher.curves(step_curves(step, predicted, device), number)
+        self._ranks.send(
+            step,
+            predicted,
+            number,
+            meter=self._recorder.meter,
+            device=device,
+            capacity_bytes=self._settings.capacity_bytes,
+        )
 
-    def _log_ranks(self, steps: Iterable[RankValues]) -> None:
-        for ranks in steps:
-            if self.writers is not None:
-                self.writers.log_curves(rank_curves(ranks), ranks.number)
-            if self._steady_since is not None and ranks.number >= self._steady_since:
-                self._ranks = ranks
+    def _modules(self) -> Modules:
+        measured = self._recorder.modules
+        if measured is None:
+            return None, None
+        return measured, predicted_modules(self._prediction, measured.batch_size)
 
-    def _notes_on_ranks(self, exchange: RankExchange) -> list[str]:
-        problem = exchange.problem
-        if problem is None and self._ranks is None and self._steady_since is not None:
-            problem = "they sent no values"
-        if problem is None or exchange.rank != 0:
-            return []
-        return [f"The memory of the other ranks is unknown: {problem}."]
+    def _warnings(self) -> tuple[str, ...]:
+        return tuple(map(str, self._health.findings)) if self._health else ()
 
-    @property
-    def _log_dir(self) -> str | None:
-        return None if self.writers is None else self.writers.log_dir
-
-    def _print_modules(self) -> None:
-        modules = self._recorder.modules
-        if modules is not None:
-            predicted = predicted_modules(self._prediction, modules.batch_size)
-            self._announcer.modules(modules, predicted)
-
-    def _write_report(self, device: DeviceMemory, number: int) -> Report:
-        """Make the report, and log it with its pictures."""
-        findings = self._health.findings if self._health else ()
+    def _make_report(self, device: DeviceMemory) -> Report:
         report = self._recorder.report(
             self._prediction,
             device=device,
             capacity_bytes=self._settings.capacity_bytes,
             headroom=self._settings.headroom,
             bounds=self._bounds,
-            notes=(*self.notes, *map(str, findings)),
+            notes=(*self.notes, *self._warnings()),
         )
         if not self._setup.model:  # a recorder may get its model after a log was made
             self._setup = self._setup_of(None)
-        report = replace(report, ranks=self._ranks, setup=self._setup)
+        report = replace(report, ranks=self._ranks.steady, setup=self._setup)
         self.report = report = self._complete(report)
-        if self.writers is None:
-            return report
-        self.writers.log_text(REPORT_TAG, report.document(), number)
-        # Not before: the training's first step need not wait for what draws.
-        from memcallback.report.pictures import log_pictures
-
-        modules = self._recorder.modules
-        log_pictures(self.writers, report, modules, number)
-        if modules is not None:
-            predicted = predicted_modules(self._prediction, modules.batch_size)
-            self.writers.log_text(MODULES_TAG, modules.whole_document(predicted), number)
         return report
-
-    def _write_page(self, number: int) -> str | None:
-        """Log the page and write it beside the logs; its path, None if there is none."""
-        from memcallback.report.training_page import PAGE_NAME, training_page
-
-        if self.writers is None or self.report is None:
-            return None
-        folder = self.writers.make_folder()
-        path = None if folder is None else inside(folder, PAGE_NAME)
-        try:
-            findings = self._health.findings if self._health else ()
-            warnings = [str(finding) for finding in findings]
-            html = training_page(self.report, self._peaks, warnings=warnings).html()
-            self.writers.log_page(PAGE_TAG, html, number)
-            if folder is not None and path is not None:
-                make_folder(folder)
-                write_file(path, html)
-        except Exception as error:  # a page is worth no training
-            warn_and_go_on(
-                f"The page of this training could not be written to {path!r}: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Give a folder that can be "
-                "written."
-            )
-            return None
-        return path
-
-
-def sample_interval(device: torch.device) -> int:
-    """Steps between two samples, where logged steps are sampled besides."""
-    # A CPU is read at those alone. Elsewhere the split by category, which walks the model, is not
-    # needed as often as points.
-    return sys.maxsize if device.type == "cpu" else 50

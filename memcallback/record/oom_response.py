@@ -18,6 +18,7 @@ from memcallback.core.torch_private import (
     memory_snapshot,
     record_memory_history,
 )
+from memcallback.diagnose.out_of_memory.context import OomContext
 from memcallback.diagnose.out_of_memory.observer import find_out_of_memory
 from memcallback.isolation.isolated import TIMEOUT_S, can_isolate, run_isolated
 from memcallback.prediction.apart import report_progress
@@ -28,7 +29,6 @@ from memcallback.savings.plan import PlanRow
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from memcallback.diagnose.out_of_memory.explain import OomContext
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 #: Allocations and frees in a history, at most.
@@ -56,9 +56,7 @@ def is_new_shortage(error: BaseException) -> bool:
     return reference is not None and reference() is not shortage
 
 
-def explain_or_warn(
-    error: BaseException, context: Callable[[], OomContext]
-) -> OutOfMemoryReport | None:
+def explain_or_warn(error: BaseException, context: OomContext) -> OutOfMemoryReport | None:
     """Explain an out-of-memory error; None for another error, or, with a warning, if that fails."""
     shortage = find_out_of_memory(error)
     if shortage is None:
@@ -69,7 +67,7 @@ def explain_or_warn(
     try:
         from memcallback.diagnose.out_of_memory.explain import explain
 
-        return explain(shortage, context())
+        return explain(shortage, context)
     except Exception as other:  # a full device can fail in any way, and the error itself goes on
         warn_and_go_on(
             f"The out-of-memory error could not be explained: {type(other).__name__}: "

@@ -1,19 +1,99 @@
-"""The step being recorded: what the meter reads at the boundaries of its phases and modules."""
+"""OpenStep: the step being recorded. Followed: the models and optimizers, from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from memcallback.core.allocation_trace import ModuleMark
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.module_table import ModuleInfo, ModuleTable, Span, modules_of, phase_of_span
 from memcallback.core.phase_spans import PhaseSpan, PhaseSpans, phase_of
 from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, measured_window
+from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Kind, Phase
 from memcallback.devices.meters import Meter
-from memcallback.step.module_follower import ModuleFollower
+from memcallback.step.copies.optimizers import unwrapped
+from memcallback.step.holdings import HoldingsCounter
+from memcallback.step.module_follower import ModuleFollower, module_infos
+
+Models = nn.Module | Iterable[nn.Module]
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+class Followed:
+    """The models and optimizers of a training, and what is on the device beside them."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._hooks: list[Any] = []
+        self._beside: list[weakref.ref[Any]] = []
+        self._infos: tuple[ModuleInfo, ...] | None = None
+
+    def add(
+        self,
+        models: Models | None,
+        optimizers: Optimizers | None,
+        on_update: Callable[..., None],
+    ) -> None:
+        """Follow more of them, each once; `on_update` is called after each update of these."""
+        for model in [models] if isinstance(models, nn.Module) else models or ():
+            if all(model is not known for known in self.models):
+                self.models.append(model)
+        self._infos = None
+        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ()
+        for optimizer in map(unwrapped, given):
+            if all(optimizer is not known for known in self.optimizers):
+                self.optimizers.append(optimizer)
+                self._hooks.append(optimizer.register_step_post_hook(on_update))
+
+    def add_beside(self, items: Iterable[object]) -> None:
+        """Count modules, and tensors in containers, while they live."""
+        for item in items:
+            parts = [item] if isinstance(item, nn.Module) else tensors_in(item)
+            self._beside += map(weakref.ref, parts)
+
+    def release(self) -> None:
+        """Follow nothing any longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self.models, self.optimizers, self._hooks, self._beside = [], [], [], []
+
+    def open_step(
+        self,
+        batch: object,
+        batch_size: int | None,
+        *,
+        meter: Meter,
+        is_sampled: bool,
+        per_module: bool,
+        num_updates_before: int,
+    ) -> OpenStep:
+        """Open a step; if it is sampled, with a split by category, and by module where asked."""
+        if not (is_sampled and self.models):
+            count_holdings = timeline = None
+        else:
+            beside = [item for reference in self._beside if (item := reference()) is not None]
+            counter = HoldingsCounter(self.models, self.optimizers, meter.device, beside)
+            count_holdings = partial(counter.count, batch)
+            if self._infos is None:
+                self._infos = module_infos(self.models)
+            timeline = ModuleTimeline(self.models, self._infos, meter) if per_module else None
+        return OpenStep(
+            batch,
+            batch_size,
+            num_updates_before=num_updates_before,
+            num_rebuilt=num_rebuilt(self.models),
+            meter=meter,
+            count_holdings=count_holdings,
+            modules=timeline,
+        )
 
 
 class OpenStep:

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
-from memcallback.core.module_table import ModuleInfo, ModuleTable
+from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
+from memcallback.core.module_table import ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, StepMemory
-from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.local import default_device
 from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
+from memcallback.diagnose.out_of_memory.context import OomContext
 from memcallback.diagnose.out_of_memory.observer import forget_failure, record_failures
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
-from memcallback.record.open_step import ModuleTimeline, OpenStep, num_rebuilt
+from memcallback.record.open_step import Followed, Models, OpenStep, Optimizers, num_rebuilt
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recording import Recording
+from memcallback.record.sampling import Sampling
 from memcallback.record.watch import FirstCall, Watch
 from memcallback.report.report import Report
 from memcallback.step.batch import INFERRED, infer_batch_size
-from memcallback.step.copies.optimizers import unwrapped
-from memcallback.step.holdings import HoldingsCounter
-from memcallback.step.module_follower import module_infos
 
 if TYPE_CHECKING:
-    from memcallback.diagnose.out_of_memory.explain import OomContext
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
 #: In a sentence.
@@ -43,14 +40,6 @@ _WORDS = {
     Phase.BACKWARD: "backward pass",
     Phase.OPTIMIZER_STEP: "optimizer step",
 }
-#: Updates of which every step is sampled: the warm-up, the first steady one, and one after it.
-NUM_FIRST_SAMPLED = 3
-#: On a device where a reading costs milliseconds: updates of which every logged step is sampled.
-#: After n updates one in n/10 is, so that recording costs less and less of the training, and at
-#: last one in 50, as many as Lightning logs by default.
-_NUM_LOGGED_SAMPLED, _MAX_LOGGED_INTERVAL = 10, 50
-Models = torch.nn.Module | Iterable[torch.nn.Module]
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 class StepListener(Protocol):
@@ -134,48 +123,29 @@ class MemoryRecorder:
         use_profiler: bool = True,
         per_module: bool = False,
     ) -> None:
-        self._sample_every_n_steps = whole_number(
-            "sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step."
+        self._sampling = Sampling(
+            whole_number(
+                "sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step."
+            )
         )
-        self._modules: list[torch.nn.Module] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._hooks: list[Any] = []
-        self._beside: list[weakref.ref[Any]] = []
+        self._followed = Followed()
         self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler
         self._per_module = per_module
-        self._module_infos: tuple[ModuleInfo, ...] | None = None
         self._add(model, optimizer)
         self.meter = self._new_meter()
         self.history = Recording()
         record_failures()
         self.out_of_memory: OutOfMemoryReport | None = None
-        self._num_steps = 0
-        self._num_updates = 0
-        self._sampled_since = 0
-        self._logged_since = 0
         self._open: OpenStep | None = None
         self._is_skipping = False
         self._watch: Watch | None = None
         self._listeners: list[StepListener] = []
 
     def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
-        models = [model] if isinstance(model, torch.nn.Module) else list(model or ())
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizers = [optimizer]
-        else:
-            optimizers = list(optimizer or ())
-        for module in models:
-            if all(module is not known for known in self._modules):
-                self._modules.append(module)
-        self._module_infos = None
-        # An optimizer must not keep the recorder, and with it the model, alive.
-        this = weakref.ref(self)
-        for plain in map(unwrapped, optimizers):
-            if all(plain is not known for known in self._optimizers):
-                self._optimizers.append(plain)
-                self._hooks.append(plain.register_step_post_hook(lambda *_: _count_update(this)))
+        self._followed.add(model, optimizer, self._sampling.on_update)
+        self._sampling.counts_updates = bool(self._followed.optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has what was recorded, as a closed recorder: it follows no model."""
@@ -183,11 +153,8 @@ class MemoryRecorder:
             "meter": None if isinstance(self.meter, CpuMeter) else self.meter,
             "_device": self.meter.device,
             "history": copy(self.history),
-            "_modules": [],
-            "_optimizers": [],
-            "_beside": [],
-            "_hooks": [],
-            "_module_infos": None,
+            "_sampling": replace(self._sampling, counts_updates=False),
+            "_followed": Followed(),
             "_open": None,
             "_is_skipping": False,
             "_watch": None,
@@ -200,7 +167,7 @@ class MemoryRecorder:
             self.meter = self._new_meter()
 
     def _new_meter(self) -> Meter:
-        device = default_device(self._modules) if self._device is None else self._device
+        device = default_device(self.models) if self._device is None else self._device
         if device.type == "cpu":
             return CpuMeter(reset_peaks=self._reset_peaks, use_profiler=self._use_profiler)
         return AllocatorMeter(device, reset_peaks=self._reset_peaks)
@@ -252,7 +219,7 @@ class MemoryRecorder:
             >>> recorder.steps[-1].batch_size, [phase.label for phase in recorder.steps[-1].phases]
             (32, ['forward', 'backward', 'optimizer step'])
         """
-        had_models = bool(self._modules)
+        had_models = bool(self.models)
         if not had_models and model is None:
             raise ValueError(
                 "There is no model to watch. Give it: recorder.watch(model, optimizer)."
@@ -266,8 +233,8 @@ class MemoryRecorder:
         forget_explained()
         self._watch = Watch(
             self,
-            self._modules,
-            self._optimizers,
+            self.models,
+            self.optimizers,
             batch_size=batch_size,
             on_first_call=on_first_call,
         )
@@ -280,9 +247,7 @@ class MemoryRecorder:
             items: What is on the device beside the models (see `TrainingStep`). The loggers call
                 this for the step that they predict.
         """
-        for item in items:
-            parts = [item] if isinstance(item, torch.nn.Module) else tensors_in(item)
-            self._beside += map(weakref.ref, parts)
+        self._followed.add_beside(items)
 
     def listen(self, listener: StepListener) -> None:
         """Call a listener at every step from now on, until the recorder is closed."""
@@ -299,14 +264,13 @@ class MemoryRecorder:
         """
         if self._watch is not None:
             self._watch.close()
-        for hook in self._hooks:
-            hook.remove()
         self.drop_step()
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener.close()
-        self._watch, self._hooks, self._modules, self._optimizers = None, [], [], []
-        self._beside = []
+        self._watch = None
+        self._followed.release()
+        self._sampling.counts_updates = False
 
     # What was recorded.
 
@@ -464,7 +428,7 @@ class MemoryRecorder:
     @property
     def num_updates(self) -> int:
         """Optimizer updates since the recording began."""
-        return self._num_updates
+        return self._sampling.num_updates
 
     @property
     def is_in_step(self) -> bool:
@@ -480,12 +444,12 @@ class MemoryRecorder:
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
         """The models; none once the recorder is closed."""
-        return tuple(self._modules)
+        return tuple(self._followed.models)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers; none once the recorder is closed."""
-        return tuple(self._optimizers)
+        return tuple(self._followed.optimizers)
 
     @property
     def open_batch(self) -> object:
@@ -523,59 +487,24 @@ class MemoryRecorder:
             raise RuntimeError(
                 "A step is open already: end it first, and do not nest `with recorder.step():`."
             )
-        sample = sample or any(listener.wants_step() for listener in self._listeners)
-        is_sampled = self._is_due() or (sample and self._is_logged_one_due())
-        self._is_skipping = not (is_sampled or self.meter.reads_every_step)
+        is_logged = sample or any(listener.wants_step() for listener in self._listeners)
+        reads_all = self.meter.reads_every_step
+        is_sampled = self._sampling.samples_next(is_logged=is_logged and not reads_all)
+        self._is_skipping = not (is_sampled or reads_all)
         forget_failure()
         forget_explained()
         if self._is_skipping:
-            self._num_steps += 1
+            self._sampling.num_steps += 1
             return
-        counts_holdings = is_sampled and bool(self._modules)
-        counter = HoldingsCounter(
-            self._modules if counts_holdings else (),
-            self._optimizers,
-            self.meter.device,
-            [one for reference in self._beside if (one := reference()) is not None],
-        )
-        self._open = OpenStep(
+        self._open = self._followed.open_step(
             batch,
             infer_batch_size(batch).batch_size if batch_size is None else batch_size,
-            num_updates_before=self._num_updates,
-            num_rebuilt=num_rebuilt(self._modules),
             meter=self.meter,
-            count_holdings=(lambda: counter.count(batch)) if counts_holdings else None,
-            modules=self._new_timeline() if counts_holdings and self._per_module else None,
+            is_sampled=is_sampled,
+            per_module=self._per_module,
+            num_updates_before=self.num_updates,
         )
         self._open.begin()
-
-    def _new_timeline(self) -> ModuleTimeline:
-        if self._module_infos is None:
-            self._module_infos = module_infos(self._modules)
-        return ModuleTimeline(self._modules, self._module_infos, self.meter)
-
-    def _is_logged_one_due(self) -> bool:
-        """Whether the step that begins, which is to be logged, is sampled for that."""
-        if self.meter.reads_every_step:
-            return False
-        if not self._hooks:
-            return True  # nobody knows where an accumulation window begins
-        progress, last = self._num_updates, self._logged_since
-        interval = min(_MAX_LOGGED_INTERVAL, last // _NUM_LOGGED_SAMPLED + 1)
-        # In the same window as the last one, or far enough from it.
-        is_sampled = progress == last or progress // interval != last // interval
-        if is_sampled:
-            self._logged_since = progress
-        return is_sampled
-
-    def _is_due(self) -> bool:
-        """Whether the step that begins is sampled."""
-        # We count updates, since an accumulation window has several steps; without an optimizer
-        # updates are not counted, and we count steps.
-        progress = self._num_updates if self._hooks else self._num_steps
-        if progress - self._sampled_since >= self._sample_every_n_steps:
-            self._sampled_since = progress
-        return progress < NUM_FIRST_SAMPLED or progress == self._sampled_since
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
         """Begin a phase; an open one ends at the same reading.
@@ -633,14 +562,15 @@ class MemoryRecorder:
             return None
         step.end()
         self._open = None
-        self._num_steps += 1
-        if not self._hooks and not is_interrupted and step.has_update:
-            self._num_updates += 1
-        num_updates = self._num_updates - step.num_updates_before if self._hooks else None
+        sampling = self._sampling
+        sampling.on_step_end(has_update=step.has_update and not is_interrupted)
+        num_updates = sampling.num_updates - step.num_updates_before
         record, compute_modules = step.to_memory(
-            index=self._num_steps - 1, num_updates=num_updates, is_interrupted=is_interrupted
+            index=sampling.num_steps - 1,
+            num_updates=num_updates if sampling.counts_updates else None,
+            is_interrupted=is_interrupted,
         )
-        is_usual = step.num_rebuilt == num_rebuilt(self._modules)
+        is_usual = step.num_rebuilt == num_rebuilt(self.models)
         self.history.add(record, step.stats, compute_modules, is_usual=is_usual)
         for listener in tuple(self._listeners):
             listener.on_step(record, step.batch)
@@ -675,8 +605,6 @@ class MemoryRecorder:
         prediction: StepPrediction | None = None,
         *,
         where: str = "",
-        batch: object = None,
-        rank: int | None = None,
     ) -> OutOfMemoryReport | None:
         """Explain a caught out-of-memory error, while its frames still hold the tensors.
 
@@ -685,9 +613,6 @@ class MemoryRecorder:
             prediction: The prediction of a training step, at any batch size; it is not used outside
                 of a step.
             where: What was running outside of steps, such as `validation`.
-            batch: The batch there.
-            rank: The rank of this process in a job of several; by default that of
-                `torch.distributed`.
 
         Returns:
             The report, which is also kept in `out_of_memory`; None if the error is another one, or,
@@ -695,28 +620,18 @@ class MemoryRecorder:
         """
         step = self._open
         phase = (step.failed_in or self.current_phase) if step else None
-
-        def context() -> OomContext:
-            from memcallback.diagnose.out_of_memory.explain import OomContext
-
-            return OomContext(
-                device=self.meter.device,
-                modules=self._modules,
-                optimizers=self._optimizers,
-                batch=step.batch if step else batch,
-                batch_size=step.batch_size if step else None,
-                phase=_WORDS[phase] if phase else where,
-                step=self._num_steps + 1 if step else None,
-                prediction=prediction if step else None,
-                rank=rank_here() if rank is None else rank,
-            )
-
+        context = OomContext(
+            device=self.meter.device,
+            modules=self.models,
+            optimizers=self.optimizers,
+            batch=self.open_batch,
+            batch_size=step.batch_size if step else None,
+            phase=_WORDS[phase] if phase else where,
+            step=self._sampling.num_steps + 1 if step else None,
+            prediction=prediction if step else None,
+            rank=rank_here(),
+        )
         report = explain_or_warn(error, context)
         if report is not None:
             self.out_of_memory = report
         return report
-
-
-def _count_update(recorder: weakref.ref[MemoryRecorder]) -> None:
-    if (alive := recorder()) is not None:
-        alive._num_updates += 1

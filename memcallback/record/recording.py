@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memcallback.batch_size.advice import DEFAULT_BOUNDS, BatchSizeBounds
+from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import DeviceMemory, MemoryStats, StepMemory, larger, largest

@@ -1,4 +1,4 @@
-"""TypicalStep: of a training's steady steps, one of the kind of which there were most."""
+"""TypicalStep: finds the most common kind of a training's steady steps, and keeps one of them."""
 
 from __future__ import annotations
 

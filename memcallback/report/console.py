@@ -29,19 +29,23 @@ class Console:
         self._print = print_fn
         self._verbose = verbose
 
+    def shows(self, level: int) -> bool:
+        """Whether texts of a level of `verbose` are printed."""
+        return self._verbose >= level
+
     @property
     def is_silent(self) -> bool:
         """Whether nothing is printed."""
-        return self._verbose == SILENT
+        return not self.shows(BRIEF)
 
     def say(self, text: str, *, level: int = BRIEF) -> None:
         """Print a text from a level of `verbose` on."""
-        if self._verbose >= level:
+        if self.shows(level):
             self._print(for_console(text))
 
     def show(self, lines: Iterable[Line]) -> None:
         """Print lines, unless nothing is to be printed."""
-        if self._verbose >= BRIEF:
+        if self.shows(BRIEF):
             lines = tuple(lines)
             text = for_console(plain(lines))
             self._print(painted(lines) if is_colourful() and text == plain(lines) else text)

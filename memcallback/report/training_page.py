@@ -31,6 +31,9 @@ def training_page(
     if report.advice is not None:
         verdict.append(report.advice.sentence())
     page = _page(report, title, verdict)
+    if warnings:
+        # The first sentence says what is wrong, and stands out.
+        page = replace(page, verdict=(*_first_and_rest(page.verdict[0]), *page.verdict[1:]))
     # What was measured has run, so it fits.
     is_good = not warnings if report.measured is not None else None
     peaks = list(_peaks(report, history))
@@ -39,11 +42,24 @@ def training_page(
     return replace(page, is_good=is_good, sections=[*sections, full])
 
 
+def _first_and_rest(text: str) -> Iterator[str]:
+    """The first sentence, and the others if there are any."""
+    first, end, rest = text.partition(". ")
+    yield f"{first}." if end else first
+    if rest:
+        yield rest
+
+
 def _page(report: Report, title: str, verdict: Sequence[str]) -> Page:
     """The page of the prediction with what was measured; without one, of the suggestion."""
     if isinstance(report.prediction, Prediction):
         return report.prediction.page(
-            title, measured=report.measured, verdict=verdict, more=list(plan_sections(report.plan))
+            title,
+            measured=report.measured,
+            verdict=verdict,
+            more=list(plan_sections(report.plan)),
+            # It knows how many samples the dataset has.
+            largest=report.advice.batch_size if report.advice else None,
         )
     sections = []
     if report.advice is not None:

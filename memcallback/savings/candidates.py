@@ -5,11 +5,10 @@ A new one is a function here that yields a `Saving`, called in `savings_for`.
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,52 +21,23 @@ from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.core.visible import visible_name
 from memcallback.savings.checkpointing import checkpoint, is_checkpointed
 from memcallback.savings.plan import SavingGroup
+from memcallback.savings.saving import SAME, Saving
 from memcallback.savings.segments import CheckpointParts, checkpoint_choices
 from memcallback.step.training_step import TrainingStep
 
 Optimizers = Sequence[torch.optim.Optimizer]
-_SAME = "nothing"
 #: Columns of a line to paste.
 _LINE_WIDTH = 88
+#: Layers that are named one by one; more are written as a range.
+_LEAST_RANGE = 3
 #: Of optimizers that are tried; no size depends on it.
 _LR = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saving:
-    """A way to need less memory.
-
-    Attributes:
-        name: Its name.
-        kind: What it changes; a step has at most one saving of each kind.
-        apply: Returns the step with it.
-        group: What it does to the training.
-        changes: What it changes in the numbers that training computes.
-        line: The line to paste into a program.
-        num_parts: Into how many forward passes it divides the batch.
-        expandable_segments: Whether it is a setting of the allocator and not of the step.
-    """
-
-    name: str
-    kind: str
-    group: SavingGroup
-    apply: Callable[[TrainingStep], TrainingStep]
-    changes: str
-    line: str
-    num_parts: int = 1
-    expandable_segments: bool = False
-
-    @property
-    def is_same_training(self) -> bool:
-        """Whether the same model is trained by the same rule on the same data, but for rounding."""
-        return self.group is not SavingGroup.CHANGES_TRAINING
 
 
 def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) -> Iterator[Saving]:
     """The savings to try on a step, in the order in which people think of them."""
     yield from _accumulation(step, batch_size)
-    yield from _mixed_precision(step)
-    yield from _half_precision(step)
+    yield from _precision(step)
     yield from _checkpointing(step, events)
     yield from _inplace(step)
     yield from _optimizer(step)
@@ -77,7 +47,7 @@ def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) ->
         kind="allocator",
         group=SavingGroup.SAME_RESULT,
         apply=lambda step: step,
-        changes=_SAME,
+        changes=SAME,
         line="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py",
         expandable_segments=True,
     )
@@ -90,27 +60,6 @@ def left_out(step: TrainingStep) -> Iterator[str]:
     """Which savings are not tried, and why, one sentence each."""
     if is_checkpointed(step.model):
         yield "Checkpointing is in use already, so nothing else was tried of that kind."
-
-
-def together(*savings: Saving) -> Saving:
-    """Several savings at once."""
-
-    def apply(step: TrainingStep) -> TrainingStep:
-        for saving in savings:
-            step = saving.apply(step)
-        return step
-
-    changes = dict.fromkeys(saving.changes for saving in savings if saving.changes != _SAME)
-    return Saving(
-        name=" + ".join(saving.name for saving in savings),
-        kind=" + ".join(saving.kind for saving in savings),
-        group=SavingGroup.latest(saving.group for saving in savings),
-        apply=apply,
-        changes="; ".join(changes) or _SAME,
-        line="\n".join(saving.line for saving in savings),
-        num_parts=math.prod(saving.num_parts for saving in savings),
-        expandable_segments=any(saving.expandable_segments for saving in savings),
-    )
 
 
 def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
@@ -138,37 +87,24 @@ def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
         )
 
 
-def _is_float32(step: TrainingStep) -> bool:
-    return all(parameter.dtype is torch.float32 for parameter in step.model.parameters())
-
-
-def _mixed_precision(step: TrainingStep) -> Iterator[Saving]:
+def _precision(step: TrainingStep) -> Iterator[Saving]:
+    """Autocast, which keeps weights in float32, and whole models in a smaller type."""
+    if any(parameter.dtype is not torch.float32 for parameter in step.model.parameters()):
+        return
     operators = "matrix products, convolutions and attention in"
-    for precision, changes in (
-        ("bf16-mixed", f"{operators} bfloat16, of 8 bits of precision"),
+    state, lost = "weights and optimizer state too are in", "of a weight are lost"
+    for precision, dtype, changes in (
+        ("bf16-mixed", None, f"{operators} bfloat16, of 8 bits of precision"),
         (
             "16-mixed",
+            None,
             f"{operators} half precision; a step whose gradients overflow is skipped",
         ),
-    ):
-        if _is_float32(step) and precision != step.precision:
-            yield Saving(
-                name=precision,
-                kind="precision",
-                group=SavingGroup.CHANGES_NUMBERS,
-                apply=partial(TrainingStep.varied, precision=precision),
-                changes=changes,
-                line=f'memcallback.amp("{precision}")'
-                if step.lightning is None
-                else f'Trainer(precision="{precision}")',
-            )
-
-
-def _half_precision(step: TrainingStep) -> Iterator[Saving]:
-    state = "weights and optimizer state too are in"
-    lost = "of a weight are lost"
-    for precision, dtype, changes in (
-        ("bf16-true", torch.bfloat16, f"{state} bfloat16: updates smaller than 1/256 {lost}"),
+        (
+            "bf16-true",
+            torch.bfloat16,
+            f"{state} bfloat16: updates smaller than 1/256 {lost}",
+        ),
         (
             "16-true",
             torch.float16,
@@ -176,19 +112,21 @@ def _half_precision(step: TrainingStep) -> Iterator[Saving]:
             "underflow, which no scaler prevents",
         ),
     ):
-        if _is_float32(step) and precision != step.precision:
-            yield Saving(
-                name=precision,
-                kind="precision",
-                group=SavingGroup.CHANGES_TRAINING,
-                apply=partial(
-                    TrainingStep.varied, precision=precision, prepare=partial(_cast, dtype)
-                ),
-                changes=changes,
-                line=f"model.to({dtype})"
-                if step.lightning is None
-                else f'Trainer(precision="{precision}")',
-            )
+        if precision == step.precision:
+            continue
+        apply = partial(TrainingStep.varied, precision=precision)
+        group, own_line = SavingGroup.CHANGES_NUMBERS, f'memcallback.amp("{precision}")'
+        if dtype is not None:
+            apply = partial(apply, prepare=partial(_cast, dtype))
+            group, own_line = SavingGroup.CHANGES_TRAINING, f"model.to({dtype})"
+        yield Saving(
+            name=precision,
+            kind="precision",
+            group=group,
+            apply=apply,
+            changes=changes,
+            line=own_line if step.lightning is None else f'Trainer(precision="{precision}")',
+        )
 
 
 def _cast(dtype: torch.dtype, model: nn.Module, batch: Any) -> Any:
@@ -207,7 +145,7 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
             kind="checkpointing",
             group=SavingGroup.SAME_RESULT,
             apply=partial(TrainingStep.varied, prepare=partial(_checkpointed, parts)),
-            changes=_SAME,
+            changes=SAME,
             line=_checkpoint_line(parts, is_lightning=step.lightning is not None),
         )
 
@@ -215,17 +153,37 @@ def _checkpointing(step: TrainingStep, events: Sequence[Event]) -> Iterator[Savi
 def _checkpoint_line(parts: CheckpointParts, *, is_lightning: bool) -> str:
     """The call, each argument in lines of its own where one line were too long."""
     if is_lightning:
-        call, arguments = "MemoryCallback", [f"checkpoint={'True' if parts is None else parts}"]
+        call = "MemoryCallback"
+        arguments = [f"checkpoint={'True' if parts is None else parts_text(parts)}"]
     elif isinstance(parts, dict) and [*parts] == [""]:
         call, arguments = "memcallback.checkpoint", ["model", f"segments={parts['']}"]
     else:
-        named = [] if parts is None else [str(parts)]
+        named = [] if parts is None else [parts_text(parts)]
         call, arguments = "memcallback.checkpoint", ["model", *named]
     line = f"{call}({', '.join(arguments)})"
     if len(line) <= _LINE_WIDTH:
         return line
     inner = [textwrap.fill(argument, _LINE_WIDTH - 4) + "," for argument in arguments]
     return "\n".join([f"{call}(", textwrap.indent("\n".join(inner), "    "), ")"])
+
+
+def parts_text(parts: Sequence[str] | Mapping[str, int]) -> str:
+    """The parts as Python; layers at equal distances as a range."""
+    split = [name.rpartition(".") for name in parts]
+    numbers = [int(number) for _, _, number in split if number.isdigit()]
+    prefixes = {prefix for prefix, _, _ in split}
+    steps = {after - before for before, after in pairwise(numbers)}
+    if (
+        isinstance(parts, Mapping)
+        or len(numbers) < len(split)
+        or len(numbers) < _LEAST_RANGE
+        or len(prefixes) > 1
+        or len(steps) > 1
+    ):
+        return str(parts)
+    (prefix,), (step,) = prefixes, steps
+    name = f"{prefix}.{{n}}" if prefix else "{n}"
+    return f"[f'{name}' for n in range({numbers[0]}, {numbers[-1] + 1}, {step})]"
 
 
 def _checkpointed(parts: CheckpointParts, model: nn.Module, batch: Any) -> Any:
@@ -314,7 +272,7 @@ def _gradients(step: TrainingStep) -> Iterator[Saving]:
         kind="zero_grad",
         group=SavingGroup.SAME_RESULT,
         apply=partial(TrainingStep.varied, zero_grad_before_forward=True),
-        changes=_SAME,
+        changes=SAME,
         line="optimizer.zero_grad()  # before the forward pass"
         if step.lightning is None
         else "def on_train_batch_start(self, batch, batch_idx):\n    self.zero_grad()",

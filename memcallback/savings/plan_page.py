@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from memcallback.core.units import brief_bytes
 from memcallback.page.charts import Bar, Bars
 from memcallback.page.page import Section
 from memcallback.savings.plan import Plan, PlanRow, SavingGroup
@@ -27,6 +28,17 @@ def plan_sections(plan: Plan | None) -> Iterator[Section]:
     """The savings of a plan that are shown; none without a plan."""
     if plan is not None and plan.current.peak_bytes is not None:
         yield savings_section(plan.current.peak_bytes, plan.shown)
+
+
+def way_out(largest: int | None, rows: Iterable[PlanRow]) -> tuple[str, ...]:
+    """What makes a step fit that does not: a batch size, or the mildest saving; one sentence."""
+    ways = [f"batch size {largest:,}"] if largest else []
+    order = list(SavingGroup)
+    fitting = [row for row in rows if row.fits and row.peak_bytes is not None]
+    if fitting:
+        row = min(fitting, key=lambda one: order.index(one.group))
+        ways.append(f"{row.saving} ({brief_bytes(row.peak_bytes or 0)}, {row.group.value})")
+    return (f"To fit: {' or '.join(ways)}.",) if ways else ()
 
 
 def _bar(row: PlanRow) -> Bar:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from memcallback.savings.candidates import Saving
 from memcallback.savings.plan import SavingGroup
+from memcallback.savings.saving import Saving
 from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
 

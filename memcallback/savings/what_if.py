@@ -20,10 +20,11 @@ from memcallback.prediction.predict import checked_training
 from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress
-from memcallback.savings.candidates import Saving, left_out, savings_for, together
+from memcallback.savings.candidates import left_out, savings_for
 from memcallback.savings.plan import Plan, PlanRow
 from memcallback.savings.problems import plain_reason
 from memcallback.savings.rank_candidates import over_ranks, usual
+from memcallback.savings.saving import Saving, together
 from memcallback.step.ranks import Ranks
 from memcallback.step.training_step import TrainingStep
 

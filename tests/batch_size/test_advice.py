@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.batch_size.advice import AccumulationPlan, BatchSizeBounds
-from memcallback.batch_size.estimate import Estimate, PeakLine
+from memcallback.batch_size.advice import AccumulationPlan
+from memcallback.batch_size.bounds import BatchSizeBounds
+from memcallback.batch_size.estimate import Estimate
+from memcallback.batch_size.peaks import PeakLine
 from memcallback.core.units import GiB, MiB
 
 

@@ -102,6 +102,13 @@ def test_a_folder_that_cannot_be_made_is_an_error_and_not_a_loss(tmp_path):
     assert blocked.read_text() == "a file"
 
 
+def test_a_file_in_a_missing_folder_is_an_error_that_names_that_file(tmp_path):
+    target = tmp_path / "missing" / "page.html"
+    with pytest.raises(FileNotFoundError) as error:
+        write_file(target, "text")
+    assert error.value.filename == str(target)
+
+
 def test_the_rights_of_an_earlier_file_stay(tmp_path):
     path = tmp_path / "step.pickle"
     path.write_text("old")

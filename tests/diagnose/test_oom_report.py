@@ -6,7 +6,7 @@ from dataclasses import replace
 from memcallback import OutOfMemoryReport
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.units import GiB, MiB
-from memcallback.diagnose.out_of_memory.report import (
+from memcallback.diagnose.out_of_memory.parts import (
     OomLocation,
     OomMemoryState,
     OomTensor,
@@ -97,6 +97,16 @@ def test_what_was_predicted_is_held_against_what_there_was():
         "Predicted for this batch size: peak allocated 17.00 GiB, 1.47 GiB above the available "
         "15.53 GiB; peak reserved 20.00 GiB with unlimited memory."
     )
+
+
+def test_a_page_says_what_the_batch_needs_before_where_memory_ran_out():
+    headline, needed, *where = REPORT.page().verdict
+    assert headline.startswith("Out of memory on NVIDIA H200")
+    assert needed.startswith("Predicted for this batch size: peak allocated 17.00 GiB")
+    assert where[0].startswith("At ConvolutionBackward0")
+    without = replace(REPORT, expected=None).page().verdict
+    assert without[1].startswith("At ConvolutionBackward0")
+    assert without[-1] == where[-1]
 
 
 def test_where_it_was_predicted_to_fit_something_else_holds_memory():

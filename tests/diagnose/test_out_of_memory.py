@@ -14,7 +14,8 @@ from torch import nn
 
 import memcallback as mc
 from memcallback.core.units import MiB
-from memcallback.diagnose.out_of_memory.explain import OomContext, explain
+from memcallback.diagnose.out_of_memory.context import OomContext
+from memcallback.diagnose.out_of_memory.explain import explain
 
 
 class Hungry(training.Automatic):

@@ -32,6 +32,7 @@ from memcallback.core.allocation_trace import Alloc
 from memcallback.core.types import Category, Kind
 from memcallback.devices.catalogue import find_device
 from memcallback.record.monitor import Monitor
+from memcallback.record.publisher import Publisher
 from memcallback.report.tags import flat
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
@@ -552,7 +553,9 @@ def test_a_batch_size_is_replayed_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Prediction, "at", spy)
     monkeypatch.setattr(MemoryRecorder, "report", lambda *_, **__: None)
-    monkeypatch.setattr(Monitor, "_write_report", lambda *_: None)
+    for name in ("first", "last"):
+        monkeypatch.setattr(Publisher, name, lambda *_, **__: None)
+    monkeypatch.setattr(Monitor, "_make_report", lambda *_: None)
     sizes = [8, 8, 5, 5, 8, 5, 8]
     data = DataLoader(
         [

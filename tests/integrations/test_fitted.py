@@ -2,7 +2,7 @@
 
 import pytest
 
-from memcallback.batch_size.advice import BatchSizeBounds
+from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.fitted import BatchSizeSearch, FittedBatchSize, Trial
 from memcallback.core.units import MiB
 

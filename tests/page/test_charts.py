@@ -60,6 +60,20 @@ def test_a_line_chart_has_its_marks_and_ticks():
     assert ">20<" in html
 
 
+def test_the_largest_is_named_below_the_capacity_and_the_present_size_above_the_curve():
+    html = LineChart(
+        lines=[Line(name="peak", points=[(1, GiB), (90, 30 * GiB)], kind="allocated")],
+        x_name="samples per batch",
+        marks=[
+            Mark(name="now", x=64, num_bytes=21 * GiB, kind="now"),
+            Mark(name="largest", x=69, num_bytes=23 * GiB, kind="good"),
+        ],
+        capacity_bytes=24 * GiB,
+    ).html()
+    assert 'class="label above now"' in html
+    assert 'class="label below good"' in html
+
+
 def test_categories_add_up():
     html = CategoryBars({Category.PARAMETER: 3 * MiB, Category.ACTIVATION: 9 * MiB}).html()
     assert html.index("activations") < html.index("parameters")

@@ -5,7 +5,8 @@ from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcallback.batch_size.estimate import TracedPeak, estimate, suggest
+from memcallback.batch_size.estimate import estimate, suggest
+from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB, round_up

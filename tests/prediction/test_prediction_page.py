@@ -56,6 +56,7 @@ def timeline(prediction, **options):
         prediction.device,
         prediction.settings,
         prediction.origin_of,
+        lambda alloc: "loss_of, train.py:12",
         is_unlimited=not prediction.fits,
         **options,
     )
@@ -123,6 +124,24 @@ def test_repeated_layers_share_a_box_and_the_loss_is_named_by_its_function(predi
     assert "head" in names
     assert any(re.fullmatch(r"loss_of, .*test_prediction_page\.py:\d+", name) for name in names)
     assert not any("root" in name for name in names)
+
+
+def test_a_page_marks_the_largest_batch_size_that_it_is_given(prediction):
+    assert "largest 300: " in prediction.page(largest=300).html()
+    assert f"largest {prediction.largest_batch_size:,}: " in prediction.page().html()
+
+
+def test_the_loss_is_named_by_its_line_in_the_backward_pass_too(prediction):
+    moments = prediction.timeline().moments
+    (place,) = {one.where for one in moments if one.what == "_log_softmax_backward_data"}
+    assert re.fullmatch(r"in loss_of, .*test_prediction_page\.py:\d+", place)
+
+
+def test_data_of_a_cpu_without_a_capacity_do_not_say_that_it_fits(prediction):
+    assert prediction.to_dict()["fits"] is True
+    unknown = predict("cpu").to_dict()
+    assert unknown["fits"] is None
+    assert unknown["fits_without_retry"] is None
 
 
 def test_a_page_begins_with_the_answer(prediction):

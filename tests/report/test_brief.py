@@ -9,7 +9,7 @@ import pytest
 from hand_made import law
 from hand_made import prediction as traced
 
-from memcallback.batch_size.advice import BatchSizeBounds
+from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.types import Category, Kind, Phase

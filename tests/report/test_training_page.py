@@ -37,3 +37,11 @@ def test_a_warning_comes_first_once_with_the_peaks_of_all_steps():
     assert page.verdict.count("Memory grows from step to step.") == 1
     assert page.is_good is False
     assert page.sections[0].title == "Peaks over the training"
+
+
+def test_of_a_warning_the_first_sentence_stands_out_from_the_others():
+    page = made(warnings=["Memory grows. At this rate the device is full soon. Keep numbers."])
+    assert page.verdict[:2] == (
+        "Memory grows.",
+        "At this rate the device is full soon. Keep numbers.",
+    )

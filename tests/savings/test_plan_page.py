@@ -4,7 +4,7 @@ import re
 
 from memcallback.core.units import GiB
 from memcallback.savings.plan import Plan, PlanRow, SavingGroup
-from memcallback.savings.plan_page import plan_sections, savings_section
+from memcallback.savings.plan_page import plan_sections, savings_section, way_out
 
 
 def row(saving, size, group, **values):
@@ -56,3 +56,15 @@ def test_a_plan_shows_the_savings_that_help_and_none_shows_nothing():
     assert "checkpoint 6 blocks" in html
     assert "does not help" not in html
     assert list(plan_sections(None)) == []
+
+
+def test_the_way_out_is_a_batch_size_or_the_mildest_saving_that_fits():
+    sgd = row("SGD", 2 * GiB, SavingGroup.CHANGES_TRAINING, fits=True)
+    every = row("checkpoint 6 blocks", 5 * GiB, SavingGroup.SAME_RESULT, fits=True)
+    second = row("checkpoint every second block", 9 * GiB, SavingGroup.SAME_RESULT, fits=False)
+    assert way_out(25, [sgd, second, every]) == (
+        "To fit: batch size 25 or checkpoint 6 blocks (5.00 GiB, same result).",
+    )
+    assert way_out(0, [second, sgd]) == ("To fit: SGD (2.00 GiB, changes the training).",)
+    assert way_out(1200, []) == ("To fit: batch size 1,200.",)
+    assert way_out(None, [second]) == ()

@@ -1,7 +1,10 @@
 """Into how many segments to cut, from what layers hold."""
 
+import pytest
+
 from memcallback.core.allocation_trace import Alloc, Free, PhaseEnd, PhaseStart
 from memcallback.core.types import Category, Phase
+from memcallback.savings.candidates import parts_text
 from memcallback.savings.segments import (
     LayerBytes,
     layer_bytes,
@@ -77,3 +80,24 @@ def test_together_small_ones_stay_whole_beside_a_large_one():
 def test_together_two_alike_are_cut_alike():
     layers = {"first": [LayerBytes(100, 10)] * 8, "second": [LayerBytes(100, 10)] * 8}
     assert segments_together(layers) == {"first": 8, "second": 8}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"model.h.{number}" for number in range(0, 11, 2)],
+        ["3", "4", "5"],
+        ["blocks.0", "blocks.2"],
+        ["blocks.0", "blocks.1", "blocks.3"],
+        ["a.0", "b.1", "a.2"],
+        ["layers.0", "layers.1", "head"],
+    ],
+)
+def test_a_line_to_paste_names_the_same_modules_as_a_range_or_one_by_one(names):
+    assert eval(parts_text(names)) == names
+    assert len(parts_text(names)) <= max(len(str(names)), 60)
+
+
+def test_a_line_to_paste_keeps_the_number_of_segments():
+    parts = {"a.0": 2, "a.1": 2, "a.2": 2}
+    assert parts_text(parts) == str(parts)

@@ -1,4 +1,4 @@
-"""The CTC loss, whose tables are as long as the longest target: values decide how long.
+"""The CTC loss. Its tables are as long as the longest target, which only values say.
 
 `ctc_loss` follows ATen/native/LossCTC.cpp, `ctc_forward` cuda/LossCTC.cu; the kernel rule of the
 backward pass is in `kernels.loss`.

@@ -234,7 +234,8 @@ class _Suspect:
             others = f" {count} other tensors grow with it, {size}."
         full = ""
         if free_bytes is not None:
-            num_steps = int(free_bytes / self.bytes_per_step)
+            # Of an estimate two digits.
+            num_steps = int(float(f"{free_bytes / self.bytes_per_step:.2g}"))
             full = f" At this rate the device is full in about {num_steps:,} steps."
         if self.keeps_graph:
             rule = "Tensors that keep their autograd graph are needed for one step only."

@@ -9,7 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FrameType, TracebackType
 
 import torch
@@ -23,15 +23,15 @@ from memcallback.core.visible import visible_name
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.devices.memory import device_memory
 from memcallback.devices.usage import processes_on
-from memcallback.diagnose.out_of_memory.observer import AllocatorFailure, last_failure
-from memcallback.diagnose.out_of_memory.report import (
-    NUM_TENSORS,
+from memcallback.diagnose.out_of_memory.context import OomContext
+from memcallback.diagnose.out_of_memory.observer import AllocatorFailure
+from memcallback.diagnose.out_of_memory.parts import (
     OomLocation,
     OomMemoryState,
     OomTensor,
-    OutOfMemoryReport,
     PredictedPeak,
 )
+from memcallback.diagnose.out_of_memory.report import NUM_TENSORS, OutOfMemoryReport
 from memcallback.diagnose.out_of_memory.traced_lines import line_of_node, lines_of_saved
 from memcallback.diagnose.tensors.live import LiveTensor, live_tensors
 from memcallback.diagnose.tensors.variables import variables
@@ -52,35 +52,6 @@ _CATEGORY_NAMES = {
     Category.ACTIVATION: "saved for the backward pass",
     None: "other tensors",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class OomContext:
-    """What is known of a program in which memory ran out.
-
-    Attributes:
-        device: The device that is recorded.
-        modules: The models.
-        optimizers: The optimizers.
-        batch: The batch; None if unknown.
-        batch_size: Samples in it; None if unknown.
-        phase: What was running, in words, such as `forward pass` or `validation`.
-        step: The number of the training step, from 1; None outside of one.
-        prediction: The prediction of that step, at any batch size; None if there is none.
-        rank: The rank of this process; None in a job of one process.
-        failure: The allocator's last failure; None if there was none.
-    """
-
-    device: torch.device
-    modules: Sequence[torch.nn.Module] = ()
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    batch: object = None
-    batch_size: int | None = None
-    phase: str = ""
-    step: int | None = None
-    prediction: StepPrediction | None = None
-    rank: int | None = None
-    failure: AllocatorFailure | None = field(default_factory=last_failure)
 
 
 def explain(error: BaseException, context: OomContext) -> OutOfMemoryReport:

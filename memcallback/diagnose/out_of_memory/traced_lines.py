@@ -1,4 +1,4 @@
-"""Lines of the program behind what an out-of-memory error found, looked up in the traced step.
+"""Finds, in the traced step, the lines that made the tensors of an out-of-memory report.
 
 An error says which autograd node or which saved tensor is concerned, but not which line of the
 forward pass made it. The trace has the line of every allocation.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
+from memcallback.batch_size.bounds import BatchSizeBounds
+from memcallback.core.errors import fail_safe, faults_as_warnings
 from memcallback.core.files import inside, place_of
-from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.phase_spans import (
     begin_backward,
     begin_update,
@@ -27,13 +25,11 @@ from memcallback.core.phase_spans import (
 from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
-from memcallback.devices.local import local_memory, resolve
-from memcallback.integrations.lightning.trainer.savings import (
-    TrainerSavings,
-    compare_savings,
-    device_to_compare_on,
-    warn_not_compared,
-)
+from memcallback.devices.local import resolve
+from memcallback.diagnose.out_of_memory.context import OomContext
+from memcallback.integrations.lightning.callback_base import Callback
+from memcallback.integrations.lightning.trainer.comparison import Compared, comparer
+from memcallback.integrations.lightning.trainer.savings import TrainerSavings
 from memcallback.integrations.lightning.trainer.state import (
     is_logging_step,
     print_beside,
@@ -48,45 +44,23 @@ from memcallback.integrations.lightning.trainer.step import (
     step_of,
 )
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.predict_or_warn import device_or_error
-from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.record.dataset_bounds import bounds_of
-from memcallback.record.monitor import Monitor, sample_interval
+from memcallback.prediction.prediction import StepPrediction
+from memcallback.record.monitor import Monitor
 from memcallback.record.oom_response import explain_or_warn, is_new_shortage, respond
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
+from memcallback.record.sampling import sample_interval
 from memcallback.record.settings import MonitorSettings
-from memcallback.report.console import BRIEF, FULL, Console
-from memcallback.report.plots.what_if import what_if_bars
+from memcallback.report.console import BRIEF, Console
 from memcallback.report.report import Report
-from memcallback.report.tags import WHAT_IF_IMAGE_TAG, WHAT_IF_TAG
 from memcallback.savings.checkpointing import CheckpointOption
 from memcallback.savings.plan import Plan
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
-
     from memcallback.batch_size.fitted import FittedBatchSize
-    from memcallback.diagnose.out_of_memory.explain import OomContext
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-else:
-    # The two packages are the same code with unrelated classes, and a Trainer may refuse a callback
-    # of the other package. A program uses one of them: the one it has imported. If it has imported
-    # neither yet, the class derives from both, as far as they are installed.
-    _names = ("lightning.pytorch", "pytorch_lightning")
-    _bases = [sys.modules[name].Callback for name in _names if name in sys.modules]
-    for _name in () if _bases else _names:
-        with suppress(Exception):  # one of the two may be missing or broken
-            _bases.append(import_module(_name).Callback)
-    if not _bases:
-        raise ModuleNotFoundError(
-            "MemoryCallback needs Lightning: pip install lightning. MemoryRecorder works without "
-            "it."
-        )
-    Callback = type("Callback", tuple(_bases), {})
-
 
 #: What a saving that cannot be applied to this Trainer or module raises when a fit begins.
 _USER_ERRORS = (ValueError, TypeError)
@@ -216,7 +190,7 @@ class MemoryCallback(Callback):
             oom_snapshot=oom_snapshot,
             verbose=verbose,
         )
-        self._compares_savings = what_if
+        self._tries_savings = what_if
         self._per_module = per_module
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
@@ -298,22 +272,10 @@ class MemoryCallback(Callback):
         from memcallback.integrations.lightning.fit.settings import FitSettings
 
         self.fitted = None
-        console = self._console(pl_module)
         settings = FitSettings(
             capacity_bytes=self._settings.capacity_bytes, headroom=self._settings.headroom
         )
-        try:
-            self.fitted = fit_in_place(trainer, pl_module, settings, console.say)
-        except ENDS as error:  # also the step's own, which training will meet again
-            raise_if_meant(error)
-            warn_and_go_on(
-                "No batch size was found, and training goes on with the size as it is. "
-                f"{type(error).__name__}: {error}"
-            )
-        if self.fitted is not None:
-            if self._settings.verbose < FULL:
-                console.say("\n".join([self.fitted.sentence(), *self.fitted.notes]))
-            console.say(self.fitted.to_text(), level=FULL)
+        self.fitted = fit_in_place(trainer, pl_module, settings, self._console(pl_module))
 
     @fail_safe
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -355,7 +317,7 @@ class MemoryCallback(Callback):
             is_main=trainer.is_global_zero,
             loggers=trainer.loggers,
             progress=lambda: progress_of(trainer),
-            bounds=bounds_of(trainer.train_dataloader, trainer.world_size),
+            bounds=BatchSizeBounds.of_loader(trainer.train_dataloader, trainer.world_size),
             complete=lambda report: self._complete(report, trainer.accumulate_grad_batches),
         )
 
@@ -368,48 +330,28 @@ class MemoryCallback(Callback):
         """Begin to predict the first step, with and without savings."""
         assert self.recorder is not None
         assert self._monitor is not None
-        monitor, device = self._monitor, self.recorder.meter.device
         make_step = self._maker_of_step(trainer, pl_module, batch)
-        spec, headroom = device_or_error(device), self._settings.headroom
-        compared: Device | None = None
-        if self._compares_savings:
-            try:
-                compared = device_to_compare_on(device, self._settings.capacity_bytes)
-            except Exception as error:  # drivers fail in many ways, and training goes on
-                warn_not_compared(error)
-        memory = local_memory(compared) if compared is not None else None
-
-        def more(
-            prediction: StepPrediction | None, say: Callable[[str], None]
-        ) -> tuple[Prediction | None, Plan | None]:
-            without = plan = None
-            if isinstance(prediction, Prediction):
-                without = self._savings.predict_without(make_step, spec)
-            if compared is not None:
-                plan = compare_savings(
-                    make_step, device=compared, memory=memory, headroom=headroom, say=say
-                )
-            return without, plan
-
-        monitor.begin(
+        self._monitor.begin(
             make_step,
             model=pl_module,
             batch=batch,
-            more=more,
-            on_predicted=lambda _, results: self._on_predicted(trainer, pl_module, results),
+            more=comparer(
+                make_step,
+                self.recorder.meter.device,
+                self._savings,
+                self._settings,
+                tries_savings=self._tries_savings,
+            ),
+            on_predicted=lambda _, results: self._on_predicted(trainer, results),
         )
 
-    def _on_predicted(self, trainer: Any, pl_module: Any, results: Any) -> None:
+    def _on_predicted(self, trainer: Any, results: Compared | None) -> None:
         """Keep and show what was computed with the prediction; nothing if that failed."""
         if results is None:
             return
         self._savings.prediction_without, self.plan = results
-        monitor = self._monitor
-        if self.plan is not None and monitor is not None and monitor.writers is not None:
-            number = step_number(trainer)
-            self._console(pl_module).say(self.plan.to_text(), level=FULL)
-            monitor.writers.log_text(WHAT_IF_TAG, self.plan.document(), number)
-            monitor.writers.log_image(WHAT_IF_IMAGE_TAG, number, what_if_bars, self.plan)
+        if self.plan is not None and self._monitor is not None:
+            self._monitor.publisher.plan(self.plan, step_number(trainer))
 
     def _maker_of_step(
         self, trainer: Any, pl_module: Any, batch: Any
@@ -532,16 +474,12 @@ class MemoryCallback(Callback):
             return
 
         # Before training, in a test, in a prediction: nothing is recorded.
-        def context() -> OomContext:
-            from memcallback.diagnose.out_of_memory.explain import OomContext
-
-            return OomContext(
-                device=trainer.strategy.root_device,
-                modules=[pl_module],
-                phase=stage_of(trainer),
-                rank=rank_here(),
-            )
-
+        context = OomContext(
+            device=trainer.strategy.root_device,
+            modules=[pl_module],
+            phase=stage_of(trainer),
+            rank=rank_here(),
+        )
         report = explain_or_warn(error, context)
         if report is not None:
             self.out_of_memory = respond(

@@ -1,4 +1,4 @@
-"""without_modes(): sets aside the modes of the user's that see each operator or function."""
+"""without_modes(): sets aside the user's own dispatch and function modes."""
 
 from __future__ import annotations
 

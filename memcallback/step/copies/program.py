@@ -1,4 +1,4 @@
-"""untouched_program(): gives the global variables of a program back what they held."""
+"""untouched_program(): restores the values of a program's global variables."""
 
 from __future__ import annotations
 

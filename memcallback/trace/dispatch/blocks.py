@@ -1,4 +1,4 @@
-"""Block: what one batch has recorded, to be compared with another batch and repeated."""
+"""Block: the allocations of one batch, to be compared with those of another batch and repeated."""
 
 from __future__ import annotations
 

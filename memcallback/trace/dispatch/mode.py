@@ -54,18 +54,6 @@ from memcallback.trace.dispatch.values import KnownValues
 from memcallback.trace.dispatch.work import num_flops, sent_bytes
 
 _aten = torch.ops.aten
-#: Operators with a result that does not fill its storage.
-_PARTIAL = frozenset(
-    getattr(getattr(_aten, name), overload)
-    for name in (
-        "bartlett_window",
-        "blackman_window",
-        "hamming_window",
-        "hann_window",
-        "kaiser_window",
-    )
-    for overload in getattr(_aten, name).overloads()
-)
 _DEVICE = torch.ops.prim.device.default
 _READ = _aten._local_scalar_dense.default
 #: Operators that take real tensors: those that make a fake of one, and the one that reads a value.
@@ -378,7 +366,8 @@ class TraceMode(FakeTensorMode):
             raise DynamicOutputShapeException(func)
         result = result_without_fake(call)
         if result is None:
-            result = self._cached_result(call, types)
+            run = partial(self.dispatch, call.op, types, call.args, call.kwargs)
+            result = _OUTPUTS.result(self, call, run)
         if is_collective(call.operator):
             self.in_flight.begun(call.args[0])
             result = with_result(result)
@@ -386,23 +375,6 @@ class TraceMode(FakeTensorMode):
             with no_dispatch():
                 result = func(*call.args, **{**call.kwargs, "device": torch.device("cpu")})
             result = self.fake_tensor_converter.from_real_tensor(self, result, make_constant=True)
-        return result
-
-    def _cached_result(self, call: OpCall, types: Sequence[type]) -> Any:
-        """Run the fake kernel, unless an equal call has run before."""
-        func, args, kwargs = call.op, call.args, call.kwargs
-        asked = _OUTPUTS.ask(func, args, kwargs)
-        if asked is not None and (recalled := _OUTPUTS.recall(self, *asked)) is not None:
-            return recalled[0]
-        # PyTorch's cache forgets the unused part of a storage (windows of a spectrum).
-        was_enabled = self.cache_enabled
-        self.cache_enabled = was_enabled and func not in _PARTIAL
-        try:
-            result = self.dispatch(func, types, args, kwargs)
-        finally:
-            self.cache_enabled = was_enabled
-        if asked is not None:
-            _OUTPUTS.remember(*asked, result)
         return result
 
     def _read_value(self, call: OpCall) -> object:

@@ -7,13 +7,14 @@ numbers, and plain values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memcallback.core.torch_private import FakeTensor, FakeTensorMode, is_zero_tensor, storage_id
+from memcallback.cuda.op_call import OpCall
 
 _CPU = torch.device("cpu")
 _PLAIN = frozenset(
@@ -31,6 +32,18 @@ _PLAIN = frozenset(
 )
 #: Tags of operators whose result depends on values, or that change the shape of an argument.
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+#: Operators with a result that does not fill its storage.
+_PARTIAL = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in (
+        "bartlett_window",
+        "blackman_window",
+        "hamming_window",
+        "hann_window",
+        "kaiser_window",
+    )
+    for overload in getattr(torch.ops.aten, name).overloads()
+)
 #: The cache is emptied when it has this many entries.
 _MAX_ENTRIES = 100_000
 
@@ -59,10 +72,25 @@ class OutputCache:
         self._entries: dict[tuple[object, ...], tuple[type | None, tuple[_Recipe | None, ...]]] = {}
         self._is_known: dict[Any, bool] = {}
 
-    def ask(
-        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[tuple[object, ...], list[FakeTensor]] | None:
+    def result(self, mode: FakeTensorMode, call: OpCall, run: Callable[[], Any]) -> Any:
+        """The result of a call: the cached one, else what `run` returns with the fake kernel."""
+        asked = self._ask(call)
+        if asked is not None and (recalled := self._recall(mode, *asked)) is not None:
+            return recalled[0]
+        # PyTorch's cache forgets the unused part of a storage (windows of a spectrum).
+        was_enabled = mode.cache_enabled
+        mode.cache_enabled = was_enabled and call.op not in _PARTIAL
+        try:
+            result = run()
+        finally:
+            mode.cache_enabled = was_enabled
+        if asked is not None:
+            self._remember(*asked, result)
+        return result
+
+    def _ask(self, call: OpCall) -> tuple[tuple[object, ...], list[FakeTensor]] | None:
         """The key of a call and its tensors; None for a call that is not cached."""
+        func = call.op
         is_known = self._is_known.get(func)
         if is_known is None:
             is_known = self._is_known[func] = not any(tag in func.tags for tag in _TAGS)
@@ -71,13 +99,13 @@ class OutputCache:
         tensors: list[FakeTensor] = []
         key: list[object] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         try:
-            key += [_key_of(value, tensors) for value in args]
-            key += [(name, _key_of(value, tensors)) for name, value in kwargs.items()]
+            key += [_key_of(value, tensors) for value in call.args]
+            key += [(name, _key_of(value, tensors)) for name, value in call.kwargs.items()]
         except _NotCacheable:
             return None
         return tuple(key), tensors
 
-    def recall(
+    def _recall(
         self, mode: FakeTensorMode, key: tuple[object, ...], tensors: list[FakeTensor]
     ) -> tuple[object] | None:
         """The cached result in a tuple of one; None if there is none."""
@@ -90,7 +118,9 @@ class OutputCache:
             return (outputs[0] if outputs else None,)
         return (kind(outputs),)
 
-    def remember(self, key: tuple[object, ...], tensors: list[FakeTensor], outputs: object) -> None:
+    def _remember(
+        self, key: tuple[object, ...], tensors: list[FakeTensor], outputs: object
+    ) -> None:
         """Cache the result of a call, if it can be made again."""
         if outputs is None:
             kind, results = None, []

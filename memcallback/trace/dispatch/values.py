@@ -161,7 +161,7 @@ class KnownValues:
         return tree_map_only(torch.device, lambda _: _CPU, arguments)
 
     def _own_generator(self, generator: torch.Generator) -> torch.Generator:
-        """A generator of the trace's own, which begins as the user's stands."""
+        """The trace's own generator, which starts from the state of the user's."""
         if id(generator) not in self._generators:
             self._generators[id(generator)] = generator, generator.clone_state()
         return self._generators[id(generator)][1]

@@ -1,4 +1,4 @@
-"""The state in Python that a step can read, to know whether one batch left it as it found it."""
+"""Detects whether a batch has changed the Python objects that a step can read."""
 
 from __future__ import annotations
 

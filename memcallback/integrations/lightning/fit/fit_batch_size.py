@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from memcallback.batch_size.fitted import FittedBatchSize
+from memcallback.core.errors import warn_and_go_on
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.units import parse_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.diagnose.out_of_memory.errors import release_memory
@@ -16,14 +16,19 @@ from memcallback.integrations.lightning.fit.run_state import RunState
 from memcallback.integrations.lightning.fit.search import FitSearch
 from memcallback.integrations.lightning.fit.settings import FitSettings
 from memcallback.integrations.lightning.fit.signals import ended_by_sigterm
-from memcallback.integrations.lightning.trainer.state import as_callback, lightning_of, quiet_logger
+from memcallback.integrations.lightning.trainer.package import (
+    as_callback,
+    lightning_of,
+    of_lightning,
+    write_nowhere_else,
+)
+from memcallback.report.console import FULL, Console
 from memcallback.step.copies.fakes import untouched_globals
 from memcallback.step.lightning_private import (
     end_of_fit,
     forget_loaders,
     has_made_loaders,
     loader_sources,
-    set_root_folder,
 )
 
 #: Callbacks that do not affect memory, or that search something themselves.
@@ -109,7 +114,7 @@ def fit_batch_size(
         multiple_of=multiple_of,
         max_batch_size=max_batch_size,
     )
-    lightning = lightning_of(trainer)
+    callbacks = of_lightning(trainer, "callbacks")
     launcher = trainer.strategy.launcher
     if launcher is not None and "Subprocess" not in type(launcher).__name__:
         raise ValueError(
@@ -138,16 +143,12 @@ def fit_batch_size(
     finder = as_callback(trainer, Finder)(settings)
     try:
         with ended_by_sigterm(), state.trial(), tempfile.TemporaryDirectory() as folder:
-            unneeded = tuple(
-                getattr(import_module(f"{lightning}.callbacks"), name) for name in _UNNEEDED
-            )
+            unneeded = tuple(getattr(callbacks, name) for name in _UNNEEDED)
             trainer.callbacks = [
                 *(other for other in trainer.callbacks if not isinstance(other, unneeded)),
                 finder,
             ]
-            trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
-            trainer.profiler = import_module(f"{lightning}.profilers").PassThroughProfiler()
-            set_root_folder(trainer, folder)
+            write_nowhere_else(trainer, folder)
             trainer.fit(compiled, train_dataloaders, val_dataloaders, datamodule)
     finally:
         release_memory(device)
@@ -184,12 +185,33 @@ class Finder:
 
 
 def fit_in_place(
-    trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]
+    trainer: Any, module: Any, settings: FitSettings, console: Console
 ) -> FittedBatchSize | None:
-    """Find the batch size at the start of a fit, and set it; None inside `fit_batch_size`."""
+    """Find the batch size at the start of a fit, and set it; None inside `fit_batch_size`.
+
+    Also None, with a warning, if none is found.
+    """
     if any(isinstance(callback, Finder) for callback in trainer.callbacks):
         return None
-    fitted = FitSearch(trainer, module, settings, say).find()
+    try:
+        fitted = _search_in_place(trainer, module, settings, console)
+    except ENDS as error:  # also the step's own, which training will meet again
+        raise_if_meant(error)
+        warn_and_go_on(
+            "No batch size was found, and training goes on with the size as it is. "
+            f"{type(error).__name__}: {error}"
+        )
+        return None
+    if not console.shows(FULL):
+        console.say("\n".join([fitted.sentence(), *fitted.notes]))
+    console.say(fitted.to_text(), level=FULL)
+    return fitted
+
+
+def _search_in_place(
+    trainer: Any, module: Any, settings: FitSettings, console: Console
+) -> FittedBatchSize:
+    fitted = FitSearch(trainer, module, settings, console.say).find()
     _set_batch_size(fitted, module, trainer.datamodule)
     if fitted.train_dataloaders is not None:
         loader_sources(trainer).training.instance = fitted.train_dataloaders

@@ -11,14 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memcallback.batch_size.advice import BatchSizeBounds
-from memcallback.batch_size.estimate import (
-    Estimate,
-    PeakLine,
-    TracedPeak,
-    counted_peak,
-    estimate,
-)
+from memcallback.batch_size.bounds import BatchSizeBounds
+from memcallback.batch_size.estimate import Estimate, estimate
 from memcallback.batch_size.fitted import (
     BatchSizeSearch,
     FittedBatchSize,
@@ -26,6 +20,7 @@ from memcallback.batch_size.fitted import (
     Trial,
     nothing_fits,
 )
+from memcallback.batch_size.peaks import PeakLine, TracedPeak, counted_peak
 from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.memory import device_memory
@@ -51,7 +46,7 @@ from memcallback.integrations.lightning.fit.trial import (
     loaders_in,
     run,
 )
-from memcallback.integrations.lightning.trainer.state import as_callback
+from memcallback.integrations.lightning.trainer.package import as_callback
 from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION, step_of
 from memcallback.prediction.predict_or_warn import device_or_error, predict_or_warn
 from memcallback.prediction.prediction import Prediction, StepPrediction

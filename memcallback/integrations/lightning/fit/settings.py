@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from memcallback.batch_size.estimate import check_headroom
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE, whole_number
 from memcallback.devices.catalogue import CONTEXT_BYTES
 from memcallback.devices.memory import device_memory, usable_bytes
-from memcallback.integrations.lightning.trainer.state import lightning_of
+from memcallback.integrations.lightning.trainer.package import of_lightning
 
 #: How to give a limit, for error texts; the callback has no argument for it.
 GIVE_LIMIT = (
@@ -220,5 +219,5 @@ def _accumulations(trainer: Any) -> set[int]:
 
 def _callback_classes(trainer: Any, *names: str) -> tuple[Any, ...]:
     """Callback classes of the Trainer's package."""
-    module = import_module(f"{lightning_of(trainer)}.callbacks")
+    module = of_lightning(trainer, "callbacks")
     return tuple(getattr(module, name) for name in names)

@@ -9,7 +9,6 @@ everything afterwards, these attributes too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from memcallback.integrations.lightning.fit.loaders import (
     resized,
 )
 from memcallback.integrations.lightning.fit.settings import GIVE_LIMIT
-from memcallback.integrations.lightning.trainer.state import lightning_of, quiet_logger
+from memcallback.integrations.lightning.trainer.package import write_nowhere_else
 from memcallback.step.batch import infer_batch_size
 from memcallback.step.holdings import holdings
 from memcallback.step.lightning_private import (
@@ -34,7 +33,6 @@ from memcallback.step.lightning_private import (
     forget_loaders,
     loader_sources,
     run_loop,
-    set_root_folder,
 )
 
 #: A trial ends after so many epochs without a batch.
@@ -301,9 +299,7 @@ def run(
 def _isolate(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:
     """Remove what acts outside the process, and what would end or skip a part of the trial."""
     trainer.callbacks = [probe]
-    trainer.loggers = [quiet_logger(trainer, folder)] if trainer.loggers else []
-    trainer.profiler = import_module(f"{lightning_of(trainer)}.profilers").PassThroughProfiler()
-    set_root_folder(trainer, folder)
+    write_nowhere_else(trainer, folder)
     trainer.should_stop = False
     trainer.num_sanity_val_steps = (
         min(trainer.num_sanity_val_steps, num_updates) if probe.num_batches else 0

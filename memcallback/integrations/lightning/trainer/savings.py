@@ -1,24 +1,17 @@
-"""Memory savings of a Trainer: applies and undoes them, and predicts what they save."""
+"""Memory savings of a Trainer: applies and undoes them, and says what they save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
-
-import torch
 
 from memcallback.core.errors import reason_of, warn_and_go_on
 from memcallback.core.interruptions import ENDS, raise_if_meant
-from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.visible import visible_name
-from memcallback.devices.catalogue import Device, DeviceSpec, HostSpec
-from memcallback.devices.local import resolve
-from memcallback.devices.memory import cpu_memory
-from memcallback.integrations.lightning.trainer.state import lightning_of
-from memcallback.prediction.apart import report_progress
+from memcallback.devices.catalogue import Device
+from memcallback.integrations.lightning.trainer.package import of_lightning
 from memcallback.prediction.predict_or_warn import traced
 from memcallback.prediction.prediction import Prediction
 from memcallback.report.report import Report
@@ -30,7 +23,6 @@ from memcallback.savings.checkpointing import (
     checkpoint_option,
 )
 from memcallback.savings.mixed_precision import CountingGradScaler, check_precision
-from memcallback.savings.plan import Plan
 from memcallback.step.training_step import TrainingStep
 
 
@@ -104,7 +96,7 @@ class TrainerSavings:
                 f"{type(pl_module).__name__} steps its optimizers itself. Leave it out, and call "
                 "them every so many batches in training_step."
             )
-        scheduler_class = _of_lightning(trainer, "callbacks").GradientAccumulationScheduler
+        scheduler_class = of_lightning(trainer, "callbacks").GradientAccumulationScheduler
         has = ""
         if any(isinstance(callback, scheduler_class) for callback in trainer.callbacks):
             has = "a GradientAccumulationScheduler"
@@ -137,7 +129,7 @@ class TrainerSavings:
             self._scaler = CountingGradScaler(device_type, say=print_fn)
         else:
             self._scaler = None
-        strategy.precision_plugin = _of_lightning(trainer, "plugins.precision").MixedPrecision(
+        strategy.precision_plugin = of_lightning(trainer, "plugins.precision").MixedPrecision(
             precision, device_type, self._scaler
         )
         self._undo.append(lambda: setattr(strategy, "precision_plugin", before))
@@ -210,51 +202,3 @@ class TrainerSavings:
                 visible_name(name) or "(root module)" for name in self._checkpointing.names
             )
             yield f"Recomputed in the backward pass: {names} (checkpoint)."
-
-
-def device_to_compare_on(device: torch.device, capacity_bytes: int | None) -> Device:
-    """The training's device, with another capacity if one is given."""
-    if device.type == "cpu":
-        host_bytes = cpu_memory().capacity_bytes if capacity_bytes is None else capacity_bytes
-        return HostSpec(capacity_bytes=host_bytes)
-    here = resolve(device)
-    if capacity_bytes is None:
-        return here
-    assert isinstance(here, DeviceSpec)
-    # What others use of the device does not count against a capacity that was given.
-    return replace(here, capacity_bytes=capacity_bytes, local_index=None)
-
-
-def compare_savings(
-    make_step: Callable[[], TrainingStep],
-    *,
-    device: Device,
-    memory: DeviceMemory | None,
-    headroom: float,
-    say: Callable[[str], None],
-) -> Plan | None:
-    """Predict a Trainer's step with each saving; None, with a warning, if that fails."""
-    from memcallback.savings.what_if import plan_here
-
-    try:
-        progress = report_progress(lambda part: say(f"Trying savings: {part}."), of="predictions")
-        return plan_here(
-            make_step(), device=device, memory=memory, headroom=headroom, progress=progress
-        )
-    except ENDS as error:  # a model can fail on fake tensors, and training goes on
-        raise_if_meant(error)
-        warn_not_compared(error)
-        return None
-
-
-def warn_not_compared(error: BaseException) -> None:
-    """Say why no savings are compared."""
-    warn_and_go_on(
-        f"No savings could be tried. {reason_of(error)} MemoryCallback(what_if=False) leaves "
-        "them out."
-    )
-
-
-def _of_lightning(trainer: Any, module: str) -> Any:
-    """A module of the package of the Trainer: the classes of the two packages are unrelated."""
-    return import_module(f"{lightning_of(trainer)}.{module}")

@@ -1,10 +1,9 @@
-"""Reads a Trainer: its stage, progress, logging step and package."""
+"""Reads a Trainer: its stage, progress and logging step."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from memcallback.diagnose.health.growth import Progress
@@ -69,28 +68,3 @@ def print_beside(pl_module: Any) -> Callable[[str], None]:
         pl_module.print(text)
 
     return print_text
-
-
-def lightning_of(trainer: Any) -> str:
-    """The package of a Trainer: `lightning.pytorch` or `pytorch_lightning`."""
-    for kind in type(trainer).__mro__:
-        for name in ("lightning.pytorch", "pytorch_lightning"):
-            if kind.__module__.startswith(f"{name}."):
-                return name
-    raise TypeError(f"trainer must be a Lightning Trainer, got {type(trainer).__name__}.")
-
-
-def as_callback(trainer: Any, own: type) -> type:
-    """Derive a class of ours from the Callback of the Trainer's package.
-
-    The Trainer may refuse callbacks of the other package.
-    """
-    base = import_module(f"{lightning_of(trainer)}.callbacks").Callback
-    return type(own.__name__, (own, base), {})
-
-
-def quiet_logger(trainer: Any, folder: str) -> Any:
-    """A logger that logs nothing, with a temporary folder."""
-    base = import_module(f"{lightning_of(trainer)}.loggers.logger").DummyLogger
-    folders = dict.fromkeys(("save_dir", "log_dir", "root_dir"), property(lambda self: folder))
-    return type("QuietLogger", (base,), folders)()
