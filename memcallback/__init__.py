@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memcallback.core.errors import MemoryWarning, PredictionError
     from memcallback.core.module_table import ModuleTable
     from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
-    from memcallback.core.types import Category, Kind, Phase
+    from memcallback.core.types import Category, Kind, Phase, Stage
     from memcallback.core.units import format_bytes, parse_bytes
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
     from memcallback.diagnose.tensors.change import TensorChange
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from memcallback.savings.mixed_precision import amp
     from memcallback.savings.plan import Plan, PlanRow, SavingGroup
     from memcallback.savings.what_if import what_if
+    from memcallback.step.inference_step import InferenceStep
     from memcallback.step.ranks import Ranks
     from memcallback.step.training_step import TrainingStep
 
@@ -50,6 +51,7 @@ __all__ = [
     "Category",
     "DeviceMemory",
     "FittedBatchSize",
+    "InferenceStep",
     "Kind",
     "Layer",
     "LayerTable",
@@ -69,6 +71,7 @@ __all__ = [
     "PredictionError",
     "Ranks",
     "SavingGroup",
+    "Stage",
     "StepMemory",
     "TensorChange",
     "TensorDiff",
@@ -101,6 +104,7 @@ _DEFINED_IN = {
     "Category": "core.types",
     "DeviceMemory": "core.step_memory",
     "FittedBatchSize": "batch_size.fitted",
+    "InferenceStep": "step.inference_step",
     "Kind": "core.types",
     "Layer": "prediction.textbook.layer_table",
     "LayerTable": "prediction.textbook.layer_table",
@@ -120,6 +124,7 @@ _DEFINED_IN = {
     "PredictionError": "core.errors",
     "Ranks": "step.ranks",
     "SavingGroup": "savings.plan",
+    "Stage": "core.types",
     "StepMemory": "core.step_memory",
     "TensorChange": "diagnose.tensors.change",
     "TensorDiff": "diagnose.tensors.diff",

@@ -613,11 +613,11 @@ def test_a_page_that_cannot_be_written_is_an_error(tracing, capfd):
         ),
         (
             ["some_models:seven", "--device", "T4"],
-            "some_models:seven is an int, neither a TrainingStep nor a LightningModule. Name a",
+            "some_models:seven is an int, neither a TrainingStep nor an InferenceStep nor a ",
         ),
         (
             ["some_models:make_model", "--device", "T4"],
-            "returned a Sequential, neither a TrainingStep nor a LightningModule",
+            "returned a Sequential, neither a TrainingStep nor an InferenceStep nor a ",
         ),
         (
             ["some_steps:WithoutData", "--device", "T4"],
@@ -862,3 +862,16 @@ def test_without_torch_a_command_says_so_in_one_line(monkeypatch, capfd):
     assert err.count("\n") == 1
     assert err.startswith("memcallback: error: ")
     assert "torch" in err
+
+
+def test_a_function_may_return_a_forward_pass_alone(tmp_path, capsys):
+    (tmp_path / "serving.py").write_text(
+        "import torch\n"
+        "from memcallback import InferenceStep\n"
+        "def make_step():\n"
+        "    return InferenceStep(torch.nn.Linear(8, 4).eval(), torch.zeros(3, 8))\n"
+    )
+    assert main(["predict", "serving:make_step", "--device", "24GiB"]) == 0
+    assert capsys.readouterr().out.startswith("Memory of one inference step (batch size 3)")
+    assert main(["what-if", "serving:make_step", "--device", "24GiB"]) == 2
+    assert "must be a TrainingStep, got an InferenceStep" in capsys.readouterr().err

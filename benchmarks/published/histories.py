@@ -17,7 +17,7 @@ from torch import nn
 
 import memcallback as mc
 from memcallback.core.allocation_trace import Alloc
-from memcallback.prediction.steady_state import last_window
+from memcallback.prediction.steady_state import last_windows
 
 from .decoder import BATCH_SIZE, VOCABULARY, Decoder
 
@@ -129,8 +129,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
         )
         prediction = mc.predict(step_of(recording), device=recording.card)
         events = prediction.trace.at(BATCH_SIZE).events
-        window = last_window(events)
-        assert window is not None
+        window = last_windows(events)[-1]
         requests = [
             event.size_bytes
             for event in events[window.start : window.stop]

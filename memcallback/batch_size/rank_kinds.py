@@ -11,6 +11,7 @@ from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.prediction.predict import checked_step
 from memcallback.prediction.predict_here import Traces
+from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 
 #: As for `predict`.
@@ -21,7 +22,7 @@ AnyDevice = str | int | torch.device | Device | None
 class RankKind:
     """Ranks with the same step and device."""
 
-    step: TrainingStep
+    step: Step
     device: Device
     ranks: list[int]
 
@@ -44,7 +45,7 @@ class Job:
 
 
 def listed_devices(
-    step: TrainingStep, device: AnyDevice | Sequence[AnyDevice]
+    step: Step, device: AnyDevice | Sequence[AnyDevice]
 ) -> tuple[list[Device], bool]:
     """The devices, and whether a list of them was given."""
     ranks = checked_step(step).ranks
@@ -63,7 +64,7 @@ def listed_devices(
     return [resolve(named) for named in listed], is_list
 
 
-def job_of(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> Job:
+def job_of(step: Step, listed: Sequence[Device], *, is_list: bool) -> Job:
     """The kinds of ranks to predict, so that every rank is covered."""
     ranks = step.ranks
     devices = dict(enumerate(listed))
@@ -74,6 +75,7 @@ def job_of(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> Jo
             is_sure=is_list,
             num_microbatches=1,
         )
+    assert isinstance(step, TrainingStep)  # others have no ranks
     num_microbatches, unlike, num_together = (
         ranks.num_microbatches,
         ranks.unlike,
@@ -96,7 +98,7 @@ def job_of(step: TrainingStep, listed: Sequence[Device], *, is_list: bool) -> Jo
     )
 
 
-def _kinds_of(steps: Mapping[int, TrainingStep], devices: Mapping[int, Device]) -> list[RankKind]:
+def _kinds_of(steps: Mapping[int, Step], devices: Mapping[int, Device]) -> list[RankKind]:
     """Groups ranks by step and device; a rank without a step of its own has the first one."""
     kinds: list[RankKind] = []
     first = next(iter(steps.values()))

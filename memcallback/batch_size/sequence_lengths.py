@@ -11,15 +11,13 @@ import torch
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import described
 from memcallback.step.copies.fakes import untouched_globals
-from memcallback.step.training_step import TrainingStep
+from memcallback.step.step import Step
 
 #: Most buckets into which lengths are sorted; nobody reads more batch sizes.
 _NUM_BUCKETS = 8
 
 
-def sequence_lengths_of(
-    source: Iterable[object], step: TrainingStep
-) -> tuple[tuple[int, ...], bool]:
+def sequence_lengths_of(source: Iterable[object], step: Step) -> tuple[tuple[int, ...], bool]:
     """How long sequences can be: the numbers themselves, or those of a data loader's batches.
 
     The sequences of a batch are as long as its tensors are where those of the step's own batch are
@@ -62,11 +60,11 @@ def _untouched_generators(loader: object) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _length_of(batch: object, step: TrainingStep) -> int:
+def _length_of(batch: object, step: Step) -> int:
     if step.sequence_length is None:
         raise ValueError(
             f"sequence_lengths has batches ({described(batch)}), and the step does not say which "
-            "dimensions of its own are the sequences. Give TrainingStep(..., sequence_length=...): "
+            "dimensions of its own are the sequences. Give the step sequence_length=...: "
             "how long those of its batch are."
         )
     own, shapes = ([tensor.shape for tensor in tensors_in(nest)] for nest in (step.batch, batch))

@@ -24,6 +24,7 @@ from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
 from memcallback.step.holdings import bucket_bytes
+from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 
 #: How often a batch size is estimated, each time from a trace at the size before.
@@ -31,7 +32,7 @@ _MAX_ESTIMATES = 3
 
 
 def suggest_batch_size(
-    step: TrainingStep,
+    step: Step,
     *,
     device: AnyDevice | Sequence[AnyDevice] = None,
     headroom: float = DEFAULT_HEADROOM,
@@ -59,7 +60,7 @@ def suggest_batch_size(
     pipeline, the number of its copies is unknown: give it as `world_size`, by default one.
 
     Args:
-        step: The step.
+        step: The step, a `TrainingStep` or an `InferenceStep`.
         device: As for `predict`; or a list with the device of each rank. Memory that others use now
             on a device of this machine is left to them.
         headroom: The fraction of the capacity to keep free, at least 0 and below 1.
@@ -163,7 +164,7 @@ class _Wanted:
 
 
 def _suggest(
-    step: TrainingStep,
+    step: Step,
     devices: Sequence[Device],
     wanted: _Wanted,
     progress: TraceProgress,
@@ -226,7 +227,8 @@ def _for_one(
     progress(num_traces, num_traces + 1)
     memory = next(memory for spec, memory in wanted.memory if spec == device)
     outside = used_by_others_bytes(prediction.device, memory)
-    buckets_bytes = bucket_bytes(step.model) if bounds.world_size > 1 and step.ranks is None else 0
+    has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
+    buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
     if measured is not None:
         _check_measured(measured, prediction)
 
@@ -292,7 +294,7 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
 
 def _verified(
     estimate: Estimate,
-    step: TrainingStep,
+    step: Step,
     prediction: Prediction,
     estimate_of: Callable[[Prediction], Estimate | None],
 ) -> Estimate:

@@ -1,4 +1,4 @@
-"""The commands about a training step: predict, suggest, what-if, export."""
+"""The commands about a step: predict, suggest, what-if, export."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def add_predict(commands: Any) -> None:
     """Add `predict` with its arguments."""
     parser = commands.add_parser(
         "predict",
-        help="the memory of a training step on any card, without a GPU",
-        description="Predict the memory of a training step, allocated and reserved, phase by "
-        "phase. No GPU is needed.",
+        help="the memory of a training or inference step on any card, without a GPU",
+        description="Predict the memory of a training or inference step, allocated and reserved, "
+        "phase by phase. No GPU is needed.",
     )
     add_step(parser)
     add_size_of_batch(parser)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memcallback.core.types import Category, Phase
+from memcallback.core.types import Category, Phase, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,13 @@ class PhaseEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """A training step begins: one call of the loop's body with one batch."""
+    """A step begins: one call of the loop's body with one batch.
+
+    Attributes:
+        stage: What it is a step of.
+    """
+
+    stage: Stage = Stage.TRAINING
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memcallback.core.document import Document, Printable, Table
-from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Kind, Phase
+from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Kind, Phase, Stage
 from memcallback.core.units import format_bytes
 
 #: Columns of a table of phases.
@@ -121,7 +121,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory(Printable):
-    """The memory of one training step: one call of the loop's body with one batch.
+    """The memory of one step: one call of the loop's body with one batch.
 
     Attributes:
         kind: Measured or predicted.
@@ -136,6 +136,7 @@ class StepMemory(Printable):
         num_optimizer_updates: Updates inside; 0 with an optimizer phase means a skipped step
             (GradScaler after an overflow); None if unknown.
         is_interrupted: An exception ended it.
+        stage: What it is a step of.
     """
 
     kind: Kind
@@ -147,6 +148,7 @@ class StepMemory(Printable):
     is_warm_up: bool = False
     num_optimizer_updates: int | None = None
     is_interrupted: bool = False
+    stage: Stage = Stage.TRAINING
 
     def to_table(self) -> Table:
         """One row for each phase in order; with reserved memory if it is known."""
@@ -154,8 +156,8 @@ class StepMemory(Printable):
         size = "unknown" if self.batch_size is None else self.batch_size
         columns = PHASE_COLUMNS if self.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
         return Table(
-            title=f"Memory of one training step ({kind}batch size {size}) on {self.device_name}\n"
-            f"{self.kind.value} by {self.source}",
+            title=f"Memory of one {self.stage.label} ({kind}batch size {size}) on "
+            f"{self.device_name}\n{self.kind.value} by {self.source}",
             columns=columns,
             rows=tuple(window.row(window.label)[: len(columns)] for window in self.windows),
         )

@@ -1,4 +1,4 @@
-"""The enums that all folders use: Phase, Category, Kind."""
+"""The enums that all folders use: Phase, Stage, Category, Kind."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ class Phase(Enum):
     def label(self) -> str:
         """The phase in words, such as `optimizer step`."""
         return self.value.replace("_", " ")
+
+
+class Stage(Enum):
+    """What a step is a part of: a training, or one of the runs that have a forward pass alone."""
+
+    TRAINING = "training"
+    INFERENCE = "inference"
+    VALIDATION = "validation"
+    TEST = "test"
+    PREDICTION = "prediction"
+    GENERATION = "generation"
+
+    @property
+    def label(self) -> str:
+        """A step of it in words, such as `training step`."""
+        return f"{self.value} step"
 
 
 class Category(Enum):

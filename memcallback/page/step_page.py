@@ -1,4 +1,4 @@
-"""step_page(): the page of a training step, its sections in the order in which they are read."""
+"""step_page(): the page of a step, its sections in the order in which they are read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def step_page(
     title: str,
     verdict: Sequence[str],
     *,
+    label: str,
     is_good: bool | None,
     timeline: Timeline,
     tree: Node,
@@ -28,7 +29,7 @@ def step_page(
     """The verdict, the step, its peak, the batch size, further sections, and what was assumed."""
     sections = [
         Section(
-            title="One training step",
+            title=label,
             note=f"{timeline.num_allocations:,} allocations in order, stacked by category",
             parts=[timeline],
         ),

@@ -14,6 +14,7 @@ from functools import cached_property
 from memcallback.core.allocation_trace import AllocationTrace
 from memcallback.core.kernel import AllocationSource, Kernel, KernelCall
 from memcallback.core.validation import whole_number
+from memcallback.trace.growth import traced_id
 from memcallback.trace.traced_step import (
     SAMPLES,
     TracedStep,
@@ -195,6 +196,13 @@ class BatchTrace:
         """Whether a larger batch needs more of anything."""
         return any(rise > 0 for rise in (*(self.slopes or ()), *(self.curvatures or ())))
 
+    def thinned(self) -> BatchTrace:
+        """The same with some of the tokens of a generation, for a search in less time."""
+        if not self.traced.growths:
+            return self
+        exceptions = {size: trace.thinned() for size, trace in self.exceptions.items()}
+        return replace(self, traced=self.traced.thinned(), exceptions=exceptions)
+
     def at(self, batch_size: int) -> AllocationTrace:
         """The trace at a batch size."""
         batch_size = whole_number("batch_size", batch_size, SAMPLES)
@@ -202,22 +210,13 @@ class BatchTrace:
             return self.exceptions[batch_size].at(batch_size)
         more = batch_size - self.batch_size
         if not more and self.base is None:
-            return self.traced.trace
+            return self.traced.whole
         if more and self.slopes is None:
             raise UnknownBatchSize(
                 f"the step was traced at batch size {self.batch_size} alone, which says nothing of "
                 f"batch size {batch_size}: trace the step at that size"
             )
-        slopes = self.slopes or (0,) * len(self.numbers)
-        numbers = [
-            number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)
-        ]
-        if self.curvatures is not None:
-            pairs = more * (more - 1) // 2
-            numbers = [
-                number + pairs * curvature
-                for number, curvature in zip(numbers, self.curvatures, strict=True)
-            ]
+        numbers = self._numbers_at(more)
         for position in [
             position
             for position, number in enumerate(self.traced.numbers)
@@ -236,10 +235,32 @@ class BatchTrace:
             )
         return self.traced.with_numbers(numbers, self._answers)
 
+    def growth_bytes(self, batch_size: int) -> int | None:
+        """What each repetition (a token, a batch) adds to memory; None without repetitions."""
+        known = self.of(batch_size)
+        if not known.traced.growths:
+            return None
+        return known.traced.growth_bytes(known._numbers_at(batch_size - known.batch_size))
+
+    def _numbers_at(self, more: int) -> list[int]:
+        """All numbers for so many samples more."""
+        slopes = self.slopes or (0,) * len(self.numbers)
+        numbers = [
+            number + more * slope for number, slope in zip(self.numbers, slopes, strict=True)
+        ]
+        if self.curvatures is not None:
+            pairs = more * (more - 1) // 2
+            numbers = [
+                number + pairs * curvature
+                for number, curvature in zip(numbers, self.curvatures, strict=True)
+            ]
+        return numbers
+
     def origin(self, number: int, batch_size: int) -> AllocationSource | None:
         """The tensor that an allocation is for; None if unknown."""
         if batch_size in self.exceptions:
             return self.exceptions[batch_size].origin(number, batch_size)
+        number = traced_id(number)
         origin, slopes = self.traced.origins.get(number), self.shape_slopes.get(number)
         if origin is None or slopes is None:
             return origin
@@ -253,7 +274,7 @@ class BatchTrace:
 
     def _reproduce(self, check: TracedStep) -> None:
         try:
-            ours, theirs = self.at(check.batch_size).events, check.trace.events
+            ours, theirs = self.at(check.batch_size).events, check.whole.events
         except UnknownBatchSize as error:
             raise BatchDependentPath(str(error)) from error
         for position, (our_event, their_event) in enumerate(zip(ours, theirs, strict=False)):

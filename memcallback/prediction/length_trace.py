@@ -210,7 +210,7 @@ class SequenceLengthTrace:
             raise LengthDependentPath(
                 f"sizes are no parabola over the sequence length: {error}"
             ) from None
-        theirs = check.trace.events
+        theirs = check.whole.events
         for position, (ours_here, theirs_here) in enumerate(zip_longest(ours, theirs)):
             if ours_here != theirs_here:
                 raise self._path_depends(

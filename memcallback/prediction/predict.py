@@ -1,4 +1,4 @@
-"""predict(): the memory of a training step, predicted in a process of its own."""
+"""predict(): the memory of a step, predicted in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.predict_here import predict_here
 from memcallback.prediction.prediction import Prediction
+from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 
 
 def predict(
-    step: TrainingStep,
+    step: Step,
     *,
     device: str | int | torch.device | Device | None = None,
     batch_size: int | None = None,
@@ -28,7 +29,7 @@ def predict(
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Prediction:
-    """Predict the memory of a training step to the byte, without a device.
+    """Predict the memory of a training or inference step to the byte, without a device.
 
     For a CUDA device, the figures are those that its allocator would show; for a CPU, those of the
     live tensors.
@@ -39,7 +40,7 @@ def predict(
     itself: no variable, file, connection or random number generator of this program.
 
     Args:
-        step: The step.
+        step: The step, a `TrainingStep` or an `InferenceStep`.
         device: The card, such as `NVIDIA A100-SXM4-80GB`; any size, such as `24GiB` or a number of
             bytes; `cpu`; or a device of this machine, such as `cuda:1` or a `torch.device`. By
             default the CUDA device of this machine.
@@ -64,7 +65,7 @@ def predict(
             outside of its process; or if its batch size is unknown.
         ValueError: If `device` is none of these, or is to be of this machine and is not there; or
             if `batch_size` is below 1, or `sequence_length` one that the step says nothing of.
-        TypeError: If `step` is no `TrainingStep`, or a number is not whole.
+        TypeError: If `step` is none, or a number is not whole.
     """
     checked_step(step)
     spec = resolve(device)
@@ -84,11 +85,21 @@ def predict(
     )
 
 
-def checked_step(step: object) -> TrainingStep:
+def checked_step(step: object) -> Step:
     """Refuse what is no step."""
+    if isinstance(step, Step):
+        return step
+    raise TypeError(
+        f"step must be a TrainingStep or an InferenceStep, got {described(step)}. Give "
+        "TrainingStep(model, batch, loss=..., optimizer=...) or InferenceStep(model, batch)."
+    )
+
+
+def checked_training(step: object) -> TrainingStep:
+    """Refuse what is no training step."""
     if isinstance(step, TrainingStep):
         return step
     raise TypeError(
         f"step must be a TrainingStep, got {described(step)}. Give TrainingStep(model, batch, "
-        "loss=..., optimizer=...)."
+        "loss=..., optimizer=...): savings are for training."
     )

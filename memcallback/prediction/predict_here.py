@@ -27,7 +27,7 @@ from memcallback.prediction.length_trace import (
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.copies.program import untouched_program
 from memcallback.step.copies.resizing import has_samples
-from memcallback.step.training_step import TrainingStep
+from memcallback.step.step import Step
 from memcallback.trace.traced_step import TracedStep
 
 #: One for the step, two to know every batch size.
@@ -39,7 +39,7 @@ ONLY = "Only batch size"
 
 
 def predict_here(
-    step: TrainingStep,
+    step: Step,
     *,
     device: Device,
     batch_size: int | None = None,
@@ -77,7 +77,7 @@ def predict_here(
     return Prediction.of(trace, spec, batch_size=wanted, settings=settings, with_limits=with_limits)
 
 
-def with_communication(device: Device, step: TrainingStep) -> Device:
+def with_communication(device: Device, step: Step) -> Device:
     """The device with the memory of NCCL if the step has several ranks: the most that was seen."""
     if isinstance(device, HostSpec) or step.ranks is None or step.ranks.world_size == 1:
         return device
@@ -85,7 +85,7 @@ def with_communication(device: Device, step: TrainingStep) -> Device:
 
 
 def predict_once(
-    step: TrainingStep, *, device: Device, batch_size: int, settings: AllocatorSettings
+    step: Step, *, device: Device, batch_size: int, settings: AllocatorSettings
 ) -> Prediction:
     """Predict a step at one batch size alone: one trace."""
     traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)
@@ -107,7 +107,7 @@ class Traces:
 
     def __init__(
         self,
-        step: TrainingStep,
+        step: Step,
         spec: Device,
         num_traces: int,
         progress: Callable[[int, int], None] | None,

@@ -1,4 +1,4 @@
-"""Prediction: the memory of a training step on a device, at one batch size."""
+"""Prediction: the memory of a step on a device, at one batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memcallback.core.files import write_file
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
-from memcallback.core.types import Category, Kind, Phase
+from memcallback.core.types import Category, Kind, Phase, Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import (
@@ -35,7 +35,7 @@ from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at,
 from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
 from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.trace.traced_step import SAMPLES
+from memcallback.trace.traced_step import NUM_ESTIMATED, SAMPLES
 
 if TYPE_CHECKING:
     from memcallback.page.page import Page, Section
@@ -51,7 +51,7 @@ def _settings_here() -> AllocatorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Printable):
-    """The predicted memory of a training step on a device, from a replay of its trace.
+    """The predicted memory of a step on a device, from a replay of its trace.
 
     All values are computed when the prediction is made: reading, printing, comparing or pickling
     it runs nothing. If the step does not fit, `fits` is False and all values are for the same
@@ -259,7 +259,7 @@ class Prediction(Printable):
 
     def page(
         self,
-        title: str = "One training step",
+        title: str | None = None,
         *,
         measured: StepMemory | None = None,
         verdict: Sequence[str] = (),
@@ -269,7 +269,8 @@ class Prediction(Printable):
         """A page of charts, which takes some replays.
 
         Args:
-            title: What the step is, such as `mymodel:make_step`; batch and device follow.
+            title: What the step is, such as `mymodel:make_step`, by default `One training step`;
+                batch and device follow.
             measured: A measured step, whose peaks are shown beside the predicted ones.
             verdict: Sentences to begin with, instead of the prediction's own answer.
             more: Sections before the last, which has the caveats.
@@ -282,9 +283,11 @@ class Prediction(Printable):
 
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
         first, *further = verdict or self._answer()
+        label = f"One {self.step.stage.label}"
         return step_page(
-            f"{title}, batch size {self.batch_size:,}{length} on {self.device_name}",
+            f"{title or label}, batch size {self.batch_size:,}{length} on {self.device_name}",
             (first, *most_sentence(self.consumers, self.peak_allocated_bytes), *further),
+            label=label,
             is_good=None if self.capacity_bytes is None else self.fits,
             timeline=self.timeline(measured),
             tree=peak_tree(self._peak),
@@ -329,7 +332,7 @@ class Prediction(Printable):
             reason = f"{reason} Out of memory in {self.out_of_memory}"
         return peak, reason, *self.verdict()[1:]
 
-    def save_html(self, path: str | Path, *, title: str = "One training step") -> None:
+    def save_html(self, path: str | Path, *, title: str | None = None) -> None:
         """Write `page` as one file, which needs no network.
 
         Args:
@@ -374,6 +377,9 @@ class Prediction(Printable):
             lines = [f"Fits without a retry. {available}"]
         else:
             lines = [f"Fits, but the allocator must free its cache, which is slow. {available}"]
+        growth_bytes = self.trace.growth_bytes(self.batch_size)
+        if self.step.stage is Stage.GENERATION and growth_bytes is not None:
+            lines.append(f"Each token adds {format_bytes(growth_bytes)}.")
         if not self.trace.is_any_batch_size_known:
             lines.append("The largest batch size is unknown: only this batch size was traced.")
         elif self.limit is not None and self.limit_without_retry is not None:
@@ -477,8 +483,8 @@ class Prediction(Printable):
 
     @property
     def warm_up(self) -> StepMemory:
-        """The first step: gradients and optimizer state come into being in it."""
-        return self.steps[0]
+        """The first step of its stage: gradients and optimizer state come into being in it."""
+        return next(step for step in self.steps if step.stage is self.step.stage)
 
     @property
     def step(self) -> StepMemory:
@@ -566,6 +572,11 @@ class Prediction(Printable):
                 )
             for name in self.settings.not_simulated:
                 yield f"The allocator's setting {name} is not simulated."
+        if any(growth.num_written > NUM_ESTIMATED for growth in self.trace.traced.growths):
+            yield (
+                "The largest batch sizes were searched with some of the repetitions, the last ones "
+                "among them; the figures of this batch size have all."
+            )
         if self.trace.is_far(self.batch_size):
             yield (
                 f"Extrapolated: batch size {self.batch_size} is far beyond the largest traced, "
@@ -581,6 +592,7 @@ class Prediction(Printable):
             windows=step.windows,
             batch_size=self.batch_size,
             is_warm_up=step.is_warm_up,
+            stage=step.stage,
             num_optimizer_updates=sum(
                 window.covers == (Phase.OPTIMIZER_STEP,) for window in step.windows
             ),

@@ -20,7 +20,7 @@ from memcallback.core.allocation_trace import (
     not_freed,
 )
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, largest
-from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
+from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase, Stage
 from memcallback.devices.catalogue import Device, HostSpec
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.allocator.host import HostAllocator
@@ -30,7 +30,7 @@ from memcallback.prediction.steady_state import (
     Peaks,
     Window,
     growth,
-    last_window,
+    last_windows,
     pairs_of,
     unsettled,
 )
@@ -85,13 +85,16 @@ class ReplayedStep:
 
     Attributes:
         windows: The phases in the order in which they ran.
-        is_warm_up: Whether no optimizer phase came before it.
+        is_warm_up: Whether no optimizer phase came before it; of a forward pass alone, whether it
+            is the first.
+        stage: What it is a step of.
         peak_position: The position of the event at which allocated memory is first largest in the
             step's phases; -1 if it has none.
     """
 
     windows: tuple[PhaseMemory, ...]
     is_warm_up: bool
+    stage: Stage
     peak_position: int
 
 
@@ -177,27 +180,28 @@ class _Replayer(Generic[_Block]):
         self.num_steps = 0
         self.has_updated = False
         self.is_warm_up = True
+        #: What the last step is a step of; at first no step was.
+        self.stage: Stage | None = None
         self.peak = (-1, -1)
 
     def run(self) -> None:
         """Replay all events; an OutOfMemoryError is noted in the result and raised."""
-        window = last_window(self.events)
-        if window is None:
-            self.play(0, len(self.events))
-            return
-        self.play(0, window.start)
-        before, num_earlier = list(self.alive), len(self.result.steps)
-        self.play(window.start, window.stop)
-        freed, left = (
-            self.latest(set(before) - self.alive.keys(), window),
-            self.latest(self.alive.keys() - set(before), window),
-        )
-        pairs = pairs_of(freed, left)
-        if pairs is None:
-            self.result.caveats += growth(window, freed, left)
-        else:
-            self.repeat(window, pairs, num_earlier)
-        self.play(window.stop, len(self.events))
+        position = 0
+        for window in last_windows(self.events):
+            self.play(position, window.start)
+            before, num_earlier = list(self.alive), len(self.result.steps)
+            self.play(window.start, window.stop)
+            freed, left = (
+                self.latest(set(before) - self.alive.keys(), window),
+                self.latest(self.alive.keys() - set(before), window),
+            )
+            pairs = pairs_of(freed, left)
+            if pairs is None:
+                self.result.caveats += growth(window, freed, left)
+            else:
+                self.repeat(window, pairs, num_earlier)
+            position = window.stop
+        self.play(position, len(self.events))
 
     def repeat(self, window: Window, pairs: Sequence[tuple[int, int]], num_earlier: int) -> None:
         """Replay the window until two repetitions are equal; keep the steps of the last one."""
@@ -275,13 +279,22 @@ class _Replayer(Generic[_Block]):
 
     def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
         if isinstance(event, StepStart):
-            self.windows, self.peak, self.is_warm_up = [], (-1, -1), not self.has_updated
+            self.windows, self.peak = [], (-1, -1)
+            if event.stage is not self.stage:
+                self.num_steps = 0
+            self.is_warm_up = (
+                not self.has_updated
+                if event.stage is Stage.TRAINING
+                else event.stage is not self.stage
+            )
+            self.stage = event.stage
         elif isinstance(event, StepEnd):
             self.num_steps += 1
             self.result.steps.append(
                 ReplayedStep(
                     windows=tuple(self.windows),
                     is_warm_up=self.is_warm_up,
+                    stage=self.stage or Stage.TRAINING,
                     peak_position=self.peak[1],
                 )
             )
@@ -324,7 +337,8 @@ class _Replayer(Generic[_Block]):
         return replace(stats, num_alloc_retries=None, num_ooms=None) if self.unlimited else stats
 
     def failure(self, alloc: Alloc, error: OutOfMemoryError) -> str:
-        where = f"step {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
+        name = "step" if self.stage in (None, Stage.TRAINING) else self.stage.label
+        where = f"{name} {self.num_steps + 1}" + (f", {self.phase.label}" if self.phase else "")
         module = f"module {alloc.module!r}" if alloc.module else "the root module"
         text = f"{where}, {alloc.operator or 'an allocation'} in {module}: {error}"
         if alloc.category is Category.WORKSPACE and "convolution" in alloc.operator:

@@ -119,10 +119,13 @@ class _Outcome(NamedTuple):
 
 
 class BatchReplays:
-    """Replays a step at any batch size on one device, each size once."""
+    """Replays a step at any batch size on one device, each size once.
+
+    Of the tokens of a generation it replays some, the last ones among them.
+    """
 
     def __init__(self, trace: BatchTrace, device: Device, settings: AllocatorSettings) -> None:
-        self.trace = trace
+        self.trace = trace.thinned()
         self.device = device
         self.settings = settings
         #: By batch size and the allocator's capacity.

@@ -9,11 +9,12 @@ requested.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
-from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, PhaseStart, StepEnd
-from memcallback.core.types import Phase
+from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, StepEnd, StepStart
+from memcallback.core.types import Phase, Stage
 from memcallback.core.units import format_bytes
 
 #: The most windows that are replayed, including those of the trace. Of 135 configurations trained
@@ -31,37 +32,58 @@ class Window(NamedTuple):
     Attributes:
         start: The position of its first event, right after the step that ends the window before.
         stop: The position after its last event.
-        number: Its number among the windows of the trace, from 1 on.
+        number: Its number among the windows of its stage, from 1 on.
+        stage: What its steps are steps of.
     """
 
     start: int
     stop: int
     number: int
+    stage: Stage = Stage.TRAINING
 
 
-def last_window(events: Sequence[Event]) -> Window | None:
-    """The last window of a trace; None unless another is before it and a step ends the trace."""
+def last_windows(events: Sequence[Event]) -> list[Window]:
+    """The last window of each run of steps of one stage, such as a training and a validation.
+
+    A run without another window before it, or whose last step ends no window, has none.
+    """
     marks = [
         (position, event)
         for position, event in enumerate(events)
         if type(event) is not Alloc and type(event) is not Free
     ]
-    has_updates = any(
-        isinstance(event, PhaseStart) and event.phase is Phase.OPTIMIZER_STEP for _, event in marks
-    )
-    ends: list[int] = []
-    is_whole, last_step = False, 0
-    for position, event in marks:
-        if isinstance(event, PhaseEnd):
-            is_whole |= event.phase is Phase.OPTIMIZER_STEP
-        elif isinstance(event, StepEnd):
-            last_step = position + 1
+    windows: list[Window] = []
+    for _, run in groupby(_steps(marks), lambda step: step.stage):
+        steps = list(run)
+        has_updates = any(step.has_update for step in steps)
+        ends: list[int] = []
+        is_whole = False
+        for step in steps:
+            is_whole |= step.has_update
             if is_whole or not has_updates:
-                ends.append(last_step)
-            is_whole = False
-    return (
-        Window(ends[-2], ends[-1], len(ends)) if len(ends) > 1 and ends[-1] == last_step else None
-    )
+                ends.append(step.stop)
+                is_whole = False
+        if len(ends) > 1 and ends[-1] == steps[-1].stop:
+            windows.append(Window(ends[-2], ends[-1], len(ends), steps[0].stage))
+    return windows
+
+
+class _Step(NamedTuple):
+    stage: Stage
+    stop: int
+    has_update: bool
+
+
+def _steps(marks: Iterable[tuple[int, Event]]) -> Iterator[_Step]:
+    stage, has_update = Stage.TRAINING, False
+    for position, event in marks:
+        if isinstance(event, StepStart):
+            stage = event.stage
+        elif isinstance(event, PhaseEnd):
+            has_update |= event.phase is Phase.OPTIMIZER_STEP
+        elif isinstance(event, StepEnd):
+            yield _Step(stage, position + 1, has_update)
+            has_update = False
 
 
 def pairs_of(freed: Sequence[Alloc], left: Sequence[Alloc]) -> list[tuple[int, int]] | None:
@@ -92,10 +114,17 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
     )
     if freed_bytes == left_bytes:
         return ()
+    frees = f"frees {format_bytes(freed_bytes)} of before and leaves {format_bytes(left_bytes)}"
+    if window.stage is not Stage.TRAINING:
+        more_bytes = left_bytes - freed_bytes
+        return (
+            f"Memory grows by {format_bytes(more_bytes)} with each batch (batch {window.number} "
+            f"{frees}). The figures are those of batch {window.number}; num_batches gives those of "
+            "another.",
+        )
     return (
         f"Update {window.number} leaves other memory behind than update {window.number - 1}: it "
-        f"frees {format_bytes(freed_bytes)} of before and leaves {format_bytes(left_bytes)}. Its "
-        "figures are shown; those of later updates may differ.",
+        f"{frees}. Its figures are shown; those of later updates may differ.",
     )
 
 
@@ -104,10 +133,11 @@ def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
     if not peaks:
         return ()
     allocated, reserved = (_span(figures) for figures in zip(*peaks, strict=True))
+    noun = "update" if window.stage is Stage.TRAINING else "step"
+    last = window.number + len(peaks)
     return (
-        f"The allocator does not settle: in updates {window.number + 1} to {MAX_WINDOWS} peak "
-        f"allocated is {allocated}, peak reserved {reserved}. The figures shown are those of "
-        f"update {MAX_WINDOWS}.",
+        f"The allocator does not settle: in {noun}s {window.number + 1} to {last} peak allocated "
+        f"is {allocated}, peak reserved {reserved}. The figures shown are those of {noun} {last}.",
     )
 
 

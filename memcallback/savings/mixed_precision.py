@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memcallback.devices.local import default_device
-from memcallback.step.training_step import AUTOCAST
+from memcallback.step.step import AUTOCAST
 
 PRECISIONS = tuple(name for name, dtype in AUTOCAST.items() if dtype is not None)
 

@@ -16,7 +16,7 @@ from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
-from memcallback.prediction.predict import checked_step
+from memcallback.prediction.predict import checked_training
 from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress
@@ -78,7 +78,7 @@ def what_if(
     check_headroom(headroom)
     if isinstance(ranks, int):
         whole_number("ranks", ranks, "Leave it out for one device.", least=2)
-    checked_step(step)
+    checked_training(step)
     spec = resolve(device)
     memory = local_memory(spec)
     return predict_apart(

@@ -14,6 +14,7 @@ from memcallback.core.validation import kind_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from memcallback.step.step import Step
     from memcallback.step.training_step import TrainingStep
 
 
@@ -105,17 +106,17 @@ def _folder_and_module(file: str) -> tuple[str, str]:
     return os.getcwd(), inside.removesuffix(".py").replace(os.sep, ".")
 
 
-def load_step(target: str) -> TrainingStep:
-    """Load the training step that a target names."""
+def load_step(target: str) -> Step:
+    """Load the step that a target names."""
     value = _load(target)
     from torch import nn
 
-    from memcallback.step.training_step import TrainingStep
+    from memcallback.step.step import Step
 
     verb = "is"
     if callable(value) and not isinstance(value, nn.Module):
         value, verb = _called(target, value, "TrainingStep"), "returned"
-    if isinstance(value, TrainingStep):
+    if isinstance(value, Step):
         return value
     if (
         isinstance(value, nn.Module)
@@ -124,9 +125,9 @@ def load_step(target: str) -> TrainingStep:
     ):
         return _step_of_module(target, value)
     raise UsageError(
-        f"{target} {verb} {kind_of(value)}, neither a TrainingStep nor a LightningModule. "
-        "Name a function that returns memcallback.TrainingStep(model, batch, loss=..., "
-        "optimizer=...)."
+        f"{target} {verb} {kind_of(value)}, neither a TrainingStep nor an InferenceStep "
+        "nor a LightningModule. Name a function that returns memcallback.TrainingStep(model, "
+        "batch, loss=..., optimizer=...)."
     )
 
 

@@ -95,10 +95,16 @@ class _TrainerPlaceholder(_Placeholder):
 
 
 class LightningLoop:
-    """Runs the training step of a LightningModule, on a copy that has no Trainer."""
+    """Runs the steps of a LightningModule, on a copy that has no Trainer.
+
+    Attributes:
+        default_dtype: The default dtype inside a step; None for PyTorch's.
+        batch_number: The number of the batch that an evaluation runs, from 0.
+    """
 
     def __init__(self, default_dtype: torch.dtype | None = None) -> None:
-        self._default_dtype = default_dtype
+        self.default_dtype = default_dtype
+        self.batch_number = 0
 
     @staticmethod
     def autocast_cache_enabled(module: Any) -> bool:
@@ -118,16 +124,34 @@ class LightningLoop:
 
     def training_step(self, module: Any, batch: object) -> object:
         """Call `training_step` under the step's default dtype."""
+        return self._call(module.training_step, batch, 0)
+
+    def _call(self, run: Callable[..., object], batch: object, number: int) -> object:
         # Lightning gives batch_idx to whatever takes a second argument, whatever its name.
-        takes_batch_idx = len(inspect.signature(module.training_step).parameters) > 1
+        takes_batch_idx = len(inspect.signature(run).parameters) > 1
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self._default_dtype or before)
+        torch.set_default_dtype(self.default_dtype or before)
         try:
-            return (
-                module.training_step(batch, 0) if takes_batch_idx else module.training_step(batch)
-            )
+            return run(batch, number) if takes_batch_idx else run(batch)
         finally:
             torch.set_default_dtype(before)
+
+    def evaluation_step(self, module: Any, batch: object, stage: str) -> object:
+        """Call `validation_step` or that of another stage, and the module's hooks around it."""
+        number = self.batch_number
+        if number == 0:
+            _detach_from_trainer(module)
+            for hook in ("start", "epoch_start"):
+                getattr(module, f"on_{stage}_{hook}")()
+        getattr(module, f"on_{stage}_batch_start")(batch, number)
+        outputs = self._call(getattr(module, f"{stage}_step"), batch, number)
+        getattr(module, f"on_{stage}_batch_end")(outputs, batch, number)
+        return outputs
+
+    @staticmethod
+    def free_gradients(module: Any) -> None:
+        """Free gradients before a validation through the module's hook, where there is one."""
+        getattr(module, "on_validation_model_zero_grad", module.zero_grad)()
 
     @staticmethod
     def zero_grad(module: Any, optimizer: torch.optim.Optimizer) -> None:

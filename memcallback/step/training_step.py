@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from memcallback.core.errors import PredictionError
 from memcallback.core.validation import above_0, described, whole_number
-from memcallback.step.batch import (
-    INFERRED,
-    BatchSize,
-    check_sequence_length,
-    infer_batch_size,
-    outline,
-)
-from memcallback.step.beside import AlsoOption, beside, check_also
-from memcallback.step.copies.known import read_from_device
+from memcallback.step.beside import AlsoOption
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
-from memcallback.step.model import is_sharded
 from memcallback.step.optimizers import OptimizerOption, check_optimizers, optimizers_for
-from memcallback.step.ranks import Ranks, ranks_of
+from memcallback.step.ranks import Ranks
+from memcallback.step.step import DEFAULT_DTYPES, Prepare, Step
 
-Prepare = Callable[[nn.Module, Any], Any]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
-#: Lightning's names for precisions -> the dtype that autocast computes in; None if it is off.
-AUTOCAST = {
-    "16-mixed": torch.float16,
-    "bf16-mixed": torch.bfloat16,
-    "16-true": None,
-    "bf16-true": None,
-    "32-true": None,
-    "64-true": None,
-}
-#: Lightning's names -> the default dtype inside a training step, where it is not PyTorch's.
-_DEFAULT_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
-_SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 
-class TrainingStep:
+class TrainingStep(Step):
     """One training step: forward pass and loss, backward pass, optimizer update.
 
     Args:
@@ -97,6 +74,8 @@ class TrainingStep:
             arguments.
     """
 
+    name = "TrainingStep"
+
     def __init__(
         self,
         model: nn.Module,
@@ -113,25 +92,20 @@ class TrainingStep:
         ranks: Ranks | None = None,
         also: AlsoOption = None,
     ) -> None:
-        self.model, self.ranks = _model_and_ranks(model, ranks)
-        self.batch = batch
-        read_from_device(batch)
-        self.batch_size = infer_batch_size(batch)
-        if batch_size is not None:
-            self.batch_size = BatchSize(batch_size=whole_number("batch_size", batch_size, INFERRED))
-        self.sequence_length = (
-            None if sequence_length is None else check_sequence_length(sequence_length, batch)
+        super().__init__(
+            model,
+            batch,
+            precision=precision,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            ranks=ranks,
+            also=also,
         )
         loss = default_loss if loss is None else loss
         check_losses(loss)
         self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss,)
         check_optimizers(self.model, optimizer)
         self._optimizer = optimizer
-        self.precision = _SHORT.get(str(precision), str(precision))
-        if self.precision not in AUTOCAST:
-            raise ValueError(
-                f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}."
-            )
         self.accumulate = whole_number(
             "accumulate",
             accumulate,
@@ -141,13 +115,10 @@ class TrainingStep:
             _check_several_losses(len(self.losses), optimizer, self.accumulate)
         _check_clipping("clip_grad_norm", clip_grad_norm, "norm, such as 1.0")
         _check_clipping("clip_grad_value", clip_grad_value, "value, such as 0.5")
-        self.also = check_also(also)
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
-        self.lightning: LightningLoop | None = None
         self.zero_grad_before_forward = True
         self.has_accumulation = False
-        self.prepare: Prepare | None = None
         self.change_optimizers: ChangeOptimizers | None = None
 
     @property
@@ -155,24 +126,10 @@ class TrainingStep:
         """The first loss."""
         return self.losses[0]
 
-    def beside(self) -> dict[str, Any]:
-        """What is on the device beside the model, by name: `also`, and modules that a loss reaches.
-
-        Returns:
-            Modules, and containers of tensors. A module that is found has the name of the variable.
-        """
-        return beside(self.model, self.losses_to_copy(), self.also)
-
-    def losses_to_copy(self) -> tuple[Loss, ...]:
-        """The user's losses, as functions; none for a LightningModule, whose loss is its own."""
-        if self.lightning is not None:
-            return ()
-        return tuple(
-            MethodType(type(loss).__call__, loss)
-            if isinstance(vars(type(loss)).get("__call__"), FunctionType)
-            else loss
-            for loss in self.losses
-        )
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:
+        """The losses."""
+        return self.losses
 
     @property
     def uses_grad_scaler(self) -> bool:
@@ -185,36 +142,6 @@ class TrainingStep:
         passed = self._optimizer if isinstance(self._optimizer, Sequence) else (self._optimizer,)
         return tuple(each for each in passed if isinstance(each, torch.optim.Optimizer))
 
-    def check_predictable(self) -> int:
-        """Check that the batch size is known and the model is not sharded.
-
-        Returns:
-            Samples in the batch.
-
-        Raises:
-            PredictionError: If one of them is not so, or the batch has no samples; the message says
-                what to do.
-        """
-        size = self.batch_size.batch_size
-        is_container = isinstance(self.batch, (Mapping, list, tuple))
-        if size == 0 or (size is None and is_container and not self.batch):
-            raise PredictionError(
-                f"The batch has 0 samples ({outline(self.batch)}), and a step of at least 1 is "
-                "predicted. Give a batch with samples."
-            )
-        if size is None:
-            raise PredictionError(
-                "The batch size cannot be inferred: no tensor in the batch has a first dimension. "
-                "Give it: batch_size=32 to TrainingStep or MemoryCallback."
-            )
-        if is_sharded(self.model):
-            raise PredictionError(
-                "The model is sharded over several devices already. Give the module as it was "
-                "before, and how it is sharded: TrainingStep(module, batch, "
-                "ranks=memcallback.Ranks(world_size, 'fsdp2'))."
-            )
-        return size
-
     def of_rank(self, rank: int) -> TrainingStep:
         """The step of another rank of its job.
 
@@ -224,11 +151,6 @@ class TrainingStep:
         if self.ranks is None or rank == self.ranks.rank:
             return self
         return self.varied(ranks=self.ranks.as_rank(rank))
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that autocast computes in; None if it is off."""
-        return AUTOCAST[self.precision]
 
     @classmethod
     def from_lightning(
@@ -297,7 +219,7 @@ class TrainingStep:
             ranks=ranks,
             also=also,
         )
-        loop = step.lightning = LightningLoop(_DEFAULT_DTYPES.get(step.precision))
+        loop = step.lightning = LightningLoop(DEFAULT_DTYPES.get(step.precision))
         # The loss does not refer to the step: such a cycle would keep the batch alive until
         # Python's garbage collection.
         step.losses = (
@@ -365,23 +287,6 @@ def _in_sequence(first: Prepare | None, second: Prepare | None) -> Prepare | Non
     if first is None or second is None:
         return first or second
     return lambda model, batch: second(model, first(model, batch))
-
-
-def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | None]:
-    """Check both, and unwrap a `DistributedDataParallel`, from which the ranks are read."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch.nn.Module, got {described(model)}. "
-            "Give the model itself, not a function that makes it."
-        )
-    if ranks is not None and not isinstance(ranks, Ranks):
-        raise TypeError(
-            f"ranks must be memcallback.Ranks, got {described(ranks)}. "
-            "Give Ranks(world_size, 'ddp'), or None for one device."
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module, ranks or ranks_of(model)
-    return model, ranks
 
 
 def _check_several_losses(number: int, optimizer: object, accumulate: int) -> None:

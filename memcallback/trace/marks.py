@@ -17,11 +17,12 @@ from memcallback.core.module_table import ModuleInfo
 from memcallback.core.phase_spans import PhaseSpan, phase_of
 from memcallback.core.tensors import dense_parts, tensors_in
 from memcallback.core.torch_private import DisableTorchFunction, module_call
-from memcallback.core.types import Category, Phase
+from memcallback.core.types import Category, Phase, Stage
 from memcallback.step.holdings import states_of
 from memcallback.step.module_follower import ModuleFollower, module_infos
 from memcallback.step.pipeline import PipelineError
 from memcallback.trace.dispatch.blocks import Position
+from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import NoPlaceholder
 
@@ -57,6 +58,24 @@ class Place(NamedTuple):
     num_bounds: int
 
 
+class Repeated:
+    """A part of a trace that repeats.
+
+    Attributes:
+        num_all: How often it repeats.
+        period: After how many repetitions the same kernels run again.
+        cuts: The numbers of the places where a traced repetition begins, and of the end.
+    """
+
+    def __init__(self, num_all: int, period: int, ledger: Ledger) -> None:
+        self.num_all, self.period, self._ledger = num_all, period, ledger
+        self.cuts: list[int] = []
+
+    def cut(self) -> None:
+        """Mark where a repetition begins, or the last one ends."""
+        self.cuts.append(self._ledger.cut())
+
+
 class TraceMarks:
     """Marks a model's steps, phases and modules in the ledger of a mode."""
 
@@ -64,6 +83,7 @@ class TraceMarks:
         self._mode = mode
         self._ledger = mode.ledger
         self._last_phase: Phase | None = None
+        self.repeated_parts: list[Repeated] = []
         #: Where marks of the boundaries since the last windows belong.
         self._boundaries: list[list[Event]] = []
         # An operator that ran before the step is not what fails in it.
@@ -233,12 +253,18 @@ class TraceMarks:
             self._ledger.label(owned, category)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, stage: Stage = Stage.TRAINING) -> Iterator[None]:
         """Mark a step."""
         self._mode.in_flight.begin_step()
-        self._ledger.start_step()
+        self._ledger.start_step(stage)
         yield
         self._ledger.end_step()
+
+    def repeated(self, num_all: int, period: int) -> Repeated:
+        """Mark a part that repeats so often, of which some repetitions are traced."""
+        part = Repeated(num_all, period, self._ledger)
+        self.repeated_parts.append(part)
+        return part
 
     @property
     def num_reads(self) -> int:

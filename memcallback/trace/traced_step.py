@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import count
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import accumulate, count
 
 from memcallback.core.allocation_trace import (
     Alloc,
@@ -29,7 +29,11 @@ from memcallback.core.kernel import (
 )
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.validation import whole_number
+from memcallback.trace.growth import Growth
 
+Item = Event | KernelCall
+#: Later repetitions that are written for an estimate, at most.
+NUM_ESTIMATED = 24
 #: The hint for a wrong batch size.
 SAMPLES = "Give how many samples the batch has."
 
@@ -49,6 +53,7 @@ class TracedStep:
         num_batches: Batches per update.
         origins: The id of each allocation of a tensor -> where it comes from.
         modules: The model's modules, the root first; empty if they are not known.
+        growths: The parts of it that repeat more often than was traced.
     """
 
     trace: AllocationTrace
@@ -60,14 +65,15 @@ class TracedStep:
     num_batches: int = 1
     origins: Mapping[int, AllocationSource] = field(default_factory=dict, repr=False, compare=False)
     modules: tuple[ModuleInfo, ...] = field(default=(), repr=False)
+    growths: tuple[Growth, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, SAMPLES)
 
     @cached_property
-    def items(self) -> list[Event | KernelCall]:
+    def items(self) -> list[Item]:
         """The events, with each call in place of its own events."""
-        items: list[Event | KernelCall] = []
+        items: list[Item] = []
         position = 0
         for call in self.calls:
             items += [*self.trace.events[position : call.start], call]
@@ -83,7 +89,7 @@ class TracedStep:
             if isinstance(item, Alloc):
                 numbers.append(item.size_bytes)
             elif isinstance(item, KernelCall):
-                numbers += [self._allocs[number].size_bytes for number in item.kept]
+                numbers += [self.allocs[number].size_bytes for number in item.kept]
                 numbers += item.rule.numbers
         return numbers
 
@@ -127,54 +133,186 @@ class TracedStep:
         return positions
 
     @cached_property
-    def _allocs(self) -> dict[int, Alloc]:
+    def allocs(self) -> dict[int, Alloc]:
+        """The allocations by their ids."""
         return {event.id: event for event in self.trace.events if isinstance(event, Alloc)}
+
+    @cached_property
+    def first_numbers(self) -> list[int]:
+        """The position in `numbers` of each item's first number, and of the end."""
+        return [0, *accumulate(map(_num_numbers, self.items))]
+
+    @cached_property
+    def whole(self) -> AllocationTrace:
+        """The trace with the repetitions that were not traced."""
+        return self.with_numbers(self.numbers, {}) if self.growths else self.trace
+
+    def growth_bytes(self, numbers: Sequence[int]) -> int:
+        """How much more is allocated after the last traced repetition than before it."""
+        growth = self.growths[-1]
+        sizes: dict[int, int] = {}
+        total = 0
+        for index, item in enumerate(self.items[: growth.starts[-1]]):
+            first = self.first_numbers[index]
+            if isinstance(item, Alloc):
+                own = {item.id: numbers[first]}
+            elif isinstance(item, KernelCall):
+                own = {number: numbers[first + place] for place, number in enumerate(item.kept)}
+            else:
+                own = {}
+            sizes |= own
+            if index >= growth.starts[-2]:
+                total += sum(own.values()) - (sizes[item.id] if isinstance(item, Free) else 0)
+        return total
+
+    def thinned(self) -> TracedStep:
+        """The same with some of the repetitions, for an estimate in less time."""
+        return replace(
+            self, growths=tuple(growth.thinned(NUM_ESTIMATED) for growth in self.growths)
+        )
 
     def with_numbers(
         self, numbers: Sequence[int], kernels: dict[tuple[int, ...], Kernel]
     ) -> AllocationTrace:
-        """The same events and marks with other numbers; `kernels` caches what rules give."""
-        events: list[Event] = []
-        marks, old_marks, position = list[ModuleMark](), deque(self.trace.marks), 0
-        kinds, temporaries, index = iter(self._kinds), count(FIRST_TEMPORARY), 0
-        for item in self.items:
-            while old_marks and old_marks[0].position <= position:
-                marks.append(old_marks.popleft()._replace(position=len(events)))
-            if isinstance(item, Alloc):
-                events.append(_resized(item, numbers[index]))
-                position += 1
-                index += 1
-            elif isinstance(item, KernelCall):
-                first = index + len(item.kept)
-                kept = {
-                    number: _resized(self._allocs[number], size)
-                    for number, size in zip(item.kept, numbers[index:first], strict=True)
-                }
-                index = first + len(item.rule.numbers)
-                key = next(kinds), *numbers[first:index]
-                kernel = kernels.get(key)
-                if kernel is None:
-                    kernel = kernels[key] = completed(
-                        item.rule.function(*item.rule.constants, *key[1:]), len(item.outputs)
+        """All events and marks with other numbers; `kernels` caches what rules give."""
+        writer = _Writer(self, kernels)
+        position = 0
+        for growth in self.growths:
+            writer.write(position, growth.starts[-1], numbers)
+            position = growth.starts[-1]
+            for number, ahead in enumerate(growth.ahead):
+                for place in range(growth.period):
+                    block = growth.num_traced + number * growth.period + place
+                    source = growth.source(block)
+                    start, stop = growth.starts[source : source + 2]
+                    writer.write(
+                        start,
+                        stop,
+                        self._grown(numbers, growth, source, ahead),
+                        partial(growth.moved, lag=block - source),
                     )
-                _add_events(item, kernel, kept, temporaries, events)
-                position += item.stop - item.start
-            else:
-                events.append(item)
-                position += 1
-        marks += [mark._replace(position=len(events)) for mark in old_marks]
-        return _unchecked(tuple(events), tuple(marks))
+            writer.ended.append(growth)
+        writer.write(position, len(self.items), numbers)
+        return writer.trace()
+
+    def _grown(
+        self, numbers: Sequence[int], growth: Growth, source: int, num_periods: int
+    ) -> dict[int, int]:
+        """The numbers of a traced repetition, so many periods later, by position."""
+        start, stop = (self.first_numbers[growth.starts[source + more]] for more in (0, 1))
+        before = self.first_numbers[growth.starts[source - growth.period]]
+        return {
+            start + place: max(0, last + num_periods * (last - earlier))
+            for place, (last, earlier) in enumerate(
+                zip(numbers[start:stop], numbers[before : before + stop - start], strict=True)
+            )
+        }
 
     @cached_property
-    def _kinds(self) -> list[int]:
-        """A number for each call, equal for calls whose rules give the same for equal numbers."""
+    def marks_before(self) -> dict[int, list[ModuleMark]]:
+        """The marks before each item that has any, and after the last one."""
+        found: dict[int, list[ModuleMark]] = {}
+        marks = deque(self.trace.marks)
+        for index, position in enumerate(self.positions):
+            while marks and marks[0].position <= position:
+                found.setdefault(index, []).append(marks.popleft())
+        return found
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """The position in the trace of each item's first event, and of the end."""
+        sizes = (
+            item.stop - item.start if isinstance(item, KernelCall) else 1 for item in self.items
+        )
+        return list(accumulate(sizes, initial=0))
+
+    @cached_property
+    def kinds(self) -> dict[int, int]:
+        """Index of a call -> a number, equal where rules give the same for equal numbers."""
         known: dict[Hashable, int] = {}
-        return [
-            known.setdefault(
+        return {
+            index: known.setdefault(
                 (call.rule.function, call.rule.constants, len(call.outputs)), len(known)
             )
-            for call in self.calls
-        ]
+            for index, call in enumerate(self.items)
+            if isinstance(call, KernelCall)
+        }
+
+
+class _Writer:
+    """Writes the events of a traced step's items, with other numbers and perhaps other ids."""
+
+    def __init__(self, step: TracedStep, kernels: dict[tuple[int, ...], Kernel]) -> None:
+        self._step, self._kernels = step, kernels
+        #: Parts that repeat, and whose last repetition is written.
+        self.ended: list[Growth] = []
+        self._events: list[Event] = []
+        self._marks: list[ModuleMark] = []
+        self._temporaries = count(FIRST_TEMPORARY)
+
+    def trace(self) -> AllocationTrace:
+        """What was written."""
+        self._mark(len(self._step.items))
+        return _unchecked(tuple(self._events), tuple(self._marks))
+
+    def write(
+        self,
+        start: int,
+        stop: int,
+        numbers: Sequence[int] | Mapping[int, int],
+        moved: Callable[[int], int] | None = None,
+    ) -> None:
+        """Write the items from `start` to `stop`; `moved` gives the ids of a later repetition."""
+        step, events = self._step, self._events
+        for index in range(start, stop):
+            item = step.items[index]
+            self._mark(index)
+            if isinstance(item, Alloc):
+                events.append(_resized(item, numbers[step.first_numbers[index]], moved))
+            elif isinstance(item, KernelCall):
+                self._write_call(index, item, numbers, moved)
+            elif isinstance(item, Free):
+                if moved is not None:
+                    events.append(Free(moved(item.id)))
+                else:
+                    events += map(Free, self._last(item.id))
+            else:
+                events.append(item)
+
+    def _last(self, number: int) -> tuple[int, ...]:
+        for growth in self.ended:
+            if growth.has(number):
+                return growth.at_the_end(number)
+        return (number,)
+
+    def _mark(self, index: int) -> None:
+        for mark in self._step.marks_before.get(index, ()):
+            self._marks.append(mark._replace(position=len(self._events)))
+
+    def _write_call(
+        self,
+        index: int,
+        call: KernelCall,
+        numbers: Sequence[int] | Mapping[int, int],
+        moved: Callable[[int], int] | None,
+    ) -> None:
+        step = self._step
+        first = step.first_numbers[index]
+        kept = {
+            number: _resized(step.allocs[number], numbers[first + place], moved)
+            for place, number in enumerate(call.kept)
+        }
+        first += len(call.kept)
+        key = (
+            step.kinds[index],
+            *(numbers[first + place] for place in range(len(call.rule.numbers))),
+        )
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = completed(
+                call.rule.function(*call.rule.constants, *key[1:]), len(call.outputs)
+            )
+        _add_events(call, kernel, kept, self._temporaries, self._events)
 
 
 def _add_events(
@@ -217,14 +355,22 @@ def _unchecked(events: tuple[Event, ...], marks: tuple[ModuleMark, ...]) -> Allo
     return trace
 
 
-def _resized(alloc: Alloc, size_bytes: int) -> Alloc:
-    if alloc.size_bytes == size_bytes:
+def _resized(alloc: Alloc, size_bytes: int, moved: Callable[[int], int] | None = None) -> Alloc:
+    number = alloc.id if moved is None else moved(alloc.id)
+    if alloc.size_bytes == size_bytes and alloc.id == number:
         return alloc
     # Not `replace`, which takes three times as long.
-    return Alloc(alloc.id, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
+    return Alloc(number, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
 
 
-def is_same(item: Event | KernelCall, other: Event | KernelCall) -> bool:
+def _num_numbers(item: Item) -> int:
+    """How many of the numbers that may depend on the batch size an item has."""
+    if isinstance(item, KernelCall):
+        return len(item.kept) + len(item.rule.numbers)
+    return int(isinstance(item, Alloc))
+
+
+def is_same(item: Item, other: Item) -> bool:
     """Whether two items differ in sizes alone."""
     if isinstance(item, Alloc) and isinstance(other, Alloc):
         return _resized(item, other.size_bytes) == other

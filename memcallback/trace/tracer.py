@@ -6,15 +6,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in, torch_version
+from memcallback.core.types import Stage
 from memcallback.cuda.convolution.cudnn import is_driver_installed
 from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
@@ -35,18 +38,23 @@ from memcallback.step.copies.optimizers import (
     run_to_the_end,
 )
 from memcallback.step.copies.resizing import resize_batch
+from memcallback.step.inference_step import InferenceStep
 from memcallback.step.loss import default_loss, is_passed_by_name
 from memcallback.step.pipeline import Pipeline, PipelineError
 from memcallback.step.ranks import Ranks, newer_torch_needed
+from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import Bounds
+from memcallback.trace.growth import NUM_BEFORE, NUM_COMPARED
+from memcallback.trace.loops.inference import Inference
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
 from memcallback.trace.patches.autocast import outside_of_autocast
 from memcallback.trace.patches.cuda import cuda_semantics
+from memcallback.trace.patches.inference_mode import inference_mode_patches
 from memcallback.trace.patches.libraries import (
     NumbersRead,
     compiled_code_patches,
@@ -58,6 +66,7 @@ from memcallback.trace.patches.paged_memory import paged_memory_patches
 from memcallback.trace.patches.patching import patched
 from memcallback.trace.patches.rank_messages import Messages, with_messages
 from memcallback.trace.patches.triton import triton_patches
+from memcallback.trace.repetitions import Irregular, grown
 from memcallback.trace.traced_step import TracedStep
 
 _FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
@@ -65,6 +74,10 @@ _LEAVE_IT_OUT = "Give a step without it: memcallback.TrainingStep(model, batch, 
 _GIVE_LOSS = (
     "The step has no loss, so its model is called {}: give "
     "TrainingStep(model, batch, loss=lambda model, batch: ...), which calls it as your loop does."
+)
+_GIVE_FORWARD = (
+    "Give a step without it, or the call as your program has it: "
+    "InferenceStep(model, batch, forward=lambda model, batch: ...)."
 )
 _UNKNOWN_WORKSPACES = (
     "Convolution workspaces are estimates: cuDNN's own answers need it installed "
@@ -74,9 +87,23 @@ _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
     "of its engines (seen with depthwise convolutions in half precision)."
 )
+_FUSED = (
+    "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
+    "needs less: it is predicted as separate ones."
+)
 #: The newest PyTorch whose rules were read in its source or its machine code.
 _NEWEST_TORCH = (2, 13)
+_UNCHECKED = (
+    "Metrics of torchmetrics check no values in a prediction; their checks (validate_args) need "
+    "some memory for a moment."
+)
 _COMPILED = "A compiled module was traced as it would run without compilation."
+#: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
+_PERIODS = (1, 8)
+_NOT_REGULAR = (
+    "The step's {} cannot be predicted from the first of them: {}. Give at most {}, which are all "
+    "traced."
+)
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -91,14 +118,16 @@ class TraceRequest:
         batch_size: Samples in the batch; None for the step's own.
         sequence_length: Length of the batch's sequences; None for the step's own.
         num_updates: Optimizer updates to trace; None for as many as it takes to settle, and one.
+        period: After how many repetitions (tokens, batches) the same kernels run again.
         bounds: Choices that all traces of a step share, so that sizes stay linear in the batch.
     """
 
-    step: TrainingStep
+    step: Step
     device: DeviceSpec | None = None
     batch_size: int | None = None
     sequence_length: int | None = None
     num_updates: int | None = None
+    period: int = 1
     bounds: Bounds = field(default_factory=Bounds)
 
 
@@ -108,7 +137,15 @@ def trace(request: TraceRequest) -> TracedStep:
     Runs on a copy of fake tensors: it changes nothing of the user's, and computes nothing.
     """
     ranks = request.step.ranks
-    return _trace(request) if ranks is None else _trace_rank(request, ranks)
+    if ranks is not None:
+        return _trace_rank(request, ranks)
+    for period in _PERIODS:
+        traced = _trace(replace(request, period=period))
+        if isinstance(traced, TracedStep):
+            return traced
+    what = "tokens" if request.step.stage is Stage.GENERATION else "batches"
+    most = NUM_BEFORE + NUM_COMPARED * _PERIODS[-1]
+    raise PredictionError(_NOT_REGULAR.format(what, traced, most))
 
 
 @dataclass(frozen=True)
@@ -129,19 +166,21 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 
     def trace_one(rank: int, messages: Messages) -> TracedStep:
         own = request if rank == ranks.rank else replace(request, bounds=Bounds())
-        return _trace(own, _Rank(ranks.as_rank(rank), messages))
+        traced = _trace(own, _Rank(ranks.as_rank(rank), messages))
+        assert isinstance(traced, TracedStep)
+        return traced
 
     return with_messages(trace_one, ranks.rank)
 
 
-def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
+def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
     step = request.step
     request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
     with (
         _ONE_AT_A_TIME,
         untouched_globals(),
-        untouched_variables(step.model, step.losses),
+        untouched_variables(step.model, step.functions),
         patched(value_patches(mode)),
         patched(compiled_code_patches(mode)),
         patched(triton_patches()),
@@ -149,7 +188,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
     ):
         mode.calibrate()
         tracer = _Tracer(request, mode, rank.ranks if rank else None)
-        with _semantics(mode, rank):
+        with _semantics(step, mode, rank):
             try:
                 tracer.run()
             except PredictionError:
@@ -163,7 +202,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
 
 
 @contextmanager
-def _semantics(mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
+def _semantics(step: Step, mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
     """Let Python code do what it would do on the device, and on the rank of a job."""
     with ExitStack() as stack:
         if mode.spec:
@@ -173,7 +212,9 @@ def _semantics(mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
             stack.enter_context(mode)
             stack.enter_context(NumbersRead())
         stack.enter_context(patched(transformers_patches(mode)))
-        stack.enter_context(patched(generation_patches(mode)))
+        if not isinstance(step, InferenceStep):  # which generates as many tokens as it says
+            stack.enter_context(patched(generation_patches(mode)))
+        stack.enter_context(patched(inference_mode_patches()))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(outside_of_autocast())
         if rank is not None:
@@ -186,8 +227,10 @@ def _semantics(mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
         yield
 
 
-def _hint(step: TrainingStep) -> str:
+def _hint(step: Step) -> str:
     """What to do about user code that failed: perhaps the model is called in the wrong way."""
+    if not isinstance(step, TrainingStep):
+        return _GIVE_FORWARD
     if step.loss is not default_loss or isinstance(step.batch, torch.Tensor):
         return _LEAVE_IT_OUT
     by_name = is_passed_by_name(step.model, step.batch)
@@ -200,13 +243,38 @@ class _Tracer:
     def __init__(self, request: TraceRequest, mode: TraceMode, ranks: Ranks | None) -> None:
         self._request, self._mode, self._ranks = request, mode, ranks
         step = request.step
-        parts = [optimizer_parts(optimizer) for optimizer in step.given_optimizers]
+        #: The training, and the forward passes that are predicted after it.
+        self._training = step if isinstance(step, TrainingStep) else None
+        self._inference = step if isinstance(step, InferenceStep) else None
+        if self._inference is not None:
+            self._training = self._inference.after
+        training = self._training
+        parts = (
+            [optimizer_parts(optimizer) for optimizer in training.given_optimizers]
+            if training
+            else []
+        )
         beside = step.beside()
         attributes = device_attributes(step.model) if mode.spec else {}
-        self._model, self._batch, self._parts, self._beside, self._losses, self._attributes = (
-            fake_copy(
-                (step.model, step.batch, parts, beside, step.losses_to_copy(), attributes), mode
-            )
+        (
+            self._model,
+            self._batches,
+            self._parts,
+            self._beside,
+            self._losses,
+            self._forward,
+            self._attributes,
+        ) = fake_copy(
+            (
+                step.model,
+                {one.stage: one.batch for one in (training, step) if one is not None},
+                parts,
+                beside,
+                training.functions_to_copy() if training else (),
+                self._inference.functions_to_copy() if self._inference else (),
+                attributes,
+            ),
+            mode,
         )
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         for root in (self._model, *self._beside.values()) if mode.spec else ():
@@ -214,6 +282,12 @@ class _Tracer:
                 for name, value in vars(module).items():
                     if isinstance(value, torch.device):
                         vars(module)[name] = CUDA
+        for module in self._model.modules():
+            if type(module).__module__.startswith("torchmetrics.") and getattr(
+                module, "validate_args", False
+            ):
+                vars(module)["validate_args"] = False
+                mode.assumed[_UNCHECKED] = None
         self._in_hooks: list[torch.optim.Optimizer] = []
         self.marks = TraceMarks(mode, self._model)
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
@@ -223,10 +297,11 @@ class _Tracer:
         self._num_flops, self._sent_bytes = [0], [0]
 
     def run(self) -> None:
-        """Run the updates."""
+        """Run the updates, and the forward passes after them."""
         step, mode = self._request.step, self._mode
-        if step.prepare is not None:
-            self._batch = step.prepare(self._model, self._batch)
+        for one in (self._training, self._inference):
+            if one is not None and one.prepare is not None:
+                self._batches[one.stage] = one.prepare(self._model, self._batches[one.stage])
         if mode.spec:
             flatten_rnn_weights(self._model)
         if self._ranks is None:
@@ -244,25 +319,57 @@ class _Tracer:
             add(name, it, is_host=self._is_beside_on_host[name])
         optimizers = self._optimizers()
         self._infos = self.marks.module_infos()
+        with self.marks.modules_followed():
+            if self._training is not None:
+                self._train(self._training, optimizers)
+            if self._inference is not None:
+                self._infer(self._inference, optimizers)
+
+    def _train(self, step: TrainingStep, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        mode = self._mode
         training = Training(
             step=step,
             model=self._model,
             losses=self._losses or step.losses,
             optimizers=optimizers,
-            new_batch=self._new_batch,
+            new_batch=partial(self._new_batch, step),
             marks=self.marks,
-            device_type="cuda" if mode.spec else "cpu",
+            device_type=self._device_type,
         )
         num_updates_to_settle = self._ranks.num_updates_to_settle if self._ranks else 1
-        with self.marks.modules_followed():
-            for number in range(self._request.num_updates or num_updates_to_settle + 1):
-                run_window(training)
-                self.marks.label_states(self._in_hooks)
-                self._num_flops.append(mode.num_flops)
-                self._sent_bytes.append(mode.sent_bytes)
-                if number == 0 and fill_history(optimizers):
-                    self.marks.label_states(optimizers)
-                    mode.assumed[_FULL_HISTORY] = None
+        for number in range(self._request.num_updates or num_updates_to_settle + 1):
+            run_window(training)
+            self.marks.label_states(self._in_hooks)
+            self._count_work()
+            if number == 0 and fill_history(optimizers):
+                self.marks.label_states(optimizers)
+                mode.assumed[_FULL_HISTORY] = None
+
+    def _infer(self, step: InferenceStep, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        if step.frees_gradients and step.lightning is not None:
+            step.lightning.free_gradients(self._model)
+        elif step.frees_gradients:
+            self._model.zero_grad(set_to_none=True)
+        if step.after is not None or step.lightning is not None:
+            self._model.eval()
+        (forward,) = self._forward or (step.forward,)
+        Inference(
+            step=step,
+            model=self._model,
+            forward=forward,
+            new_batch=partial(self._new_batch, step),
+            marks=self.marks,
+            device_type=self._device_type,
+            period=self._request.period,
+        ).run(self._count_work)
+
+    def _count_work(self) -> None:
+        self._num_flops.append(self._mode.num_flops)
+        self._sent_bytes.append(self._mode.sent_bytes)
+
+    @property
+    def _device_type(self) -> str:
+        return "cuda" if self._mode.spec else "cpu"
 
     def close(self) -> None:
         """Stop recording, and release what keeps the trace alive."""
@@ -276,22 +383,26 @@ class _Tracer:
             parameter.grad = None
         mode.modules = None
 
-    def as_traced(self) -> TracedStep:
-        """What was recorded."""
+    def as_traced(self) -> TracedStep | Irregular:
+        """What was recorded; why parts that are to be repeated do not repeat."""
         ledger, request = self._mode.ledger, self._request
         batch_size = request.batch_size or request.step.batch_size.batch_size
         assert batch_size
-        return TracedStep(
+        traced = TracedStep(
             trace=ledger.trace(),
             batch_size=batch_size,
             calls=ledger.calls,
             caveats=(*_caveats(request.step, ledger.calls), *self._mode.assumed),
             num_flops=self._num_flops[-1] - self._num_flops[-2],
             sent_bytes=self._sent_bytes[-1] - self._sent_bytes[-2],
-            num_batches=request.step.accumulate * self._num_parts,
+            num_batches=(self._training.accumulate if self._training else 1) * self._num_parts,
             origins=ledger.origins,
             modules=self._infos,
         )
+        try:
+            return grown(traced, self.marks.repeated_parts, ledger.cuts())
+        except Irregular as error:
+            return error
 
     def _parallelize(self, ranks: Ranks) -> None:
         """Parallelize the model, as the training does before its first step."""
@@ -329,7 +440,9 @@ class _Tracer:
             step.lightning.call_through(self._model, parallel)
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        step, parts = self._request.step, self._parts
+        step, parts = self._training, self._parts
+        if step is None:
+            return ()
         optimizers = tuple(map(optimizer_from, parts)) if parts else step.optimizers_of(self._model)
         if step.change_optimizers is not None:
             optimizers = tuple(step.change_optimizers(optimizers))
@@ -345,18 +458,23 @@ class _Tracer:
         run_to_the_end(optimizers)
         return optimizers
 
-    def _new_batch(self) -> Any:
+    def _new_batch(self, step: Step) -> Any:
         request = self._request
-        size, length = request.step.batch_size.batch_size or 0, request.step.sequence_length
-        new_size, new_length = request.batch_size or size, request.sequence_length
+        size, length = step.batch_size.batch_size or 0, step.sequence_length
+        # A training that comes before keeps its own.
+        is_resized = step is request.step
+        new_size = (request.batch_size if is_resized else None) or size
+        new_length = request.sequence_length if is_resized else None
         lengths = (length, new_length) if length and new_length else None
         with self._mode.unrecorded():
-            batch = resize_batch(self._batch, size, self._num_parts * new_size, lengths=lengths)
+            batch = resize_batch(
+                self._batches[step.stage], size, self._num_parts * new_size, lengths=lengths
+            )
         self.marks.add_batch(batch)
         return batch
 
 
-def _is_left_on_host(it: object, step: TrainingStep) -> bool:
+def _is_left_on_host(it: object, step: Step) -> bool:
     """Whether something stays on the host: it is there, while the model is on a device."""
     on_device = [any(tensor.is_cuda for tensor in _tensors_of(one)) for one in (it, step.model)]
     return on_device == [False, True]
@@ -384,7 +502,7 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
             left += contents_of(found) or ()
 
 
-def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]:
+def _caveats(step: Step, calls: tuple[KernelCall, ...]) -> Iterator[str]:
     if torch_version() > _NEWEST_TORCH:
         yield (
             f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
@@ -400,6 +518,17 @@ def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]
         for module in step.model.modules()
     ):
         yield _COMPILED
+    if (
+        isinstance(step, InferenceStep)
+        and step.mode != "grad"
+        and any(isinstance(module, nn.TransformerEncoderLayer) for module in step.model.modules())
+    ):
+        yield _FUSED
+    if isinstance(step, InferenceStep) and (window := step.window_within()):
+        yield (
+            f"The sliding window of {window} tokens is assumed not to fill while tokens are "
+            "generated: from there on less is needed."
+        )
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."

@@ -16,7 +16,7 @@ from accuracy_configs import CONFIGS, OPTIMIZERS
 from models.workloads import WORKLOADS
 
 from memcallback.step.copies.fakes import fake_copy
-from memcallback.step.training_step import AUTOCAST
+from memcallback.step.step import AUTOCAST
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own():

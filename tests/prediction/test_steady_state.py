@@ -18,7 +18,7 @@ from memcallback.core.allocation_trace import (
     StepEnd,
     StepStart,
 )
-from memcallback.core.types import Category, Phase
+from memcallback.core.types import Category, Phase, Stage
 from memcallback.core.units import KiB, MiB
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.allocator.caching import CachingAllocator
@@ -26,7 +26,7 @@ from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.replay import replay
-from memcallback.prediction.steady_state import MAX_WINDOWS, last_window, pairs_of
+from memcallback.prediction.steady_state import MAX_WINDOWS, last_windows, pairs_of
 from memcallback.trace.traced_step import TracedStep
 
 #: One allocation of a window: its size, where it begins and ends of 100 moments, and whether it
@@ -228,11 +228,13 @@ def test_windows_are_the_steps_up_to_an_update():
         PhaseEnd(Phase.OPTIMIZER_STEP),
         StepEnd(),
     )
-    assert last_window((*steps, *update, Alloc(0, 1), *steps, *update, Free(0))) == (8, 17, 2)
-    assert last_window(steps * 3) == (8, 12, 3)
-    assert last_window(steps) is None
-    assert last_window((*update, *update, *steps)) is None
-    assert last_window(()) is None
+    assert last_windows((*steps, *update, Alloc(0, 1), *steps, *update, Free(0))) == [
+        (8, 17, 2, Stage.TRAINING)
+    ]
+    assert last_windows(steps * 3) == [(8, 12, 3, Stage.TRAINING)]
+    assert last_windows(steps) == []
+    assert last_windows((*update, *update, *steps)) == []
+    assert last_windows(()) == []
 
 
 def test_memory_can_run_out_in_a_repetition():

@@ -26,7 +26,7 @@ from memcallback.core.code_lines import lines_inside
 from memcallback.core.kernel import FIRST_TEMPORARY, AllocationSource, KernelCall, KernelRule
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import storage_id
-from memcallback.core.types import Category, Phase
+from memcallback.core.types import Category, Phase, Stage
 from memcallback.core.visible import visible_name
 from memcallback.trace.dispatch.blocks import Block, Position
 from memcallback.trace.dispatch.entries import Entry
@@ -57,6 +57,7 @@ class Ledger:
         self._call_start = 0
         self._calls: list[KernelCall] = []
         self._marks: list[ModuleMark] = []
+        self._cuts: list[int] = []
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The allocation of a dense tensor, None for an unknown one."""
@@ -212,9 +213,19 @@ class Ledger:
         """Note which modules run from here on."""
         self._marks.append(ModuleMark(len(self._rows), path, is_backward))
 
-    def start_step(self) -> None:
+    def start_step(self, stage: Stage) -> None:
         """Begin a step."""
-        self._rows.append(StepStart())
+        self._rows.append(StepStart(stage))
+
+    def cut(self) -> int:
+        """Keep frees before this place apart from those after it; its number."""
+        self._cuts.append(len(self._rows))
+        return len(self._cuts) - 1
+
+    def cuts(self) -> list[int]:
+        """The position in the trace of each place that was cut."""
+        starts = self._starts()
+        return [starts[row] for row in self._cuts]
 
     def end_step(self) -> None:
         """End the step."""
@@ -297,7 +308,7 @@ class Ledger:
         copies in another order each time, which makes no difference to an allocator.
         """
         inside = {position for call in self._calls for position in range(call.start, call.stop)}
-        marked = [mark.position for mark in self._marks]
+        marked = sorted([*(mark.position for mark in self._marks), *self._cuts])
 
         def group(numbered: tuple[int, Entry | Event | list[Event]]) -> int | None:
             """Number runs of frees that may be sorted; None for other rows."""

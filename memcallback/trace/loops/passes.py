@@ -14,6 +14,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
 from memcallback.step.loss import Loss, wrong_with_loss
 from memcallback.step.model import devices_of
+from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.marks import TraceMarks
 
@@ -48,26 +49,7 @@ class Training:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast as the step's precision has it, unless the model enters it itself."""
-        step = self.step
-        if step.autocast_dtype is None or self._autocasts_itself():
-            return nullcontext()
-        return torch.autocast(
-            self.device_type,
-            dtype=step.autocast_dtype,
-            cache_enabled=step.lightning is None
-            or step.lightning.autocast_cache_enabled(self.model),
-        )
-
-    def _autocasts_itself(self) -> bool:
-        """Whether accelerate has prepared the model for autocast on this device.
-
-        Autocast then ends with each call of the model, and with it the casts that it keeps, which
-        carry no gradients after a call without.
-        """
-        is_prepared = "_original_forward" in vars(self.model)
-        return is_prepared and all(
-            name.startswith(self.device_type) for name in devices_of(self.step.model)
-        )
+        return autocast(self.step, self.model, self.device_type)
 
     def forward(self, batch: Any, number: int = 0) -> Any:
         """The forward pass to one of the losses."""
@@ -140,3 +122,24 @@ class Training:
                 optimizer.zero_grad(set_to_none=True)
         if not self.optimizers:
             self.model.zero_grad(set_to_none=True)
+
+
+def autocast(step: Step, model: Any, device_type: str) -> AbstractContextManager[Any]:
+    """Autocast as a step's precision has it, unless the model enters it itself."""
+    if step.autocast_dtype is None or _autocasts_itself(step, model, device_type):
+        return nullcontext()
+    return torch.autocast(
+        device_type,
+        dtype=step.autocast_dtype,
+        cache_enabled=step.lightning is None or step.lightning.autocast_cache_enabled(model),
+    )
+
+
+def _autocasts_itself(step: Step, model: Any, device_type: str) -> bool:
+    """Whether accelerate has prepared the model for autocast on this device.
+
+    Autocast then ends with each call of the model, and with it the casts that it keeps, which
+    carry no gradients after a call without.
+    """
+    is_prepared = "_original_forward" in vars(model)
+    return is_prepared and all(name.startswith(device_type) for name in devices_of(step.model))

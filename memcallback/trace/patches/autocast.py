@@ -58,6 +58,7 @@ class AutocastCache:
             and value.is_leaf
             and not value._is_view()
             and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
         )
         if not is_cached:
             return value.to(dtype)

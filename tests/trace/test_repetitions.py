@@ -1,0 +1,54 @@
+"""Parts of a trace that repeat: those that were not traced follow from those that were."""
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+from memcallback.devices.catalogue import HostSpec
+from memcallback.trace.growth import num_to_trace
+
+
+class Appends(nn.Module):
+    """A cache of 1 KiB for each call, padded to a multiple of some calls; one output of before."""
+
+    def __init__(self, multiple=1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.multiple, self.calls, self.last = multiple, 0, None
+        self.cache = None
+
+    def forward(self, x):
+        self.calls += 1
+        padded = -(-self.calls // self.multiple) * self.multiple
+        self.cache = x.new_zeros(256 * padded)
+        output, self.last = self.last, x.new_zeros(self.calls)
+        return output
+
+
+def traced(num_batches, multiple=1):
+    step = mc.InferenceStep(
+        Appends(multiple), torch.zeros(2), num_batches=num_batches, keep_outputs="all"
+    )
+    return mc.predict(step, device=HostSpec(), isolate=False)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("num_batches", [60, 61])
+def test_repetitions_have_the_sizes_that_a_trace_of_all_has(monkeypatch, num_batches, multiple):
+    grown = traced(num_batches, multiple)
+    monkeypatch.setattr(
+        "memcallback.trace.loops.inference.num_to_trace", lambda num_all, period: num_all
+    )
+    everything = traced(num_batches, multiple)
+    assert grown.trace.traced.growths
+    assert not everything.trace.traced.growths
+    assert [step.windows for step in grown.steps] == [step.windows for step in everything.steps]
+
+
+def test_the_rest_of_the_repetitions_is_whole_periods():
+    assert num_to_trace(14, 1) == num_to_trace(1000, 1) == 13
+    assert num_to_trace(4, 1) == 4
+    assert num_to_trace(1000, 8) == 32
+    assert (1000 - num_to_trace(1000, 8)) % 8 == 0
+    assert num_to_trace(20, 8) == 20
