@@ -45,10 +45,10 @@ from memcallback.trace.dispatch.placeholders import Bounds
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
+from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.libraries import (
     NumbersRead,
-    compiled_code_patches,
     transformers_patches,
     value_patches,
 )
@@ -74,7 +74,14 @@ _NO_DRIVER = (
 )
 #: The newest PyTorch whose rules were read in its source or its machine code.
 _NEWEST_TORCH = (2, 13)
-_COMPILED = "A compiled module was traced as it would run without compilation."
+_COMPILED = (
+    "A compiled module was traced as it would run without compilation, which mostly needs more "
+    "memory."
+)
+_NOT_COMPILED = (
+    "Compiled code was traced as it would run without compilation, which may need more memory or "
+    "less, because what Inductor generates could not be traced: {}"
+)
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -90,6 +97,8 @@ class TraceRequest:
         sequence_length: Length of the batch's sequences; None for the step's own.
         num_updates: Optimizer updates to trace; None for as many as it takes to settle, and one.
         bounds: Choices that all traces of a step share, so that sizes stay linear in the batch.
+        compiles: Whether compiled code is compiled for the card, in a process that nothing else
+            needs: Dynamo's state changes. Else it runs as it would without compilation.
     """
 
     step: TrainingStep
@@ -98,6 +107,7 @@ class TraceRequest:
     sequence_length: int | None = None
     num_updates: int | None = None
     bounds: Bounds = field(default_factory=Bounds)
+    compiles: bool = False
 
 
 def trace(request: TraceRequest) -> TracedStep:
@@ -133,15 +143,28 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 
 
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
-    step = request.step
     request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
+    code = CompiledCode(mode, compiles=request.compiles and rank is None)
+    try:
+        return _run(replace(request, compiles=code.compiles), mode, code, rank)
+    except PredictionError as error:
+        if not code.has_compiled:
+            raise
+        traced = _trace(replace(request, compiles=False), rank)
+        return replace(traced, caveats=(*traced.caveats, _NOT_COMPILED.format(error)))
+
+
+def _run(
+    request: TraceRequest, mode: TraceMode, code: CompiledCode, rank: _Rank | None
+) -> TracedStep:
+    step = request.step
     with (
         _ONE_AT_A_TIME,
         untouched_globals(),
         untouched_variables(step.model, step.losses),
         patched(value_patches(mode)),
-        patched(compiled_code_patches(mode)),
+        patched(code.patches()),
         patched(triton_patches()),
         patched(paged_memory_patches(mode)),
     ):
@@ -157,7 +180,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep:
                 raise tracer.marks.failure(error, _hint(step)) from error
             finally:
                 tracer.close()
-    return tracer.as_traced()
+    return tracer.as_traced(has_compiled=code.has_compiled)
 
 
 @contextmanager
@@ -201,7 +224,9 @@ class _Tracer:
         attributes = device_attributes(step.model) if mode.spec else {}
         self._model, self._batch, self._parts, self._beside, self._losses, self._attributes = (
             fake_copy(
-                (step.model, step.batch, parts, beside, step.losses_to_copy(), attributes), mode
+                (step.model, step.batch, parts, beside, step.losses_to_copy(), attributes),
+                mode,
+                compiles=request.compiles,
             )
         )
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
@@ -272,7 +297,7 @@ class _Tracer:
             parameter.grad = None
         mode.modules = None
 
-    def as_traced(self) -> TracedStep:
+    def as_traced(self, *, has_compiled: bool) -> TracedStep:
         """What was recorded."""
         ledger, request = self._mode.ledger, self._request
         batch_size = request.batch_size or request.step.batch_size.batch_size
@@ -281,7 +306,10 @@ class _Tracer:
             trace=ledger.trace(),
             batch_size=batch_size,
             calls=ledger.calls,
-            caveats=(*_caveats(request.step, ledger.calls), *self._mode.assumed),
+            caveats=(
+                *_caveats(request.step, ledger.calls, has_compiled=has_compiled),
+                *self._mode.assumed,
+            ),
             num_flops=self._num_flops[-1] - self._num_flops[-2],
             sent_bytes=self._sent_bytes[-1] - self._sent_bytes[-2],
             num_batches=request.step.accumulate * self._num_parts,
@@ -380,7 +408,9 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
             left += contents_of(found) or ()
 
 
-def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]:
+def _caveats(
+    step: TrainingStep, calls: tuple[KernelCall, ...], *, has_compiled: bool
+) -> Iterator[str]:
     if torch_version() > _NEWEST_TORCH:
         yield (
             f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
@@ -391,7 +421,7 @@ def _caveats(step: TrainingStep, calls: tuple[KernelCall, ...]) -> Iterator[str]
             "The tensors of the batch differ in their first dimension; "
             f"{step.batch_size.batch_size}, the most frequent, was taken for the batch size."
         )
-    if any(
+    if not has_compiled and any(
         type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         for module in step.model.modules()
     ):
