@@ -190,7 +190,8 @@ def asks_about_cuda(self, x):
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.memory_reserved()
     torch.cuda.mem_get_info()
-    assert torch.cuda.get_device_properties(x.device).total_memory > 0
+    properties = torch.cuda.get_device_properties(x.device)
+    assert properties.total_memory > properties.L2_cache_size > 0
     with torch.cuda.device(x.device), torch.cuda.device_of(x):
         return x.to(torch.cuda.current_device())
 

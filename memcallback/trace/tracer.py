@@ -45,10 +45,12 @@ from memcallback.trace.dispatch.placeholders import Bounds
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
+from memcallback.trace.patches.autocast import outside_of_autocast
 from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.libraries import (
     NumbersRead,
+    generation_patches,
     transformers_patches,
     value_patches,
 )
@@ -194,7 +196,9 @@ def _semantics(mode: TraceMode, rank: _Rank | None) -> Iterator[None]:
             stack.enter_context(mode)
             stack.enter_context(NumbersRead())
         stack.enter_context(patched(transformers_patches(mode)))
+        stack.enter_context(patched(generation_patches(mode)))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(outside_of_autocast())
         if rank is not None:
             # Imported here, as it imports PyTorch's distributed tensors.
             from memcallback.trace.patches.distributed import rank_patches

@@ -1,23 +1,24 @@
 """The documentation: its programs run and say what the page says, its names and pictures are there.
 
-A program is a Python block under the comment `<!-- program -->`; one that needs a device stands
-under `<!-- program: cuda -->`. The code in the comments `<!-- setup ... -->` above it, which a
-reader does not see, comes before it. A text block right after it is its output, with `...` for what
-may differ or is left out; a program is called `train.py` in it. `pytest --overwrite-golden` writes
-the outputs anew.
+A program is a Python block under the comment `<!-- program -->`. It runs as a reader pastes it:
+nothing stands before it that the page does not show. `<!-- program: cuda -->` needs a device, and
+`<!-- program: peft -->` the packages that it names. If its first line is `# train.py`, it is that
+file for the commands that follow: a block under `<!-- commands -->`, whose lines are given to the
+command line. A text block right after either is its output, with `...` for what may differ or is
+left out. `pytest --overwrite-golden` writes the outputs anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import doctest
-import functools
+import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,10 @@ from memcallback import cli
 from memcallback.report import tags
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
-    r"^<!-- setup\n(?P<setup>.*?)^-->$"
-    r"|(?:^<!-- (?P<mark>program(?:: cuda)?) "
-    r"-->\n)?^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
+    r"(?:^<!-- (?P<mark>program|commands)(?:: (?P<needs>[\w, ]+))? -->\n)?"
+    r"^```(?P<language>python|sh)\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
 #: Of the pages' figures; with others they are not the same to the byte.
@@ -43,78 +43,118 @@ TORCH, CUDA_TORCH, CUDA_DEVICE = "2.13", "2.11", "NVIDIA H200"
 class Program:
     page: Path
     line: int
+    mark: str | None
+    needs: tuple[str, ...]
+    language: str
     code: str
     output: str | None
     output_at: tuple[int, int]
-    mark: str | None
 
     @property
     def name(self):
         return f"{self.page.name}:{self.line}"
 
+    @property
+    def needs_cuda(self):
+        return "cuda" in self.needs
+
+    @property
+    def lacks(self):
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
 
 def programs(page):
-    text, setup = page.read_text(), ""
+    text = page.read_text()
     for match in BLOCK.finditer(text):
-        if match["setup"] is not None:
-            setup += match["setup"]
-            continue
-        line = text.count("\n", 0, match.start("code"))
         yield Program(
-            page, line, setup + match["code"], match["output"], match.span("output"), match["mark"]
+            page,
+            text.count("\n", 0, match.start("code")),
+            match["mark"],
+            tuple(match["needs"].split(", ")) if match["needs"] else (),
+            match["language"],
+            match["code"],
+            match["output"],
+            match.span("output"),
         )
 
 
-ALL = [program for page in [*PAGES, ROOT / "README.md"] for program in programs(page)]
+ALL = [program for page in PAGES for program in programs(page)]
 
 
-def on(mark):
-    return pytest.mark.parametrize(
-        "program", [pytest.param(one, id=one.name) for one in ALL if one.mark == mark]
-    )
+def where(needs_cuda):
+    chosen = [one for one in ALL if one.mark and one.needs_cuda is needs_cuda]
+    return pytest.mark.parametrize("program", [pytest.param(one, id=one.name) for one in chosen])
 
 
 #: Runs programs one after the other in one process, since most of a program's time is the import of
-#: PyTorch; each has names of its own.
+#: PyTorch; each has names of its own, and each page a folder.
 RUNNER = """
-import contextlib, io, json, linecache, traceback
-for code in json.load(open("programs.json")):
-    out, error = io.StringIO(), None
+import contextlib, io, json, linecache, os, shlex, sys, traceback
+from memcallback.cli import main
+
+def run(language, code):
+    if language == "sh":
+        for line in code.splitlines():
+            command, *arguments = shlex.split(line, comments=True)
+            assert command == "memcallback", line
+            assert not main(arguments), line
+        return
     linecache.cache["train.py"] = len(code), None, code.splitlines(keepends=True), "train.py"
+    exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+
+root = os.getcwd()
+for page, language, code in json.load(open("programs.json")):
+    os.makedirs(page, exist_ok=True)
+    out, error = io.StringIO(), None
+    name = code.splitlines()[0].removeprefix("# ")
+    if language == "python" and name.endswith(".py"):
+        open(os.path.join(page, name), "w").write(code)
+        sys.modules.pop(name.removesuffix(".py"), None)
+    os.chdir(page)
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+            run(language, code)
     except BaseException:
         error = traceback.format_exc()
-    print(json.dumps([out.getvalue(), error]))
+    os.chdir(root)
+    print(json.dumps([out.getvalue(), error]), flush=True)
 """
 
 
-def run(codes, folder, **environment):
+def run(programs, folder, **environment):
     """Output and error of each program."""
-    (folder / "programs.json").write_text(json.dumps(codes))
-    environment = (
-        os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        | environment
-    )
+    items = [(one.page.stem, one.language, one.code) for one in programs]
+    (folder / "programs.json").write_text(json.dumps(items))
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "MEMCALLBACK_ISOLATE": "1",  # as a reader runs it
+    }
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment,
-        timeout=600,
+        env=os.environ | settings | environment,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(programs, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@functools.cache
-def outputs_of_page(page):
-    codes = [program.code for program in programs(page) if program.mark == "program"]
-    with tempfile.TemporaryDirectory() as folder:
-        return dict(zip(codes, run(codes, Path(folder), CUDA_VISIBLE_DEVICES=""), strict=True))
+@pytest.fixture(scope="module")
+def outputs(request, tmp_path_factory):
+    """Output and error of the programs of all pages that this session tests."""
+    tested = {
+        item.callspec.params["program"].page
+        for item in request.session.items
+        if "outputs" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+    }
+    chosen = [one for one in ALL if one.mark and one.page in tested and not one.lacks]
+    # What changes how others are imported comes last.
+    chosen.sort(key=lambda one: len(one.needs))
+    return run(chosen, tmp_path_factory.mktemp("pages"), CUDA_VISIBLE_DEVICES="")
 
 
 def is_said(wanted, output):
@@ -142,21 +182,19 @@ def check(program, output, error, overwrites):
     assert output == program.output, program.name
 
 
-@on("program")
-def test_a_program_says_what_the_page_says(program, request):
+@where(needs_cuda=False)
+def test_a_program_says_what_the_page_says(program, outputs, request):
     import torch
 
+    if program.lacks:
+        pytest.skip(f"needs {', '.join(program.lacks)}")
     if program.output is not None and not torch.__version__.startswith(TORCH):
         pytest.skip(f"the page's figures are those of PyTorch {TORCH}")
-    check(
-        program,
-        *outputs_of_page(program.page)[program.code],
-        request.config.getoption("--overwrite-golden"),
-    )
+    check(program, *outputs[program], request.config.getoption("--overwrite-golden"))
 
 
 @pytest.mark.cuda
-@on("program: cuda")
+@where(needs_cuda=True)
 def test_a_program_on_a_device_says_what_the_page_says(program, tmp_path, request):
     import torch
 
@@ -166,36 +204,134 @@ def test_a_program_on_a_device_says_what_the_page_says(program, tmp_path, reques
     if program.output is not None and not is_of_the_page:
         pytest.skip(f"the page's figures are those of PyTorch {CUDA_TORCH} and an {CUDA_DEVICE}")
     # In a process of its own, so that the allocator begins empty.
-    (result,) = run([program.code], tmp_path)
+    (result,) = run([program], tmp_path).values()
     check(program, *result, request.config.getoption("--overwrite-golden"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_of_a_page_is_run(page):
-    assert [program.name for program in programs(page) if program.mark is None] == []
-    assert len(list(programs(page))) == page.read_text().count("```python")
+    blocks = [program for program in programs(page) if program.language == "python"]
+    assert [program.name for program in blocks if program.mark is None] == []
+    assert len(blocks) == page.read_text().count("```python")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
-def test_every_picture_of_a_page_is_there(page):
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
-    assert [picture for picture in pictures if not (page.parent / picture).is_file()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_hides_code_in_a_comment(page):
+    comments = re.findall(r"<!--(.*?)-->", page.read_text(), flags=re.DOTALL)
+    assert [comment for comment in comments if "\n" in comment] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_links_to_is_there(page):
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\((?!https?://|#)([^)\s#]+)", prose)
+    assert [link for link in links if not (page.parent / link).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_example_that_a_page_names_is_there(page):
+    named = re.findall(r"`((?:examples|benchmarks)/[\w/]+\.(?:py|ipynb|sh))", page.read_text())
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 def test_every_picture_is_shown_somewhere():
     shown = {
         Path(name).name
-        for page in [*PAGES, ROOT / "README.md"]
+        for page in PAGES
         for name in re.findall(r"images/([\w-]+\.png)", page.read_text())
     }
     assert {picture.name for picture in (ROOT / "docs" / "images").iterdir()} == shown
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("repository", [None, "https://example.org/somebody/memcallback"])
+def test_on_a_package_index_no_link_of_the_readme_dies(repository):
+    pytest.importorskip("hatchling")
+    readme_for_index = runpy.run_path(str(ROOT / "hatch_build.py"))["readme_for_index"]
+    readme = (ROOT / "README.md").read_text()
+    text = readme_for_index(readme, repository)
+    links = re.findall(r"(!?)\[[^\]]+\]\(([^)]+)\)", text)
+    assert all(target.startswith("https://") for _, target in links)
+    assert "<!--" not in text
+    assert text.count("```python") == readme.count("```python")
+    if repository is None:
+        assert links == []
+        assert "[" not in re.sub(r"^```.*?^```$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    else:
+        assert ("!", f"{repository}/raw/main/docs/images/page-gpt2.png") in links
+        assert ("", f"{repository}/blob/main/docs/getting-started.md") in links
+
+
+def test_the_reference_says_what_docstrings_and_help_say():
+    pytest.importorskip("griffe")
+    reference = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["reference"]
+    stale = [path.name for path, text in reference().items() if path.read_text() != text]
+    assert stale == [], "run python docs/write_reference.py"
+
+
 def test_every_public_name_is_in_the_reference():
-    named = re.findall(
-        r"^::: memcallback\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE
-    )
+    table = (ROOT / "docs" / "api.md").read_text()
+    named = re.findall(r"^\| \[`(\w+)`\]", table, flags=re.MULTILINE)
     assert sorted(named) == sorted(memcallback.__all__)
+
+
+def test_every_command_is_in_the_reference():
+    (commands,) = (
+        action
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    named = re.findall(r"^<!-- help (\S+) -->$", text, flags=re.MULTILINE)
+    assert sorted(named) == sorted(commands.choices)
+
+
+#: Keys that name what was found in a step, and not what a value is.
+MAPS = {
+    "held_by_category_bytes",
+    "at_peak_by_category_bytes",
+    "at_peak_by_module_bytes",
+    "at_peak_by_operator_bytes",
+}
+
+
+def keys_of(data):
+    if isinstance(data, list):
+        return set().union(*map(keys_of, data))
+    if not isinstance(data, dict):
+        return set()
+    inner = (keys_of(value) for key, value in data.items() if key not in MAPS)
+    return set(data).union(*inner)
+
+
+def test_every_key_of_the_json_is_explained(tmp_path, monkeypatch, capsys):
+    example = next(one for one in programs(ROOT / "docs" / "command-line.md"))
+    (tmp_path / "json_step.py").write_text(example.code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = set()
+    for command in (
+        "predict json_step:make_step --device L4",
+        "suggest json_step:make_step --device L4 --effective-batch-size 65536",
+        "what-if json_step:make_step --device L4",
+        "layers json_step:make_model --input 1,1024",
+        "devices",
+    ):
+        assert not cli.main([*command.split(), "--json"]) or command == "devices"
+        keys |= keys_of(json.loads(capsys.readouterr().out))
+    page = (ROOT / "docs" / "json.md").read_text()
+    assert sorted(key for key in keys if f"`{key}`" not in page) == []
+    explained = set().union(
+        *(
+            re.findall(r"`(\w+)`", row.split("|")[1] if row.startswith("|") else row)
+            for row in page.partition("## JSON")[2].splitlines()
+            if row.startswith(("| `", "A row"))
+        )
+    )
+    assert sorted(explained - keys) == []
 
 
 def test_every_logged_tag_is_explained():
@@ -207,20 +343,6 @@ def test_every_logged_tag_is_explained():
     named = [value for name, value in vars(tags).items() if name.endswith("_TAG")]
     assert named
     assert [tag for tag in named if f"`{tag}`" not in images + rest] == []
-
-
-def test_every_command_is_in_the_reference():
-    (commands,) = (
-        action
-        for action in cli._parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    named = re.findall(
-        r"^<!-- help (\S+) -->$",
-        (ROOT / "docs" / "command-line.md").read_text(),
-        flags=re.MULTILINE,
-    )
-    assert sorted(named) == sorted(commands.choices)
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

@@ -359,6 +359,25 @@ def test_a_module_that_refuses_to_be_copied_is_named(mode):
         fake_copy(nn.Sequential(Stubborn()), mode)
 
 
+def test_a_module_that_is_made_from_an_argument_is_copied_with_all_that_it_holds(mode):
+    class Average(nn.Module):
+        """As in ema_pytorch: `copy.deepcopy` fails."""
+
+        def __new__(cls, model):
+            return super().__new__(cls)
+
+        def __init__(self, model):
+            super().__init__()
+            self.average = nn.Linear(3, 3)
+            self.model = [model]
+
+    model = nn.Linear(3, 3)
+    copy, average = fake_copy((model, Average(model)), mode)
+    assert type(average) is Average
+    assert isinstance(average.average.weight, FakeTensor)
+    assert average.model[0] is copy
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_parametrized_and_weight_normalised_modules_run_as_copies(mode):
     old = nn.utils.weight_norm(nn.Linear(4, 4))

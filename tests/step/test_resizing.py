@@ -72,6 +72,14 @@ def test_lists_of_samples_are_found_in_containers_of_any_kind(wrapped, found, mo
     assert not has_samples(wrapped(images(2)), 4)
 
 
+def test_records_of_samples_are_samples_though_each_has_as_many_boxes_as_there_are_images(mode):
+    records = [{"boxes": torch.zeros(2, 4)} for _ in range(2)]
+    batch = fake_copy({"images": torch.zeros(2, 3, 8, 8), "labels": records}, mode)
+    resized = resize_batch(batch, 2, 5)
+    assert resized["images"].shape == (5, 3, 8, 8)
+    assert shapes(record["boxes"] for record in resized["labels"]) == [(2, 4)] * 5
+
+
 def test_a_list_of_tensors_of_all_samples_is_none_of_samples(mode):
     x, y = resize_batch(fake_copy([torch.zeros(2, 3), torch.zeros(2)], mode), 2, 5)
     assert (x.shape, y.shape) == ((5, 3), (5,))

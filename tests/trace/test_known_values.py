@@ -351,6 +351,30 @@ def test_a_batch_of_any_size_takes_no_memory_of_the_host():
     assert mc.predict(step, device=CARD, batch_size=1 << 40).peak_allocated_bytes > 1 << 43
 
 
+def test_a_step_that_generates_does_so_to_the_end_and_that_is_said():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=50,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+    def loss(model, prompt):
+        with torch.no_grad():
+            tokens = model.generate(input_ids=prompt, max_new_tokens=3)
+        assert tokens.shape == (len(prompt), 7)
+        return model(input_ids=tokens, labels=tokens).loss
+
+    step = mc.TrainingStep(transformers.LlamaForCausalLM(config), torch.full((2, 4), 5), loss=loss)
+    caveats = mc.predict(step, device=CARD).caveats
+    assert any("generated up to its largest length" in caveat for caveat in caveats)
+
+
 def ctc(lengths, times=50):
     """A step with a CTC loss of texts of these lengths, with room for 20 letters."""
 

@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
 
+import memcallback as mc
 from memcallback.core.allocation_trace import Alloc, Free, PhaseStart, StepEnd, StepStart
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Category, Phase
@@ -269,6 +270,40 @@ def test_user_code_that_asks_for_cuda_gets_it():
     assert (
         len(sizes) == 2 * 2
     )  # in each of two steps, by .cuda() and by .to(x); the tensor of the host is not there
+
+
+def test_a_step_is_predicted_the_same_inside_of_the_callers_autocast():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+
+    def loss(model, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(x)
+        return (out @ x.T).float().sum()
+
+    def predict():
+        step = mc.TrainingStep(model, torch.zeros(16, 64), loss=loss, optimizer=torch.optim.AdamW)
+        windows = mc.predict(step, device="NVIDIA H200", isolate=False).step.windows
+        return [window.peak_allocated_bytes for window in windows]
+
+    outside = predict()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu"):
+        assert predict() == outside
+        depth = torch.autocast_decrement_nesting() + 1
+        torch.autocast_increment_nesting()
+        assert torch.is_autocast_enabled("cpu")
+    assert depth == 2
+
+
+def test_a_product_with_a_matrix_on_the_host_is_told_of_where_a_device_refuses_it():
+    on_host = torch.zeros(64, 8)
+
+    def loss(model, x):
+        return (model(x) @ on_host).sum()
+
+    step = mc.TrainingStep(nn.Linear(64, 64), torch.zeros(16, 64), loss=loss)
+    told = "aten::mm takes a matrix on the host and one on the device, which a device refuses"
+    assert any(told in caveat for caveat in mc.predict(step, device="NVIDIA H200").caveats)
+    assert not any(told in caveat for caveat in mc.predict(step, device="cpu").caveats)
 
 
 class Checkpointed(nn.Module):

@@ -252,10 +252,10 @@ def copy_with(
             with _CopyMode(make, at_copy), torch.no_grad(), _copied_generators():
                 for compiled in _compiled_modules(obj):
                     memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
-                copied = _copy_own_kinds(obj, make, memo)
+                copied = [*_copy_own_kinds(obj, make, memo), *_make_shells(obj, memo)]
                 result = copy.deepcopy(obj, memo)
-                for tensor, fake in copied:
-                    vars(fake).update(copy.deepcopy(vars(tensor), memo))
+                for original, its_copy in copied:
+                    vars(its_copy).update(copy.deepcopy(vars(original), memo))
                 functions.complete(memo)
                 _copy_hooks(obj, memo)
         except (_CannotBeFake, RecursionError):
@@ -320,6 +320,34 @@ def _copy_own_kinds(
             memo[id(tensor)] = fake
             copied.append((tensor, fake))
     return copied
+
+
+def _make_shells(obj: object, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
+    """Make empty copies of modules whose `__new__` wants arguments, which `copy` does not give.
+
+    Their attributes are still to be copied.
+    """
+    shells: list[tuple[nn.Module, nn.Module]] = []
+    for module in _modules_of(obj):
+        kind = type(module)
+        if id(module) in memo or not _wants_arguments(kind):
+            continue
+        memo[id(module)] = shell = object.__new__(kind)
+        shells.append((module, shell))
+    return shells
+
+
+def _wants_arguments(kind: type[nn.Module]) -> bool:
+    """Whether a class says how it is made, and not how it is copied."""
+    is_copied_as_usual = (
+        kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and kind.__setstate__ is nn.Module.__setstate__
+        and not any(
+            hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
+        )
+    )
+    return kind.__new__ is not object.__new__ and is_copied_as_usual
 
 
 def _copies_itself(tensor: torch.Tensor) -> bool:

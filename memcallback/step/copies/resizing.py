@@ -90,7 +90,11 @@ class _Resizer:
         ):
             return False  # the batch itself: a list of its parts
         sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(values)}
-        return len(values) == self._batch_size and bool(sizes) and sizes != {self._batch_size}
+        if len(values) != self._batch_size or not sizes:
+            return False
+        # Targets of each image: their tensors may happen to have that size too.
+        are_records = is_inside and all(isinstance(value, Mapping) for value in values)
+        return are_records or sizes != {self._batch_size}
 
     def _as_many(self, values: Any) -> Any:
         own = values[: self._new_batch_size]

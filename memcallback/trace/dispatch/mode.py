@@ -75,6 +75,13 @@ CUDA = torch.device("cuda", 0)
 _OUTPUTS = OutputCache()
 
 
+_MIXED = (
+    "{} takes a matrix on the host and one on the device, which a device refuses. The one on the "
+    "host was not counted: move it in the step, or if it is on the device by then, name the module "
+    "that has it: TrainingStep(..., also=[...])."
+)
+
+
 class TraceMode(FakeTensorMode):
     """A fake tensor mode with tensors on a CUDA device and the host, or all on a CPU.
 
@@ -330,6 +337,8 @@ class TraceMode(FakeTensorMode):
         reused = self._reused(call, node)
         if name == WAIT:
             return call.args[0]
+        if self.spec is not None and self.placement.is_mixed_product(call):
+            self.assumed[_MIXED.format(name)] = None
         try:
             call = call.returning(self._result(call, types))
         except DataDependentOutputException:

@@ -24,6 +24,13 @@ _INDEXED = frozenset(
 )
 
 
+#: Products of matrices and vectors.
+_PRODUCTS = frozenset(
+    getattr(_aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+)
+
+
 class Placement:
     """Where the tensors of one trace are.
 
@@ -88,6 +95,13 @@ class Placement:
         if any(entry is not None and not entry.is_host for entry in entries):
             return False
         return not self._has_argument_on_device()
+
+    def is_mixed_product(self, call: OpCall) -> bool:
+        """Whether a matrix on the device meets one on the host, which the device refuses."""
+        if call.op not in _PRODUCTS:
+            return False
+        entries = [self._find(tensor) for tensor in call.inputs if tensor.ndim]
+        return len({entry.is_host for entry in entries if entry is not None}) == 2
 
     def host_indices(self, call: OpCall) -> list[torch.Tensor]:
         """Indices on the host into a tensor on the device, which the operator copies there.

@@ -3,7 +3,7 @@
 A value is known if it is in the batch, if the host has it (a number that is drawn, the count of an
 optimizer's steps), or if code writes it (`torch.full`). What operators make of known values alone
 is known too. What the device computes of parameters is not: `placeholders` has what is taken for
-it.
+it, `patches/libraries` what is taken where NumPy and transformers read it.
 """
 
 from __future__ import annotations

@@ -66,6 +66,27 @@ class AutocastCache:
         return self._copies[id(value)][1]
 
 
+@contextmanager
+def outside_of_autocast() -> Iterator[None]:
+    """Leave the regions of `torch.autocast` that the caller is in: a step enters its own.
+
+    The outermost region frees the copies of weights as it ends, so their depth is put to 0.
+    """
+    was_enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")}
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    for kind in was_enabled:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind, is_enabled in was_enabled.items():
+            torch.set_autocast_enabled(kind, is_enabled)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
 def is_eligible(value: object) -> bool:
     """Whether autocast casts it: a floating-point tensor of at most single precision."""
     return (

@@ -34,6 +34,12 @@ _MASK_LEFT_OUT = (
     "The mask of this batch is all ones, and transformers leaves it out: a batch with padding "
     "needs more."
 )
+_TO_THE_END = (
+    "Text was generated up to its largest length: where all sequences end earlier, the step needs "
+    "less."
+)
+#: What ends a sequence that transformers generates because of its tokens.
+_ENDS_BY_TOKENS = ("EosTokenCriteria", "StopStringCriteria")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 _BETWEEN = (
@@ -150,6 +156,21 @@ def transformers_patches(mode: TraceMode) -> Iterator[Patch]:
         return indices
 
     yield masking, "find_packed_sequence_indices", find
+
+
+def generation_patches(mode: TraceMode) -> Iterator[Patch]:
+    """Let no sequence that transformers generates end by its tokens, which are not known."""
+    criteria: Any = sys.modules.get("transformers.generation.stopping_criteria")
+
+    def goes_on(
+        self: Any, input_ids: torch.Tensor, scores: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        mode.assumed[_TO_THE_END] = None
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    for name in _ENDS_BY_TOKENS:
+        if hasattr(criteria, name):
+            yield getattr(criteria, name), "__call__", goes_on
 
 
 class NumbersRead(TorchFunctionMode):

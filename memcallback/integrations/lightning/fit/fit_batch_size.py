@@ -64,9 +64,8 @@ def fit_batch_size(
     nothing, and nothing stays on disk. CUDA's peak statistics are reset. Hooks of callbacks run up
     to `on_fit_start`; the module's hooks at the end of training (`on_train_epoch_end`,
     `on_train_end`) do not run. `prepare_data` and `setup` run as in `fit`, and what they write
-    remains. The recipes (The largest batch, What a search puts back) have a table of all that is
-    put back, refused and not put back. An interrupt or a SIGTERM ends the search with everything
-    put back.
+    remains. The docs have a table of all that is put back, refused and not put back (What does a
+    search put back?). An interrupt or a SIGTERM ends the search with everything put back.
 
     Of other callbacks, a GradientAccumulationScheduler takes part with its largest number of
     batches per update. Callbacks that later change what trains, such as BaseFinetuning, cannot take

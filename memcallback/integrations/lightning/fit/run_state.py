@@ -11,7 +11,7 @@ objects: the optimizer keeps its parameters, and new attributes are removed.
 The bytes are saved in CPU memory. The snapshot keeps objects alive, so a buffer that training
 replaces stays on the device beside the new one.
 
-`docs/recipes.md` has the table of what is put back and what is not (What a search puts back).
+`docs/what-is-put-back.md` has the table of what is put back and what is not.
 """
 
 from __future__ import annotations
