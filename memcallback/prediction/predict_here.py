@@ -139,6 +139,7 @@ class Traces:
                     batch_size=batch_size,
                     sequence_length=sequence_length,
                     bounds=self._bounds,
+                    compiles=is_in_child(),
                 )
             )
         self._num_done += 1

@@ -22,6 +22,7 @@ from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import current_autograd_node, next_sequence_nr, sequence_nr
 from memcallback.core.visible import visible_name
+from memcallback.step.copies.compiled import is_compiled
 from memcallback.step.hooks import Hook, remove_hooks
 
 T = TypeVar("T")
@@ -220,8 +221,10 @@ class ModuleFollower:
             if name.startswith(inside):
                 continue
             is_inside = _is_compiled_with_hooks(module)
-            if is_inside or any(
-                type(outer).__name__ == "OptimizedModule" for outer in _unwrapping(called)
+            if (
+                is_inside
+                or is_compiled(module)
+                or any(type(outer).__name__ == "OptimizedModule" for outer in _unwrapping(called))
             ):
                 compiled.append(name)
                 inside = (*inside, f"{name}." if name else "")

@@ -53,11 +53,11 @@ from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
 from memcallback.trace.patches.autocast import outside_of_autocast
+from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.inference_mode import inference_mode_patches
 from memcallback.trace.patches.libraries import (
     NumbersRead,
-    compiled_code_patches,
     generation_patches,
     transformers_patches,
     value_patches,
@@ -97,7 +97,14 @@ _UNCHECKED = (
     "Metrics of torchmetrics check no values in a prediction; their checks (validate_args) need "
     "some memory for a moment."
 )
-_COMPILED = "A compiled module was traced as it would run without compilation."
+_COMPILED = (
+    "A compiled module was traced as it would run without compilation, which mostly needs more "
+    "memory."
+)
+_NOT_COMPILED = (
+    "Compiled code was traced as it would run without compilation, which may need more memory or "
+    "less, because what Inductor generates could not be traced: {}"
+)
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
@@ -120,6 +127,8 @@ class TraceRequest:
         num_updates: Optimizer updates to trace; None for as many as it takes to settle, and one.
         period: After how many repetitions (tokens, batches) the same kernels run again.
         bounds: Choices that all traces of a step share, so that sizes stay linear in the batch.
+        compiles: Whether compiled code is compiled for the card, in a process that nothing else
+            needs: Dynamo's state changes. Else it runs as it would without compilation.
     """
 
     step: Step
@@ -129,6 +138,7 @@ class TraceRequest:
     num_updates: int | None = None
     period: int = 1
     bounds: Bounds = field(default_factory=Bounds)
+    compiles: bool = False
 
 
 def trace(request: TraceRequest) -> TracedStep:
@@ -174,15 +184,30 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 
 
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
-    step = request.step
     request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
+    code = CompiledCode(mode, compiles=request.compiles and rank is None)
+    try:
+        return _run(replace(request, compiles=code.compiles), mode, code, rank)
+    except PredictionError as error:
+        if not code.has_compiled:
+            raise
+        traced = _trace(replace(request, compiles=False), rank)
+        if isinstance(traced, Irregular):
+            return traced
+        return replace(traced, caveats=(*traced.caveats, _NOT_COMPILED.format(error)))
+
+
+def _run(
+    request: TraceRequest, mode: TraceMode, code: CompiledCode, rank: _Rank | None
+) -> TracedStep | Irregular:
+    step = request.step
     with (
         _ONE_AT_A_TIME,
         untouched_globals(),
         untouched_variables(step.model, step.functions),
         patched(value_patches(mode)),
-        patched(compiled_code_patches(mode)),
+        patched(code.patches()),
         patched(triton_patches()),
         patched(paged_memory_patches(mode)),
     ):
@@ -198,7 +223,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irr
                 raise tracer.marks.failure(error, _hint(step)) from error
             finally:
                 tracer.close()
-    return tracer.as_traced()
+    return tracer.as_traced(has_compiled=code.has_compiled)
 
 
 @contextmanager
@@ -275,6 +300,7 @@ class _Tracer:
                 attributes,
             ),
             mode,
+            compiles=request.compiles,
         )
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         for root in (self._model, *self._beside.values()) if mode.spec else ():
@@ -383,7 +409,7 @@ class _Tracer:
             parameter.grad = None
         mode.modules = None
 
-    def as_traced(self) -> TracedStep | Irregular:
+    def as_traced(self, *, has_compiled: bool) -> TracedStep | Irregular:
         """What was recorded; why parts that are to be repeated do not repeat."""
         ledger, request = self._mode.ledger, self._request
         batch_size = request.batch_size or request.step.batch_size.batch_size
@@ -392,7 +418,10 @@ class _Tracer:
             trace=ledger.trace(),
             batch_size=batch_size,
             calls=ledger.calls,
-            caveats=(*_caveats(request.step, ledger.calls), *self._mode.assumed),
+            caveats=(
+                *_caveats(request.step, ledger.calls, has_compiled=has_compiled),
+                *self._mode.assumed,
+            ),
             num_flops=self._num_flops[-1] - self._num_flops[-2],
             sent_bytes=self._sent_bytes[-1] - self._sent_bytes[-2],
             num_batches=(self._training.accumulate if self._training else 1) * self._num_parts,
@@ -502,7 +531,7 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
             left += contents_of(found) or ()
 
 
-def _caveats(step: Step, calls: tuple[KernelCall, ...]) -> Iterator[str]:
+def _caveats(step: Step, calls: tuple[KernelCall, ...], *, has_compiled: bool) -> Iterator[str]:
     if torch_version() > _NEWEST_TORCH:
         yield (
             f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
@@ -513,7 +542,7 @@ def _caveats(step: Step, calls: tuple[KernelCall, ...]) -> Iterator[str]:
             "The tensors of the batch differ in their first dimension; "
             f"{step.batch_size.batch_size}, the most frequent, was taken for the batch size."
         )
-    if any(
+    if not has_compiled and any(
         type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         for module in step.model.modules()
     ):

@@ -94,11 +94,35 @@ _MISSING_SHAPES = {
 }
 
 
+#: Whether PyTorch compiles: its functional tensors hold fakes, and are none.
+_compiles = False
+
+
+@contextlib.contextmanager
+def for_compiler(device: DeviceSpec) -> Iterator[None]:
+    """Decompose what is compiled inside the block, whose tensors are of device `meta` for C++."""
+    global _compiles
+    library = torch.library.Library("aten", "IMPL")
+    before, _compiles = _compiles, True
+    try:
+        for name, kernel in composite_kernels(device).items():
+            library.impl(name, kernel, "AutogradMeta")
+        yield
+    finally:
+        _compiles = before
+        library._destroy()
+
+
+def is_compiling() -> bool:
+    """Whether PyTorch compiles."""
+    return _compiles
+
+
 def _for_fakes_only(name: str, kernel: Composite) -> Composite:
     own = own_decomposition(name)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
+        if _compiles or any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
             return kernel(*args, **kwargs)
         return own(*args, **kwargs)
 

@@ -35,6 +35,7 @@ from memcallback.core.torch_private import (
 )
 from memcallback.core.units import MiB
 from memcallback.isolation.child import is_in_child
+from memcallback.step.copies.compiled import compile_as
 from memcallback.step.copies.functions import FunctionCopies, hooks_of
 from memcallback.step.copies.known import remember_values
 from memcallback.step.copies.modes import without_modes
@@ -59,7 +60,7 @@ class _CannotBeFake(ValueError):
     """A tensor that cannot be made fake."""
 
 
-def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
+def fake_copy(obj: T, fake_mode: FakeTensorMode, *, compiles: bool = False) -> T:
     """Deep-copy an object with a fake tensor for every tensor.
 
     Every fake is on device `cpu` with the original's shape, strides, dtype and `requires_grad`. A
@@ -71,7 +72,8 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - References to the Trainer and the Fabric of a LightningModule become None.
     - A `torch.device` that is an attribute of a module becomes `cpu`, so the `device` of a
       LightningModule is `cpu`.
-    - A module compiled by `torch.compile` is replaced by the module inside.
+    - A module compiled by `torch.compile` is replaced by the module inside, whose copy is compiled
+      if `compiles` says so.
     - A dataset or data loader that is an attribute of a module is shared with the original, since
       it can be as large as the data; in a process of its own large plain data too.
     - An object that cannot be deep-copied (a lock, an open file, a Python generator) is shared with
@@ -82,7 +84,7 @@ def fake_copy(obj: T, fake_mode: FakeTensorMode) -> T:
     - Hooks of parameters are copied with them.
     """
     _modes.add(fake_mode)
-    return copy_with(obj, _FakeFactory(fake_mode), at_copy=remember_values)
+    return copy_with(obj, _FakeFactory(fake_mode), at_copy=remember_values, compiles=compiles)
 
 
 def live_modes() -> weakref.WeakSet[FakeTensorMode]:
@@ -229,6 +231,8 @@ def copy_with(
     obj: T,
     make: Callable[[torch.Tensor], torch.Tensor],
     at_copy: AtCopy = lambda copied, tensor: None,
+    *,
+    compiles: bool = False,
 ) -> T:
     """Deep-copy an object as `fake_copy` does, with `make(tensor)` for each tensor.
 
@@ -272,6 +276,9 @@ def copy_with(
             shared.append(culprit)
         else:
             _settle(memo)
+            for module in _modules_of(obj) if compiles else ():
+                if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+                    compile_as(memo[id(module)], module)
             return result
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memcallback.cuda.decompositions.attention_backend import jagged_choices
-from memcallback.cuda.decompositions.registry import registered
+from memcallback.cuda.decompositions.registry import is_compiling, registered
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches import autocast
@@ -248,6 +248,8 @@ def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Ca
     nodes = BackwardNodes()
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # which runs no code of the user's
+            return original(*args, **kwargs)
         with functions.user_code(), mode.in_backward(), streams.kept():
             return nodes.run(original, *args, **kwargs)
 
@@ -259,6 +261,8 @@ def _saved_tensors_hooks(functions: CudaFunctions) -> Callable[..., None]:
 
     def init(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
         def pack(tensor: torch.Tensor) -> Any:
+            if is_compiling():
+                return pack_hook(tensor)
             with functions.user_code():
                 return pack_hook(tensor)
 

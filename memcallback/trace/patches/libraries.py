@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, reduce, wraps
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import numpy
 
 
-_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _MASK_KEPT = (
     "A mask with padding was assumed: if it is all ones, transformers leaves it out, and the step "
     "needs less."
@@ -172,51 +171,6 @@ def generation_patches(mode: TraceMode) -> Iterator[Patch]:
     for name in _ENDS_BY_TOKENS:
         if hasattr(criteria, name):
             yield getattr(criteria, name), "__call__", goes_on
-
-
-_COMPILED_FUNCTION = (
-    "Compiled code ran as it would without compilation, which may need more memory or less: {}."
-)
-
-
-def compiled_code_patches(mode: TraceMode) -> Iterator[Patch]:
-    """Notice calls of functions that are compiled: under a trace PyTorch runs them as they are."""
-
-    def note(function: Any) -> None:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        if getattr(function, "__module__", None) != _FLEX_ATTENTION:  # which is predicted compiled
-            mode.assumed[_COMPILED_FUNCTION.format(name)] = None
-
-    # What the program has compiled already. Where PyTorch has no such function, nothing is said.
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    original = getattr(eval_frame, "_callback_from_stance", None)
-    if original is not None:
-
-        def callback_from_stance(callback: Any) -> Any:
-            caller = sys._getframe(2)  # beyond what keeps a patch in this thread
-            if caller.f_code.co_name == "compile_wrapper" and callable(callback):
-                note(caller.f_locals.get("fn"))
-            return original(callback)
-
-        yield eval_frame, "_callback_from_stance", callback_from_stance
-    # What it compiles in the step, as torchao's optimizers do.
-    compile_: Any = torch.compile
-
-    def compile_and_note(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return partial(compile_and_note, **options)
-        compiled = compile_(model, **options)
-        if isinstance(model, nn.Module):
-            return compiled
-
-        @wraps(compiled)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            note(model)
-            return compiled(*args, **kwargs)
-
-        return run
-
-    yield torch, "compile", compile_and_note
 
 
 class NumbersRead(TorchFunctionMode):

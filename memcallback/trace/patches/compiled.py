@@ -1,0 +1,162 @@
+"""Compiled code in a trace: compiled for the card, or run as it would without compilation."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+import memcallback
+from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.tensors import torch_version
+from memcallback.trace.dispatch.mode import TraceMode
+from memcallback.trace.patches.patching import Patch
+
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+_OWN = os.path.dirname(memcallback.__file__) + os.sep
+_AS_EAGER = (
+    "Compiled code ran as it would without compilation, which may need more memory or less: {}."
+)
+_COMPILED = (
+    "Compiled code is predicted from what Inductor of PyTorch {} generates for the card, in a "
+    "process that finds it in Inductor's cache. One that compiles it takes more in its first "
+    "steps, and can keep more reserved ever after."
+)
+_CUDA_GRAPHS = (
+    "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out: with them less is "
+    "allocated, and more stays reserved."
+)
+_NOT_TUNED = (
+    "Kernels of matrix products that are chosen by measuring (mode='max-autotune') were taken "
+    "from cuBLAS: which others win is not known, and they may need more memory or less."
+)
+#: The oldest PyTorch in which compiling was compared with a device.
+_OLDEST_TORCH = (2, 11)
+#: The most characters of an error's text that are quoted.
+_MAX_CHARACTERS = 160
+
+
+class CompiledCode:
+    """The compiled code of one trace.
+
+    Attributes:
+        compiles: Whether it is compiled for the card.
+        has_compiled: Whether anything was compiled for the card.
+    """
+
+    def __init__(self, mode: TraceMode, *, compiles: bool) -> None:
+        self._mode = mode
+        is_known = torch_version() >= _OLDEST_TORCH
+        self.compiles = compiles and is_known and mode.spec is not None
+        self.has_compiled = False
+
+    def patches(self) -> Iterator[Patch]:
+        """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
+        # What the program has compiled already. Where PyTorch lacks this, nothing is said.
+        eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+        original = getattr(eval_frame, "_callback_from_stance", None)
+        if original is not None:
+            if self.compiles:
+                torch.compiler.reset()  # else what other traces compiled makes this one dynamic
+            yield eval_frame, "_callback_from_stance", partial(self._callback, original)
+        # What it compiles in the step, as torchao's optimizers do.
+        yield torch, "compile", self._noting(torch.compile)
+
+    def note(self, name: str) -> None:
+        """Say that some code was not compiled."""
+        self._mode.assumed[_AS_EAGER.format(name)] = None
+
+    def _callback(self, original: Callable[[Any], Any], callback: Any) -> Any:
+        """What Dynamo calls with each frame of compiled code."""
+        caller = sys._getframe(2)  # beyond what keeps a patch in this thread
+        if caller.f_code.co_name != "compile_wrapper" or not callable(callback):
+            return original(callback)
+        function = caller.f_locals.get("fn")
+        if _is_predicted_compiled(function):
+            return original(callback)
+        config = _config_of(callback) if self.compiles else None
+        if config is None:
+            self.note(_name_of(function))
+            return original(callback)
+        self._note_options(config)
+        return self._compiler(callback, _name_of(function))
+
+    def _note_options(self, config: dict[str, Any]) -> None:
+        defaults: Any = import_module("torch._inductor.config")
+        if config.get("triton.cudagraphs", defaults.triton.cudagraphs):
+            self._mode.assumed[_CUDA_GRAPHS] = None
+        if config.get("max_autotune", defaults.max_autotune):
+            self._mode.assumed[_NOT_TUNED] = None
+
+    def _compiler(self, callback: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A callback that compiles a frame for the card; what cannot be runs as it is."""
+        # Imported here, as it imports PyTorch's compiler.
+        from memcallback.trace.patches.inductor import compiling, skip_all
+
+        skip = skip_all()
+
+        def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
+            if frame.f_code.co_filename.startswith(_OWN):
+                return skip
+            try:
+                with compiling(self._mode):
+                    compiled = callback(frame, *args, **kwargs)
+            except ENDS as error:  # a compiler can fail in any way
+                raise_if_meant(error)
+                self.note(f"{name} ({_reason(error)}, while it was compiled)")
+                return skip
+            self.has_compiled = True
+            self._mode.assumed[_COMPILED.format(torch.__version__)] = None
+            return compiled
+
+        # What tells the code that one backend has compiled from that of another.
+        compile_frame._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
+        return compile_frame
+
+    def _noting(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_and_note(model: Any = None, **options: Any) -> Any:
+            if model is None:
+                return partial(compile_and_note, **options)
+            compiled = compile_(model, **options)
+            if isinstance(model, nn.Module) or self.compiles:
+                return compiled
+
+            @wraps(compiled)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not _is_predicted_compiled(model):
+                    self.note(_name_of(model))
+                return compiled(*args, **kwargs)
+
+            return run
+
+        return compile_and_note
+
+
+def _is_predicted_compiled(function: Any) -> bool:
+    """Whether a trace has a rule for compiled calls of a function: it has for flex_attention."""
+    return getattr(function, "__module__", None) == _FLEX_ATTENTION
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong in a compiler, in one line."""
+    error = getattr(error, "inner_exception", error)
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {text[:_MAX_CHARACTERS]}"
+
+
+def _config_of(callback: Any) -> dict[str, Any] | None:
+    """The options of Inductor that a callback compiles with; None for another compiler."""
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    is_inductor = getattr(callback, "compiler_name", None) == "inductor"
+    return dict(callback.config) if is_inductor else None
