@@ -204,6 +204,7 @@ def _run(
     step = request.step
     with (
         _ONE_AT_A_TIME,
+        torch.inference_mode(False),  # the caller may be in it
         untouched_globals(),
         untouched_variables(step.model, step.functions),
         patched(value_patches(mode)),
