@@ -285,6 +285,16 @@ def test_a_trainers_evaluation_concatenates_the_logits_of_all_batches():
     assert evaluated(100) == peak - 99 * loss
 
 
+def test_a_trainers_evaluation_is_predicted_at_any_batch_size():
+    def evaluation(size):
+        inputs = {"x": torch.zeros(size, 256)}
+        return mc.InferenceStep.from_huggingface(TrainerLike(), inputs, num_batches=20)
+
+    of_64 = predicted(evaluation(64))
+    assert of_64.trace.is_any_batch_size_known
+    assert of_64.at(48).peak_allocated_bytes == predicted(evaluation(48)).peak_allocated_bytes
+
+
 def test_moving_results_to_the_host_ends_their_growth():
     assert evaluated(100, eval_accumulation_steps=10) == evaluated(10)
     assert evaluated(100, prediction_loss_only=True) < evaluated(10)
