@@ -102,3 +102,16 @@ def test_a_tokenizer_s_batch_is_generated_from_as_a_dict_is():
 
     # A BatchEncoding is a mapping and no dict.
     assert peak(transformers.BatchEncoding(prompt)) == peak(prompt)
+
+
+def test_a_prediction_leaves_the_variables_of_the_training_before_alone():
+    model, batch = model_and_batch()
+    losses = []
+
+    def loss(model, batch):
+        losses.append(model(batch).sum())
+        return losses[-1]
+
+    training = mc.TrainingStep(model, batch, loss=loss)
+    mc.predict(mc.InferenceStep(model, batch, after=training), device="H200", isolate=False)
+    assert not losses
