@@ -728,7 +728,7 @@ def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
         data["peak_reserved_bytes"],
         data["fits"],
         data["limit_batch_size"],
-    ) == (None, None, True, None)
+    ) == (None, None, None, None)
     check_units(data)
 
 

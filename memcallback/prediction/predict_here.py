@@ -85,7 +85,7 @@ def with_communication(device: Device, step: Step) -> Device:
 
 
 def predict_once(
-    step: Step, *, device: Device, batch_size: int, settings: AllocatorSettings
+    step: Step, *, device: Device, batch_size: int, settings: AllocatorSettings | None = None
 ) -> Prediction:
     """Predict a step at one batch size alone: one trace."""
     traced = Traces(step, device, 1, None).at(batch_size, step.sequence_length)

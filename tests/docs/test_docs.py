@@ -149,7 +149,7 @@ def outputs(request, tmp_path_factory):
     tested = {
         item.callspec.params["program"].page
         for item in request.session.items
-        if "outputs" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+        if "program" in getattr(getattr(item, "callspec", None), "params", ())
     }
     chosen = [one for one in ALL if one.mark and one.page in tested and not one.lacks]
     # What changes how others are imported comes last.

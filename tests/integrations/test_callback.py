@@ -1315,3 +1315,52 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
 def test_arguments_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MemoryCallback(**options)
+
+
+class ValidatesLargely(training.Automatic):
+    """Its validation makes far more than its training step, and needs `num_extra` values more."""
+
+    num_extra = 10_000_000
+
+    def validation_step(self, batch, batch_idx):
+        extra = torch.zeros(self.num_extra, device=self.device)
+        return self(batch[0]).sum() + extra.sum()
+
+
+def test_a_validation_that_needs_more_than_the_training_step_is_the_worst_moment(tmp_path):
+    callback = MemoryCallback(wait_for_prediction=True)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)
+    loop.fit(ValidatesLargely(), training.loader(4), training.loader(2))
+    validation, trained = callback.validation, callback.prediction
+    assert validation.batch_size == 8
+    assert validation.peak_allocated_bytes >= 40_000_000
+    assert validation.peak_allocated_bytes > trained.peak_allocated_bytes
+    [note] = [note for note in callback.report.notes if "Worst moment" in note]
+    assert note.startswith("Worst moment of the run: validation, 38.")
+    assert "the training step reaches" in note
+
+
+def test_a_training_step_that_needs_more_is_the_worst_moment(tmp_path):
+    callback = MemoryCallback(wait_for_prediction=True)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)
+    loop.fit(training.Automatic(), training.loader(4), training.loader(2))
+    assert callback.validation.peak_allocated_bytes < callback.prediction.peak_allocated_bytes
+    assert any(
+        note.startswith("Worst moment of the run: the training step")
+        for note in callback.report.notes
+    )
+
+
+def test_without_a_sanity_check_no_validation_is_predicted(tmp_path):
+    callback = MemoryCallback(wait_for_prediction=True)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=0)
+    loop.fit(training.Automatic(), training.loader(4), training.loader(2))
+    assert callback.validation is None
+    assert not any("Worst moment" in note for note in callback.report.notes)
+
+
+def test_a_validation_that_does_not_fit_is_warned_of(tmp_path):
+    callback = MemoryCallback(device=20_000_000, wait_for_prediction=True)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)
+    with pytest.warns(MemoryWarning, match="Validation does not fit"):
+        loop.fit(ValidatesLargely(), training.loader(4), training.loader(2))

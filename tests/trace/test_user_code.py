@@ -142,5 +142,5 @@ def test_what_operators_were_remembered_to_give_is_what_they_give(name, monkeypa
     # without.
     trace(TraceRequest(step, CARD))
     remembered = trace(TraceRequest(step, CARD))
-    monkeypatch.setattr("memcallback.trace.dispatch.output_cache.OutputCache.ask", lambda *_: None)
+    monkeypatch.setattr("memcallback.trace.dispatch.output_cache.OutputCache._ask", lambda *_: None)
     assert trace(TraceRequest(step, CARD)) == remembered

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.errors import fail_safe, faults_as_warnings
+from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
 from memcallback.core.files import inside, place_of
 from memcallback.core.phase_spans import (
     begin_backward,
@@ -43,8 +43,14 @@ from memcallback.integrations.lightning.trainer.step import (
     copy_unsharded,
     step_of,
 )
+from memcallback.integrations.lightning.trainer.validation import (
+    ValidationBatches,
+    predict_validation,
+    shortage,
+    worst_moment,
+)
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.prediction import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
 from memcallback.record.oom_response import explain_or_warn, is_new_shortage, respond
 from memcallback.record.rank_exchange import rank_here
@@ -137,6 +143,9 @@ class MemoryCallback(Callback):
         recorder: The recorder of the current or last fit; None before.
         fitted: The batch size that was found for the current or last fit; None if none was.
         plan: The step predicted with each saving, with `what_if`.
+        validation: The prediction of a validation step after the training step, from the largest
+            batch of the sanity check; None without one, and until the prediction is there. The
+            report says which of the two needs more.
         out_of_memory: The report on the out-of-memory error that ended the current or last fit;
             None if none did.
 
@@ -199,6 +208,7 @@ class MemoryCallback(Callback):
         self._restored_peaks: dict[str, int | None] = {}
         self.fitted: FittedBatchSize | None = None
         self.recorder: MemoryRecorder | None = None
+        self._validation_batches = ValidationBatches()
         self._reset()
 
     @property
@@ -222,6 +232,7 @@ class MemoryCallback(Callback):
         self._copied = Results()
         self._savings.prediction_without = None
         self.plan: Plan | None = None
+        self.validation: Prediction | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
         self._hooks: list[Any] = []
         self._is_broken = False
@@ -260,6 +271,7 @@ class MemoryCallback(Callback):
         with faults_as_warnings(_NO_SAVINGS, *_USER_ERRORS):
             self._savings.checkpoint(pl_module)
         self._is_broken = False  # whatever failed in an earlier fit
+        self._validation_batches = ValidationBatches()
         if self._fits_batch_size:
             with faults_as_warnings("The search for a batch size has failed."):
                 self._fit_batch_size(trainer, pl_module)
@@ -341,17 +353,42 @@ class MemoryCallback(Callback):
                 self._savings,
                 self._settings,
                 tries_savings=self._tries_savings,
+                validation=self._validation_of(trainer, make_step),
             ),
-            on_predicted=lambda _, results: self._on_predicted(trainer, results),
+            on_predicted=lambda prediction, results: self._on_predicted(
+                trainer, prediction, results
+            ),
         )
 
-    def _on_predicted(self, trainer: Any, results: Compared | None) -> None:
+    def _validation_of(
+        self, trainer: Any, make_step: Callable[[], TrainingStep]
+    ) -> Callable[[Device], Prediction | None] | None:
+        """What predicts the validation; None if the sanity check has shown no batch."""
+        seen = self._validation_batches.batch
+        if seen is None or not self._settings.predict:
+            return None
+        return lambda device: predict_validation(trainer, make_step, seen, device)
+
+    def _on_predicted(
+        self, trainer: Any, prediction: StepPrediction | None, results: Compared | None
+    ) -> None:
         """Keep and show what was computed with the prediction; nothing if that failed."""
         if results is None:
             return
-        self._savings.prediction_without, self.plan = results
+        self._savings.prediction_without, self.plan = results.without, results.plan
+        self.validation = results.validation
+        if self.validation is not None and isinstance(prediction, Prediction):
+            self._compare_validation(prediction, self.validation)
         if self.plan is not None and self._monitor is not None:
             self._monitor.publisher.plan(self.plan, step_number(trainer))
+
+    def _compare_validation(self, prediction: Prediction, validation: Prediction) -> None:
+        """Say in the report which part of the run needs most; warn if validation does not fit."""
+        assert self._monitor is not None
+        self._monitor.notes = (*self._monitor.notes, worst_moment(prediction, validation))
+        if reason := shortage(validation, self._settings.capacity_bytes):
+            self._monitor.notes = (*self._monitor.notes, reason)
+            warn_and_go_on(reason)
 
     def _maker_of_step(
         self, trainer: Any, pl_module: Any, batch: Any
@@ -437,6 +474,14 @@ class MemoryCallback(Callback):
                 batch=batch,
             )
         self._is_after_validation = False
+
+    @fail_safe
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the shapes of the sanity check's batches, from which validation is predicted."""
+        if trainer.sanity_checking:
+            self._validation_batches.see(batch)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note that the next step begins without gradients."""

@@ -28,12 +28,12 @@ def inference_mode_patches() -> Iterator[Patch]:
         def __enter__(self) -> None:
             depths.append(self._is_on)
             self._before = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(not self._is_on)
+            torch.set_grad_enabled(not self._is_on)
 
         def __exit__(self, *exception: Any) -> None:
             if self._before is not None:
                 depths.pop()
-                torch._C._set_grad_enabled(self._before)
+                torch.set_grad_enabled(self._before)
                 self._before = None
 
         def __del__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,19 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.savings.plan import Plan
 from memcallback.step.training_step import TrainingStep
 
-#: The prediction of the step without the Trainer's savings, and the step with each saving.
-Compared = tuple[Prediction | None, Plan | None]
+
+class Compared(NamedTuple):
+    """What is predicted beside a Trainer's step; None for what is not.
+
+    Attributes:
+        without: The step without the Trainer's savings.
+        plan: The step with each saving.
+        validation: A validation step after it.
+    """
+
+    without: Prediction | None
+    plan: Plan | None
+    validation: Prediction | None
 
 
 def comparer(
@@ -31,8 +43,11 @@ def comparer(
     settings: MonitorSettings,
     *,
     tries_savings: bool,
+    validation: Callable[[Device], Prediction | None] | None,
 ) -> Callable[[StepPrediction | None, Callable[[str], None]], Compared]:
     """What predicts the step without the Trainer's savings and, if asked, with each saving.
+
+    `validation` predicts the validation on a device; None where none was seen.
 
     The devices are asked here: a child process cannot ask CUDA.
     """
@@ -65,8 +80,13 @@ def comparer(
 
     def compare(prediction: StepPrediction | None, say: Callable[[str], None]) -> Compared:
         is_traced = isinstance(prediction, Prediction)
-        without = savings.predict_without(make_step, spec) if is_traced else None
-        return without, None if target is None else plan(target, say)
+        return Compared(
+            without=savings.predict_without(make_step, spec) if is_traced else None,
+            plan=None if target is None else plan(target, say),
+            validation=validation(prediction.device)
+            if isinstance(prediction, Prediction) and validation is not None
+            else None,
+        )
 
     return compare
 

@@ -1,0 +1,111 @@
+"""Predicts the validation of a fit, after its training step: which is the run's worst moment?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.tensors import storage_bytes
+from memcallback.core.units import brief_bytes
+from memcallback.devices.catalogue import Device
+from memcallback.prediction.predict_here import predict_once
+from memcallback.prediction.prediction import Prediction
+from memcallback.step.training_step import TrainingStep
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+class _Opaque(Exception):
+    """A batch holds something that may hold memory of the device."""
+
+
+class ValidationBatches:
+    """The largest batch that the sanity check of a fit has run, without its data.
+
+    Keeping the batch itself would keep its memory.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = -1
+        self.batch: Any = None
+
+    def see(self, batch: Any) -> None:
+        """Keep the shapes of a batch if it is the largest so far; none of an unknown kind."""
+        try:
+            num_bytes, shapes = _without_data(batch)
+        except _Opaque:
+            return
+        if num_bytes > self._num_bytes:
+            self._num_bytes, self.batch = num_bytes, shapes
+
+
+def _without_data(part: Any) -> tuple[int, Any]:
+    """The bytes of a batch, and the batch with tensors of the meta device."""
+    if type(part) is torch.Tensor:
+        return storage_bytes([part]), torch.empty_like(part, device="meta")
+    if isinstance(part, _PLAIN):
+        return 0, part
+    if type(part) in (list, tuple):
+        pairs = [_without_data(one) for one in part]
+        return sum(size for size, _ in pairs), type(part)(one for _, one in pairs)
+    if type(part) is dict:
+        found = {name: _without_data(one) for name, one in part.items()}
+        shapes = {name: one for name, (_, one) in found.items()}
+        return sum(size for size, _ in found.values()), shapes
+    raise _Opaque
+
+
+def predict_validation(
+    trainer: Any, make_step: Callable[[], TrainingStep], batch: Any, device: Device
+) -> Prediction | None:
+    """Predict a validation step after the training step; None if it cannot be predicted."""
+    # Imported in the child: a training's first step does not wait for it.
+    from memcallback.step.inference_step import InferenceStep
+
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    try:
+        training = make_step()
+        step = InferenceStep.from_lightning(
+            training.model,
+            batch,
+            precision=training.precision,
+            mode="inference_mode" if getattr(loop, "inference_mode", True) else "no_grad",
+            after=training,
+        )
+        return predict_once(step, device=device, batch_size=step.check_predictable())
+    except ENDS as error:  # a user's validation_step can fail in any way on fake tensors
+        raise_if_meant(error)
+        return None
+
+
+def worst_moment(training: Prediction, validation: Prediction) -> str:
+    """Which of the two needs more memory, in one sentence."""
+    moments = {
+        "the training step": training.peak_allocated_bytes,
+        "validation": validation.peak_allocated_bytes,
+    }
+    worst, other = sorted(moments, key=lambda name: -moments[name])
+    return (
+        f"Worst moment of the run: {worst}, {brief_bytes(moments[worst])} allocated; {other} "
+        f"reaches {brief_bytes(moments[other])} (predicted, {validation.batch_size:,} samples)."
+    )
+
+
+def shortage(validation: Prediction, capacity_bytes: int | None) -> str | None:
+    """Why a validation does not fit, in one sentence; None if it does.
+
+    The capacity is that of the device that was asked for; None for the one that trains.
+    """
+    needed_bytes = validation.peak_reserved_bytes or validation.peak_allocated_bytes
+    if capacity_bytes is not None and needed_bytes > capacity_bytes:
+        return (
+            f"Validation does not fit: it needs {brief_bytes(needed_bytes)}, and the device has "
+            f"{brief_bytes(capacity_bytes)}. Use smaller batches for validation, or keep less "
+            "from batch to batch."
+        )
+    if not validation.fits:
+        return f"Validation does not fit: out of memory in {validation.out_of_memory}"
+    return None
