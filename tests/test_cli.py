@@ -573,6 +573,21 @@ def test_report_writes_a_page_and_says_the_verdict(tracing, tmp_path, capsys):
     assert "some_steps:make_step" in page
 
 
+@pytest.mark.parametrize(("kind", "is_advised"), [("TrainingStep", True), ("InferenceStep", False)])
+def test_report_names_what_if_for_a_training_alone(kind, is_advised, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"large_{kind.lower()}.py").write_text(
+        "import memcallback as mc\nimport torch\n\n\ndef make_step():\n"
+        f"    return mc.{kind}(torch.nn.Linear(8192, 8192), torch.zeros(2, 8192))\n"
+    )
+    target = f"large_{kind.lower()}:make_step"
+    assert main(["report", target, "--device", "600MiB", "-o", "step.html"]) == 0
+    page = (tmp_path / "step.html").read_text()
+    assert "Does not fit" in page
+    assert ("With --what-if" in page) == is_advised
+
+
 def test_a_page_that_cannot_be_written_is_an_error(tracing, capfd):
     assert (
         main(["report", "some_steps:make_step", "--device", "T4", "-o", "no/such/folder.html"]) == 2

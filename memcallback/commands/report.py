@@ -10,6 +10,7 @@ from memcallback.commands.answer import ask, errors_of_output
 from memcallback.commands.arguments import add_device, add_size_of_batch, add_step
 from memcallback.commands.step import predicted
 from memcallback.core.files import write_file
+from memcallback.core.types import Stage
 from memcallback.savings.plan_page import plan_sections, way_out
 from memcallback.step.importer import UsageError
 
@@ -50,7 +51,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _advice(prediction: Prediction, plan: Plan | None) -> tuple[str, ...]:
     """What to change where a step does not fit."""
     advice = way_out(prediction.largest_batch_size, plan.shown if plan else ())
-    return advice if plan else (*advice, "With --what-if this page shows what savings would buy.")
+    if plan or prediction.step.stage is not Stage.TRAINING:  # savings are for training alone
+        return advice
+    return (*advice, "With --what-if this page shows what savings would buy.")
 
 
 def _run_report(arguments: argparse.Namespace) -> None:

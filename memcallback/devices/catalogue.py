@@ -305,9 +305,15 @@ def _words(text: str) -> tuple[str, ...]:
 _ALIASES = {"sxm2": "sxm", "sxm4": "sxm", "hbm3": "sxm"}
 
 
+#: Words that make another card of a name, which the name alone does not mean.
+_OF_ANOTHER_CARD = frozenset({"ti"})
+
+
 def _matches(words: set[str], spec: DeviceSpec) -> bool:
     """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`."""
     names = _words(spec.name)
+    if _OF_ANOTHER_CARD & set(names) - words:
+        return False
     return bool(words) and all(
         any(word in (name, name.removesuffix("gb"), _ALIASES.get(name)) for name in names)
         for word in words

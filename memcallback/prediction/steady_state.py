@@ -116,11 +116,12 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
         return ()
     frees = f"frees {format_bytes(freed_bytes)} of before and leaves {format_bytes(left_bytes)}"
     if window.stage is not Stage.TRAINING:
-        more_bytes = left_bytes - freed_bytes
+        change = f"grows by {format_bytes(left_bytes - freed_bytes)} with each batch"
+        if left_bytes < freed_bytes:
+            change = f"falls by {format_bytes(freed_bytes - left_bytes)} after the batch before"
         return (
-            f"Memory grows by {format_bytes(more_bytes)} with each batch (batch {window.number} "
-            f"{frees}). The figures are those of batch {window.number}; num_batches gives those of "
-            "another.",
+            f"Memory {change} (batch {window.number} {frees}). The figures are those of batch "
+            f"{window.number}; num_batches gives those of another.",
         )
     return (
         f"Update {window.number} leaves other memory behind than update {window.number - 1}: it "

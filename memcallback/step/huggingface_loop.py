@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,15 @@ class Evaluation:
 
     def __init__(self, *, keeps_loss_alone: bool) -> None:
         self._keeps_loss_alone = keeps_loss_alone
+        self._model: weakref.ref[Any] | None = None
         self._kept: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
 
     def __call__(self, model: Any, inputs: Mapping[str, Any]) -> None:
         """Run a batch as `Trainer.prediction_step`, and keep its results."""
+        if self._model is None or self._model() is not model:
+            # Each trace has a copy of the model, and keeps nothing of the trace before.
+            self._model, self._kept, self._last = weakref.ref(model), {}, {}
         # Variables of the loop hold the results of the batch before until now.
         self._last = self._results(model, inputs)
         for name, value in self._last.items():

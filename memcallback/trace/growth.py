@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-#: Repetitions from this on behave alike: the first fills caches, the second appends to them first.
-NUM_BEFORE = 2
+#: Repetitions from this on behave alike: the first fills caches, the second appends to them first,
+#: and the third frees what the second left.
+NUM_BEFORE = 3
 #: How often each repetition of a period is traced: two give the line, one checks it.
 NUM_COMPARED = 3
 #: Where every repetition runs the same kernels, so many more are compared: sizes that are padded to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -204,8 +204,9 @@ def _run(
     step = request.step
     with (
         _ONE_AT_A_TIME,
+        torch.inference_mode(False),  # the caller may be in it
         untouched_globals(),
-        untouched_variables(step.model, step.functions),
+        untouched_variables(step.model, _functions_of(step)),
         patched(value_patches(mode)),
         patched(code.patches()),
         patched(triton_patches()),
@@ -250,6 +251,12 @@ def _semantics(step: Step, mode: TraceMode, rank: _Rank | None) -> Iterator[None
             stack.enter_context(patched(rank_patches(mode)))
             stack.enter_context(patched(rank.messages.patches()))
         yield
+
+
+def _functions_of(step: Step) -> tuple[Callable[..., Any], ...]:
+    """The functions that a step calls, and the training before it."""
+    before = step.after.functions if isinstance(step, InferenceStep) and step.after else ()
+    return (*step.functions, *before)
 
 
 def _hint(step: Step) -> str:

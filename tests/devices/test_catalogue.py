@@ -182,6 +182,12 @@ def test_every_card_is_found_by_its_own_name_and_no_name_comes_twice():
     assert len({card.name for card in CATALOGUE}) == len(CATALOGUE)
 
 
+@pytest.mark.parametrize("text", ["RTX 5070", "5070", "rtx 2080"])
+def test_a_card_is_not_taken_for_its_larger_sibling(text):
+    with pytest.raises(ValueError, match=f"'{text}' is .*24GiB"):
+        find_device(text)
+
+
 def test_a_card_smaller_than_its_context_has_nothing_for_the_allocator():
     assert find_device(MiB).allocator_capacity_bytes == 0
 

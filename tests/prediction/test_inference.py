@@ -59,6 +59,30 @@ def test_batches_that_were_not_traced_follow_from_those_that_were():
     assert any("Memory grows by 1024.00 KiB with each batch" in one for one in prediction.caveats)
 
 
+def test_memory_that_falls_after_the_first_batch_is_not_said_to_grow():
+    class KeepsLess(Doubles):
+        def forward(self, x):
+            self.kept = torch.zeros(64 if hasattr(self, "kept") else 1024, 256)
+            return super().forward(x)
+
+    prediction = predicted(mc.InferenceStep(KeepsLess(), batch(), keep_outputs="none"))
+    (sentence,) = [one for one in prediction.caveats if one.startswith("Memory ")]
+    assert sentence.startswith("Memory falls by 960.00 KiB after the batch before (batch 2 frees ")
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_prediction_may_be_made_in_inference_mode(mode):
+    forward = mc.InferenceStep(Doubles(), batch())
+    training = mc.TrainingStep(
+        Doubles(), batch(), loss=lambda model, x: model(x).sum(), optimizer=torch.optim.SGD
+    )
+    outside = [predicted(step).peak_allocated_bytes for step in (forward, training)]
+    with mode():
+        assert [predicted(step).peak_allocated_bytes for step in (forward, training)] == outside
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert not torch.is_grad_enabled()
+
+
 def test_a_concatenation_that_grows_is_there_twice():
     class Concatenates(Doubles):
         def forward(self, x):
@@ -259,6 +283,16 @@ def test_a_trainers_evaluation_concatenates_the_logits_of_all_batches():
     peak = weights + logits + logits + loss + of_before + all_of_them
     # The losses of before are freed by the time the logits are concatenated.
     assert evaluated(100) == peak - 99 * loss
+
+
+def test_a_trainers_evaluation_is_predicted_at_any_batch_size():
+    def evaluation(size):
+        inputs = {"x": torch.zeros(size, 256)}
+        return mc.InferenceStep.from_huggingface(TrainerLike(), inputs, num_batches=20)
+
+    of_64 = predicted(evaluation(64))
+    assert of_64.trace.is_any_batch_size_known
+    assert of_64.at(48).peak_allocated_bytes == predicted(evaluation(48)).peak_allocated_bytes
 
 
 def test_moving_results_to_the_host_ends_their_growth():

@@ -84,3 +84,34 @@ def test_a_prediction_leaves_the_model_and_the_random_numbers_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_a_tokenizer_s_batch_is_generated_from_as_a_dict_is():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=1, n_head=1, n_embd=16, vocab_size=50, bos_token_id=1, eos_token_id=1
+        )
+    )
+    prompt = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)}
+
+    def peak(batch):
+        generate = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        step = mc.InferenceStep(model.eval(), batch, generate=generate)
+        return mc.predict(step, device="H200", isolate=False).peak_allocated_bytes
+
+    # A BatchEncoding is a mapping and no dict.
+    assert peak(transformers.BatchEncoding(prompt)) == peak(prompt)
+
+
+def test_a_prediction_leaves_the_variables_of_the_training_before_alone():
+    model, batch = model_and_batch()
+    losses = []
+
+    def loss(model, batch):
+        losses.append(model(batch).sum())
+        return losses[-1]
+
+    training = mc.TrainingStep(model, batch, loss=loss)
+    mc.predict(mc.InferenceStep(model, batch, after=training), device="H200", isolate=False)
+    assert not losses

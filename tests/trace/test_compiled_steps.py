@@ -67,6 +67,17 @@ def test_compiling_in_place_and_autocast_are_predicted_as_they_ran_on_a_device()
     assert mc.predict(step, device=CARD).peak_allocated_bytes == 353_563_648
 
 
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "grad"])
+def test_a_compiled_forward_pass_is_predicted_compiled(mode):
+    def forward_pass(model):
+        return mc.predict(mc.InferenceStep(model, torch.zeros(4096, 1024), mode=mode), device=CARD)
+
+    compiled = forward_pass(torch.compile(perceptron()))
+    assert said(compiled, COMPILED)
+    assert not said(compiled, AS_EAGER)
+    assert compiled.peak_allocated_bytes < forward_pass(perceptron()).peak_allocated_bytes
+
+
 class Broken(nn.Module):
     """Cannot be compiled as a whole."""
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import memcallback as mc
-from memcallback.devices.catalogue import HostSpec
+from memcallback.devices.catalogue import HostSpec, find_device
 from memcallback.trace.growth import num_to_trace
+from memcallback.trace.tracer import TraceRequest, trace
 
 
 class Appends(nn.Module):
@@ -47,8 +48,26 @@ def test_repetitions_have_the_sizes_that_a_trace_of_all_has(monkeypatch, num_bat
 
 
 def test_the_rest_of_the_repetitions_is_whole_periods():
-    assert num_to_trace(14, 1) == num_to_trace(1000, 1) == 13
+    assert num_to_trace(15, 1) == num_to_trace(1000, 1) == 14
     assert num_to_trace(4, 1) == 4
     assert num_to_trace(1000, 8) == 32
     assert (1000 - num_to_trace(1000, 8)) % 8 == 0
     assert num_to_trace(20, 8) == 20
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}])
+def test_tokens_that_free_what_the_token_before_left_repeat(options):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            vocab_size=50,
+        )
+    )
+    generate = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, **options}
+    step = mc.InferenceStep(model.eval(), torch.ones(1, 4, dtype=torch.long), generate=generate)
+    repeated = trace(TraceRequest(step=step, device=find_device("H200"))).growths
+    assert [growth.num_all for growth in repeated] == [50, 50]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +80,7 @@ class Inference:
         if step.generate is None:
             return self.forward(self.model, batch)
         with self._tokens(step.generate["max_new_tokens"]):
-            given = batch if isinstance(batch, dict) else {"inputs": batch}
+            given = batch if isinstance(batch, Mapping) else {"inputs": batch}
             return self.model.generate(**given, **step.generate)
 
     @contextmanager

@@ -23,7 +23,7 @@ def inference_mode_patches() -> Iterator[Patch]:
 
         def __init__(self, mode: bool = True) -> None:
             self._is_on = mode
-            self._before = torch.is_grad_enabled()
+            self._before: bool | None = None
 
         def __enter__(self) -> None:
             depths.append(self._is_on)
@@ -31,8 +31,14 @@ def inference_mode_patches() -> Iterator[Patch]:
             torch.set_grad_enabled(not self._is_on)
 
         def __exit__(self, *exception: Any) -> None:
-            depths.pop()
-            torch.set_grad_enabled(self._before)
+            if self._before is not None:
+                depths.pop()
+                torch.set_grad_enabled(self._before)
+                self._before = None
+
+        def __del__(self) -> None:
+            # As the guard in C++ does: Dynamo enters one, and lets go of it at once.
+            self.__exit__()
 
     def guard(mode: bool = True) -> NoGrad:
         return NoGrad(mode)
