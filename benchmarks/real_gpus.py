@@ -32,6 +32,7 @@ import memcallback as mc
 from memcallback.devices.catalogue import DeviceSpec, find_device
 
 NOT_REPORTED = (
+    "Sources that were not run that day: `--only timm` has 120 more cases of what fits.",
     "The peft and Liger measurements that are known, which are not built anew yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",

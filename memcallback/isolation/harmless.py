@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection
@@ -96,6 +97,8 @@ def become_harmless(*, is_background: bool) -> None:
         os.nice(19)
     # An import would write the bytecode.
     sys.dont_write_bytecode = True
+    # The first who asks for the folder of temporary files would try it by writing there.
+    tempfile.tempdir = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
     sys.addaudithook(_forbid)
     if not forbid_syscalls():
         raise PredictionError(

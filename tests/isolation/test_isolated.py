@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -364,3 +365,11 @@ def test_a_computation_outlives_the_thread_that_began_it():
     with begun[0] as running:
         assert running.wait(60)
         assert running.result() == sum(range(10**6))
+
+
+def test_a_child_has_a_folder_for_temporary_files_without_a_try(monkeypatch):
+    folder = tempfile.gettempdir()
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert outcome(tempfile.gettempdir) == repr(folder)
+    assert tempfile.tempdir is None

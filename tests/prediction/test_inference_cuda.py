@@ -188,11 +188,13 @@ def test_the_evaluation_of_a_trainer_takes_what_is_predicted(tmp_path):
             peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
             torch.cuda.reset_peak_memory_stats()
 
+    arguments = transformers.TrainingArguments(
+        tmp_path, per_device_eval_batch_size=8, report_to=[], disable_tqdm=True
+    )
+    arguments._n_gpu = 1  # of several the Trainer makes a DataParallel
     trainer = transformers.Trainer(
         model,
-        transformers.TrainingArguments(
-            tmp_path, per_device_eval_batch_size=8, report_to=[], disable_tqdm=True
-        ),
+        arguments,
         eval_dataset=samples,
         callbacks=[Peaks()],
     )

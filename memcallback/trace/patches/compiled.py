@@ -62,7 +62,7 @@ class CompiledCode:
         eval_frame = sys.modules.get("torch._dynamo.eval_frame")
         original = getattr(eval_frame, "_callback_from_stance", None)
         if original is not None:
-            if self.compiles:
+            if self.compiles and "torch._inductor.compile_fx" in sys.modules:
                 torch.compiler.reset()  # else what other traces compiled makes this one dynamic
             yield eval_frame, "_callback_from_stance", partial(self._callback, original)
         # What it compiles in the step, as torchao's optimizers do.
