@@ -260,7 +260,7 @@ def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
             None,
             [make_step(32).batch],
             r"sequence_lengths has batches \(.*\), and the step does not say .* Give "
-            r"TrainingStep\(..., sequence_length",
+            r"the step sequence_length=",
         ),
         (
             64,

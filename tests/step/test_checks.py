@@ -334,8 +334,8 @@ def test_a_module_without_training_step_is_no_lightning_module():
 def test_what_is_no_step_is_refused(ask):
     with pytest.raises(
         TypeError,
-        match=r"step must be a TrainingStep, got a Linear. Give TrainingStep\(model, batch, "
-        r"loss=\.\.\., optimizer=\.\.\.\)",
+        match=r"step must be a TrainingStep or an InferenceStep, got a Linear. Give "
+        r"TrainingStep\(model, batch, loss=\.\.\., optimizer=\.\.\.\) or InferenceStep",
     ):
         ask(nn.Linear(8, 4), device="24GiB")
 
