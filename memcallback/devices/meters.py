@@ -265,7 +265,8 @@ def _live(
 
     PyTorch reports the release of a storage only if its allocation was profiled too. So a storage
     that is older than the step counts until its release is reported, its address is reused, or a
-    boundary finds it no longer held.
+    boundary finds it no longer held. One that another thread releases, as Gloo's do, counts until
+    its address is reused: only the step's own thread is profiled.
     """
     older = dict(first.storages)
     younger: dict[int, int] = {}
@@ -278,7 +279,7 @@ def _live(
         peak = live
         for address, num_bytes in section:
             if num_bytes > 0:
-                live += num_bytes - older.pop(address, 0)
+                live += num_bytes - older.pop(address, 0) - younger.pop(address, 0)
                 younger[address] = num_bytes
                 peak = max(peak, live)
             else:

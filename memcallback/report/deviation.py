@@ -13,7 +13,10 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 #: A difference matters above this share of the measured value, in percent, and so many bytes.
 _NOTABLE_PCT = 1.0
 _NOTABLE_BYTES = MiB
-_SCRATCH = "on a CPU, scratch memory inside operators is not predicted"
+_ON_CPU = (
+    "on a CPU, scratch memory inside operators is not predicted, and what another thread releases "
+    "is still counted"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def _of_peaks(prediction: StepPrediction, measured: StepMemory) -> Iterator[Devi
             continue
         reason = reasons.get(f"peak allocated in {phase.label}", "")
         if not reason and predicted.peak_reserved_bytes is None and real > high:
-            reason = _SCRATCH if isinstance(prediction, Prediction) else ""
+            reason = _ON_CPU if isinstance(prediction, Prediction) else ""
         yield Deviation(
             where=f"peak of {phase.label}",
             predicted_bytes=high if real > high or ours.low_bytes is None else ours.low_bytes,

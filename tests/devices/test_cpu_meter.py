@@ -1,4 +1,5 @@
 import mmap
+import threading
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from torch import nn
 
 from memcallback.core.errors import MemoryWarning
 from memcallback.core.types import Category
-from memcallback.core.units import MiB
+from memcallback.core.units import KiB, MiB
 from memcallback.devices.memory import cpu_memory, resident_bytes
 from memcallback.devices.meters import CpuMeter
 from memcallback.step.holdings import holdings
@@ -77,6 +78,24 @@ def test_a_gradient_that_takes_the_place_of_a_cleared_one_counts_once(read):
 
     start, end = read(action, model)
     assert start.allocated_bytes == end.allocated_bytes == 80_000
+
+
+def test_an_address_that_another_thread_released_counts_once_when_it_is_used_again(read):
+    size = 64 * KiB
+    seen = []
+
+    def action():
+        for _ in range(100):
+            box = [torch.empty(size, dtype=torch.uint8)]
+            seen.append(box[0].data_ptr())
+            thread = threading.Thread(target=box.clear)
+            thread.start()
+            thread.join()
+
+    start, end = read(action)
+    # The profile of this thread does not see a release in another.
+    assert end.allocated_bytes - start.allocated_bytes == len(set(seen)) * size
+    assert len(set(seen)) < 100
 
 
 def test_boundaries_agree_with_the_sizes_of_the_tensors_that_live(read):
