@@ -20,8 +20,8 @@ import memcallback as mc
 VOCABULARY_SIZE, CONTEXT_LENGTH, BATCH_SIZE = 50_257, 512, 16
 NUM_LAYERS, NUM_HEADS, WIDTH = 12, 12, 768
 CARDS = ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB")
-#: Of the modules at the peak, those that are shown.
-NUM_MODULES = 3
+#: Of those that hold most at the peak, so many are shown.
+NUM_CONSUMERS = 3
 
 
 class Block(nn.Module):
@@ -114,9 +114,9 @@ def main() -> None:
     print(f"Live at the peak ({prediction.peak_phase.label}):")
     for category, size in sorted(prediction.by_category.items(), key=lambda item: -item[1]):
         print(f"  {category.label:28}{mc.format_bytes(size):>13}")
-    print("Modules with most of it:")
-    for module, size in list(prediction.by_module.items())[:NUM_MODULES]:
-        print(f"  {module or '(root module)':28}{mc.format_bytes(size):>13}")
+    print("Most of it is held by:")
+    for consumer in prediction.consumers[:NUM_CONSUMERS]:
+        print(f"  {consumer.name:28}{mc.format_bytes(consumer.num_bytes):>13}")
 
 
 if __name__ == "__main__":

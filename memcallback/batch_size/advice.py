@@ -233,6 +233,14 @@ class BatchSizeAdvice(Printable):
             return ""
         return f", with the architecture of {self.architecture_of}"
 
+    def _limits(self, without_retry: int) -> str:
+        """What fits with nothing kept free; equal numbers once."""
+        if without_retry == self.limit:
+            fit = "fits" if without_retry == 1 else "fit"
+            return f"{without_retry:,} {fit}" if without_retry else "not even one sample fits"
+        with_retries = "" if self.limit is None else f", {self.limit:,} with retries"
+        return f"{without_retry:,} fit without a retry{with_retries}"
+
     def _bound(self) -> str:
         """What keeps the largest batch size below what would fit."""
         if self.largest_in_bounds == self.largest:
@@ -273,10 +281,7 @@ class BatchSizeAdvice(Printable):
         """The suggestion, both limits, what it does not include, and the curve."""
         lines = [self.sentence()]
         if self.limit_without_retry is not None:
-            at_all = "" if self.limit is None else f", {self.limit:,} with retries"
-            lines.append(
-                f"With nothing kept free, {self.limit_without_retry:,} fit without a retry{at_all}."
-            )
+            lines.append(f"With nothing kept free, {self._limits(self.limit_without_retry)}.")
         if self.limit is not None and self.limit_fits_again is not None:
             lines.append(gap_sentence(self.limit, self.limit_fits_again))
         if self.bounds.world_size > 1:

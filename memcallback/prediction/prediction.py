@@ -349,13 +349,13 @@ class Prediction(Printable):
         return self.page().notebook_html()
 
     def document(self) -> Document:
-        """Each phase, the memory live at the peak, whether it fits, and the assumptions."""
+        """Whether it fits, each phase, the memory live at the peak, and the assumptions."""
         return Document(
+            *self.verdict(),
             phase_table(self.steps, self.sequence_length),
             peak_table(
-                self.peak_phase, self.peak_allocated_bytes, self.by_category, self.by_module
+                self.peak_phase, self.peak_allocated_bytes, self.by_category, self.consumers
             ),
-            *self.verdict(),
             *self.caveats,
         )
 
@@ -383,22 +383,29 @@ class Prediction(Printable):
         if not self.trace.is_any_batch_size_known:
             lines.append("The largest batch size is unknown: only this batch size was traced.")
         elif self.limit is not None and self.limit_without_retry is not None:
-            limits = f"{self.limit:,} with nothing kept free"
-            if not is_host and self.limit_without_retry < self.limit:
-                limits += f", {self.limit_without_retry:,} of it without a retry"
-            if self.largest_batch_size is not None:
-                limits = f"{self.largest_batch_size:,} with {KEPT_FREE}, {limits}"
-            assumed = "A larger batch is assumed to need no less memory"
-            if self.trace.is_far(self.limit):
-                assumed += (
-                    f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
-                )
-            largest = f"Largest batch size: {limits}."
-            if self.limits is None or self.limits.fits_again is None:
-                lines.append(f"{largest} {assumed}.")
-            else:
-                lines += [largest, gap_sentence(self.limit, self.limits.fits_again)]
+            lines += self._largest_sentences(self.limit, self.limit_without_retry)
         return tuple(lines)
+
+    def _largest_sentences(self, limit: int, without_retry: int) -> list[str]:
+        """The largest batch sizes, equal ones once, and what they assume."""
+        limits = f"{limit:,} with nothing kept free"
+        if not isinstance(self.device, HostSpec) and without_retry < limit:
+            limits += f", {without_retry:,} of it without a retry"
+        if self.largest_batch_size == limit:
+            limits = f"{limit:,}, with {KEPT_FREE} or with nothing"
+        elif self.largest_batch_size is not None:
+            limits = f"{self.largest_batch_size:,} with {KEPT_FREE}, {limits}"
+        largest = f"Largest batch size: {limits}." if limit else "Not even one sample fits."
+        if self.limits is not None and self.limits.fits_again is not None:
+            return [largest, gap_sentence(limit, self.limits.fits_again)]
+        if limit == 0:
+            return [largest]
+        assumed = "A larger batch is assumed to need no less memory"
+        if self.trace.is_far(limit):
+            assumed += (
+                f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
+            )
+        return [f"{largest} {assumed}."]
 
     def to_dict(self) -> dict[str, Any]:
         """Data for json; names of sizes end in `_bytes`, of numbers of samples in `batch_size`."""

@@ -9,9 +9,10 @@ from memcallback.core.document import Table
 from memcallback.core.step_memory import PHASE_COLUMNS, MemoryStats, StepMemory
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import brief_bytes, format_bytes
+from memcallback.prediction.consumers import Consumer
 
-#: How many modules `peak_table` names: those that hold most at the peak.
-_NUM_MODULES = 8
+#: How many consumers `peak_table` names: those that hold most at the peak.
+_NUM_CONSUMERS = 8
 
 
 def phase_table(steps: Sequence[StepMemory], sequence_length: int | None) -> Table:
@@ -37,20 +38,19 @@ def peak_table(
     phase: Phase,
     peak_bytes: int,
     by_category: Mapping[Category, int],
-    by_module: Mapping[str, int],
+    consumers: Sequence[Consumer],
 ) -> Table:
-    """What is live at the peak, by category and by module."""
+    """What is live at the peak, by category and by who holds it."""
     rows = [_share_row(category.label, size, peak_bytes) for category, size in by_category.items()]
     num_categories = len(rows)
-    modules = list(by_module.items())[:_NUM_MODULES]
-    rows += [_share_row(name or "(root module)", size, peak_bytes) for name, size in modules]
-    if rest := len(by_module) - len(modules):
-        label = f"{rest} more modules" if rest > 1 else "1 more module"
-        rest_bytes = peak_bytes - sum(size for _, size in modules)
-        rows.append(_share_row(label, rest_bytes, peak_bytes))
+    named = consumers[:_NUM_CONSUMERS]
+    rows += [_share_row(each.name, each.num_bytes, peak_bytes) for each in named]
+    if rest := len(consumers) - len(named):
+        rest_bytes = peak_bytes - sum(each.num_bytes for each in named)
+        rows.append(_share_row(f"{rest} more", rest_bytes, peak_bytes))
     rows.append(("all", format_bytes(peak_bytes), "100.0 %"))
     return Table(
-        title=f"Live at the peak ({phase.label}), by category and by module",
+        title=f"Live at the peak ({phase.label}), by category and by who holds it",
         columns=("", "allocated", "share"),
         rows=tuple(rows),
         totals=True,

@@ -1,6 +1,7 @@
 """What bounds a batch size besides memory, and how an effective batch size is had."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,22 @@ def test_the_sentence_says_what_bounded_it():
     assert (
         "Largest batch size: 96 with 0 % of 1024.00 MiB kept free. That is 9.60x the current 10."
     ) in advice(96).sentence()
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((48, 48), "With nothing kept free, 48 fit."),
+        ((48, 51), "With nothing kept free, 48 fit without a retry, 51 with retries."),
+        ((48, None), "With nothing kept free, 48 fit without a retry."),
+        ((1, 1), "With nothing kept free, 1 fits."),
+        ((0, 0), "With nothing kept free, not even one sample fits."),
+    ],
+)
+def test_equal_limits_are_said_once(limits, said):
+    without_retry, limit = limits
+    whole = replace(advice(40), limit=limit, limit_without_retry=without_retry)
+    assert said in str(whole).splitlines()
 
 
 def test_a_dataset_that_fits_is_all_that_is_suggested():

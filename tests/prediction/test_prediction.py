@@ -287,6 +287,32 @@ def test_a_cpu_of_unknown_capacity_has_no_limit_and_one_of_a_known_one_has():
     )
 
 
+def test_equal_batch_sizes_are_said_once():
+    needed = host_prediction(3).peak_allocated_bytes
+    equal = host_prediction(1, 1 + int(needed / 0.95))
+    assert equal.limit == equal.largest_batch_size == 3
+    assert equal.verdict()[1].startswith(
+        "Largest batch size: 3, with 5 % kept free or with nothing. A larger batch"
+    )
+    assert equal.to_dict()["largest_batch_size"] == equal.to_dict()["limit_batch_size"] == 3
+
+
+def test_where_no_sample_fits_that_is_said_in_words():
+    needed = host_prediction(1).peak_allocated_bytes
+    prediction = host_prediction(1, needed - 1)
+    assert prediction.limit == 0
+    assert prediction.verdict()[1:] == ("Not even one sample fits.",)
+
+
+def test_the_verdict_comes_before_the_tables():
+    prediction = host_prediction(capacity_bytes=800 * MiB)
+    lines = str(prediction).splitlines()
+    assert lines[0] == prediction.verdict()[0]
+    assert lines.index("") < next(
+        position for position, line in enumerate(lines) if line.startswith("Memory of one")
+    )
+
+
 def test_the_words_about_a_cpu():
     assert host_prediction(capacity_bytes=800 * MiB).verdict() == (
         "Fits. The CPU has 800.00 MiB.",
