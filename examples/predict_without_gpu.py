@@ -116,7 +116,7 @@ def main() -> None:
         print(f"  {category.label:28}{mc.format_bytes(size):>13}")
     print("Most of it is held by:")
     for consumer in prediction.consumers[:NUM_CONSUMERS]:
-        print(f"  {consumer.name:28}{mc.format_bytes(consumer.num_bytes):>13}")
+        print(f"  {consumer.name:44}{mc.format_bytes(consumer.num_bytes):>13}")
 
 
 if __name__ == "__main__":

@@ -588,6 +588,28 @@ def test_report_names_what_if_for_a_training_alone(kind, is_advised, tmp_path, m
     assert ("With --what-if" in page) == is_advised
 
 
+def test_report_traces_the_step_as_often_with_savings_as_what_if_does(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MEMCALLBACK_ISOLATE", "0")  # a child's count would be lost
+    (tmp_path / "counted_step.py").write_text(
+        "import memcallback as mc\nimport torch\n\nnum_forward = 0\n\n"
+        "def loss(model, batch):\n    global num_forward\n    num_forward += 1\n"
+        "    return model(batch).sum()\n\n"
+        "def make_step():\n"
+        "    return mc.TrainingStep(torch.nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)\n"
+    )
+    counts = []
+    for command in (["what-if"], ["report", "--what-if", "-o", "step.html"]):
+        name, *options = command
+        assert main([name, "counted_step:make_step", "--device", "T4", *options]) == 0
+        counts.append(sys.modules["counted_step"].num_forward)
+    assert counts[1] == 2 * counts[0] > 0
+    assert (tmp_path / "step.html").read_text().count("as it is") > 0
+
+
 def test_a_page_that_cannot_be_written_is_an_error(tracing, capfd):
     assert (
         main(["report", "some_steps:make_step", "--device", "T4", "-o", "no/such/folder.html"]) == 2

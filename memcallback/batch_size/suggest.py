@@ -19,6 +19,7 @@ from memcallback.devices.catalogue import Device, architectures
 from memcallback.devices.local import local_memory, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
+from memcallback.prediction.architectures import would_fit
 from memcallback.prediction.batch_trace import BatchDependentPath
 from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
@@ -133,12 +134,13 @@ def suggest_batch_size(
 
 def _smallest(advices: Sequence[BatchSizeAdvice]) -> BatchSizeAdvice:
     """The advice of the smallest batch size, which says what the others would be."""
-    smallest = min(advices, key=lambda advice: advice.largest)
+    smallest = min(
+        advices,
+        # Of equal ones that with the higher peak, as `predict` has it.
+        key=lambda advice: (advice.largest, -dict(advice.curve)[advice.current_batch_size]),
+    )
     others = [advice for advice in advices if advice.largest != smallest.largest]
-    caveats = [
-        f"{other.largest:,} would fit with the architecture of {other.architecture_of}."
-        for other in others
-    ]
+    caveats = [would_fit(other.largest, other.architecture_of) for other in others]
     return replace(smallest, caveats=(*smallest.caveats, *caveats), fits_at=smallest.fits)
 
 

@@ -42,10 +42,10 @@ def add_report(commands: Any) -> None:
     parser.set_defaults(command=_run_report)
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
-    from memcallback.savings.what_if import what_if
+def _predicted_with_plan(arguments: argparse.Namespace) -> tuple[Prediction, Plan]:
+    from memcallback.savings.what_if import predict_with_plan
 
-    return ask(arguments, what_if, unit="savings", batch_size=arguments.batch_size)
+    return ask(arguments, predict_with_plan, unit="predictions", batch_size=arguments.batch_size)
 
 
 def _advice(prediction: Prediction, plan: Plan | None) -> tuple[str, ...]:
@@ -62,8 +62,10 @@ def _run_report(arguments: argparse.Namespace) -> None:
             f"--what-if has the step's own sequence length, not {arguments.sequence_length}. Leave "
             "out one of the two, or give the step a batch of that length."
         )
-    prediction = predicted(arguments)
-    plan = _plan(arguments) if arguments.what_if else None
+    if arguments.what_if:
+        prediction, plan = _predicted_with_plan(arguments)
+    else:
+        prediction, plan = predicted(arguments), None
     page = prediction.page(arguments.target, more=list(plan_sections(plan)))
     if not prediction.fits:
         page = replace(

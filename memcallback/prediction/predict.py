@@ -12,7 +12,7 @@ from memcallback.devices.local import resolve
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.apart import predict_apart
-from memcallback.prediction.predict_here import predict_here
+from memcallback.prediction.architectures import predict_with_least_room
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
@@ -38,6 +38,9 @@ def predict(
     batch size, eight times for one that knows other sequence lengths too. That runs the step's own
     Python code, without its computations, in a child process that cannot change anything outside of
     itself: no variable, file, connection or random number generator of this program.
+
+    For a size of memory alone, the step is predicted with two architectures, an A100's and an
+    H100's, as `suggest_batch_size` does. The prediction is the one that leaves less room.
 
     Args:
         step: The step, a `TrainingStep` or an `InferenceStep`.
@@ -70,14 +73,13 @@ def predict(
     checked_step(step)
     spec = resolve(device)
     return predict_apart(
-        lambda progress: predict_here(
+        lambda progress: predict_with_least_room(
             step,
             device=spec,
             batch_size=batch_size,
             sequence_length=sequence_length,
             settings=settings,
             progress=progress,
-            with_limits=True,
         ),
         isolate=isolate,
         timeout_s=timeout_s,

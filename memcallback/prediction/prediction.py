@@ -395,7 +395,11 @@ class Prediction(Printable):
             limits = f"{limit:,}, with {KEPT_FREE} or with nothing"
         elif self.largest_batch_size is not None:
             limits = f"{self.largest_batch_size:,} with {KEPT_FREE}, {limits}"
-        largest = f"Largest batch size: {limits}." if limit else "Not even one sample fits."
+        architecture = (
+            f", with the architecture of {self.architecture_of}" if self.architecture_of else ""
+        )
+        largest = f"Largest batch size: {limits}" if limit else "Not even one sample fits"
+        largest += f"{architecture}."
         if self.limits is not None and self.limits.fits_again is not None:
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
@@ -414,6 +418,7 @@ class Prediction(Printable):
             "batch_size": self.batch_size,
             "sequence_length": self.sequence_length,
             "device_name": self.device_name,
+            "architecture_of": self.architecture_of,
             "capacity_bytes": self.capacity_bytes,
             "context_bytes": self.device.context_bytes,
             "communication_bytes": self.device.outside_bytes - self.device.context_bytes,
@@ -460,6 +465,11 @@ class Prediction(Printable):
     def device_name(self) -> str:
         """The device's name."""
         return self.device.name
+
+    @property
+    def architecture_of(self) -> str | None:
+        """The card whose architecture was assumed, if only a size was given."""
+        return self.device.architecture_of if isinstance(self.device, DeviceSpec) else None
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -126,6 +126,7 @@ class Plan(Printable):
         headroom: The fraction of it that the largest batch sizes keep free.
         outside_bytes: Bytes of it used outside this process's allocator; None if unknown, and the
             device's context is kept free.
+        architecture_of: The card whose architecture was assumed, if only a size was given.
         caveats: What was assumed of the step as it is.
     """
 
@@ -135,6 +136,7 @@ class Plan(Printable):
     capacity_bytes: int | None
     headroom: float
     outside_bytes: int | None = None
+    architecture_of: str | None = None
     caveats: tuple[str, ...] = ()
 
     def helps(self, row: PlanRow) -> bool:
@@ -326,6 +328,7 @@ class Plan(Printable):
         """Data that json writes, with the unit in every key."""
         return {
             "device_name": self.device_name,
+            "architecture_of": self.architecture_of,
             "capacity_bytes": self.capacity_bytes,
             "headroom_pct": 100 * self.headroom,
             "outside_bytes": self.outside_bytes,

@@ -16,6 +16,7 @@ from memcallback.devices.catalogue import Device
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
+from memcallback.prediction.architectures import predict_with_least_room
 from memcallback.prediction.predict import checked_training
 from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
@@ -75,6 +76,31 @@ def what_if(
         PredictionError: If the step as it is cannot be predicted.
         ValueError: As `predict`, or if `headroom` is out of range, or `ranks` below 2.
     """
+    _, plan = predict_with_plan(
+        step,
+        device=device,
+        batch_size=batch_size,
+        headroom=headroom,
+        ranks=ranks,
+        progress=progress,
+        isolate=isolate,
+        timeout_s=timeout_s,
+    )
+    return plan
+
+
+def predict_with_plan(
+    step: TrainingStep,
+    *,
+    device: str | int | torch.device | Device | None = None,
+    batch_size: int | None = None,
+    headroom: float = DEFAULT_HEADROOM,
+    ranks: int | Sequence[Ranks] = (),
+    progress: TraceProgress | None = None,
+    isolate: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[Prediction, Plan]:
+    """The step as it is, as `predict` has it, and what `what_if` says of it."""
     check_headroom(headroom)
     if isinstance(ranks, int):
         whole_number("ranks", ranks, "Leave it out for one device.", least=2)
@@ -107,10 +133,10 @@ def plan_here(
     progress: TraceProgress,
     batch_size: int | None = None,
     ranks: int | Sequence[Ranks] = (),
-) -> Plan:
+) -> tuple[Prediction, Plan]:
     """Predict as `what_if` does, in this process, with what is used of a device of this machine."""
     progress(0, _MOST_TOGETHER + 1)
-    base = predict_here(step, device=device, batch_size=batch_size)
+    base = predict_with_least_room(step, device=device, batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, used_by_others_bytes(base.device, memory))
     events = base.trace.at(base.batch_size).events
@@ -128,7 +154,7 @@ def plan_here(
     for number, row in enumerate(trial.several(best), start=num_alone):
         rows.append(row)
         progress(number, max(num_all, number + 1))
-    return trial.plan(rows)
+    return base, trial.plan(rows)
 
 
 def rescues(
@@ -169,6 +195,7 @@ class _Trial:
             capacity_bytes=self._base.capacity_bytes,
             outside_bytes=self._outside_bytes,
             headroom=self._headroom,
+            architecture_of=self._base.architecture_of,
             caveats=(*self._base.caveats, *left_out(self._step)),
         )
 

@@ -64,7 +64,7 @@ def comparer(
         from memcallback.savings.what_if import plan_here
 
         try:
-            return plan_here(
+            _, found = plan_here(
                 make_step(),
                 device=target,
                 memory=memory,
@@ -73,6 +73,7 @@ def comparer(
                     lambda part: say(f"Trying savings: {part}."), of="predictions"
                 ),
             )
+            return found
         except ENDS as error:  # a model can fail on fake tensors, and training goes on
             raise_if_meant(error)
             _warn_not_compared(error)
