@@ -8,10 +8,14 @@ a PyTorch that dropped a part changes no import and no training: predictions say
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -239,6 +243,19 @@ def replaced(name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
 def is_any_profiler_on() -> bool:
     """Whether a profile runs in any thread; False if this PyTorch does not say."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+
+
+@functools.cache
+def cpu_reporter_address() -> int | None:
+    """Where the object is that reports a CPU's memory to the profiler; None where none is found."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        find = ctypes.CDLL(str(library), os.RTLD_NOLOAD)["_ZN3c1025profiledCPUMemoryReporterEv"]
+    except (OSError, AttributeError):  # another system, or a build of another kind
+        return None
+    find.restype = ctypes.c_void_p
+    address: int | None = find()
+    return address
 
 
 def refuse_cuda() -> None:

@@ -29,6 +29,7 @@ from memcallback.core.torch_private import (
     require,
 )
 from memcallback.devices.other_profiles import is_anyone_profiling
+from memcallback.devices.unknown_blocks import UnknownBlocks
 
 #: The size of the storages that mark boundaries: one that no tensor is likely to have.
 _MARK_BYTES = 7919
@@ -54,6 +55,7 @@ class AllocationProfile:
         self._is_on = False
         self._has_lost_session = False
         self._patches = ExitStack()
+        self._unknown_blocks = UnknownBlocks()
 
     def begin(self) -> bool:
         """Begin, unless somebody else profiles; whether it did. A missing part raises."""
@@ -74,14 +76,21 @@ class AllocationProfile:
 
     def mark(self) -> None:
         """Mark a boundary."""
+        unknown = self._unknown_blocks
+        before_bytes = unknown.allocated_bytes
         # A storage without a tensor is no operator: no mode and no observer of the user's sees it.
-        self._marks.append(torch.UntypedStorage(_MARK_BYTES).data_ptr())
+        storage = torch.UntypedStorage(_MARK_BYTES)
+        self._marks.append(storage.data_ptr())
+        # A storage of our size is seen to be counted: the count beside it is what it is taken for.
+        if unknown.allocated_bytes - before_bytes == _MARK_BYTES:
+            unknown.restart()
 
     def end(self) -> list[list[Change]] | None:
         """The allocations before each mark, since the one before; None if they are not known."""
         global _open
         with _lock:
             self._patches.close()
+            self._unknown_blocks.put_back()
             if not self._is_on:
                 return None
             self._is_on, _open = False, None

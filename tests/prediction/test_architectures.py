@@ -46,9 +46,7 @@ def test_predict_suggest_and_what_if_take_the_same_architecture(step, prediction
     plan = mc.what_if(step, device="1GiB")
     assert advice.architecture_of == plan.architecture_of == prediction.architecture_of
     assert plan.to_dict()["architecture_of"] == prediction.architecture_of
-    assert (
-        advice.largest == plan.current.largest_batch_size == prediction.largest_batch_size
-    )
+    assert advice.largest == plan.current.largest_batch_size == prediction.largest_batch_size
     assert set(prediction.device.caveats) <= set(plan.caveats)
 
 
