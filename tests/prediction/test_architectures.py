@@ -67,6 +67,12 @@ def test_where_both_let_the_same_batch_fit_the_higher_peak_is_told(step):
     assert f"The peak would be {other} with the architecture of {A100}." in prediction.caveats
 
 
+def test_who_waits_is_told_of_the_traces_with_both_architectures(step):
+    told = []
+    mc.predict(step, device="1GiB", progress=lambda *numbers: told.append(numbers))
+    assert told == [(number, 6) for number in range(1, 6)]
+
+
 def test_a_card_by_name_has_its_own_architecture(step):
     prediction = mc.predict(step, device="NVIDIA L4")
     assert prediction.architecture_of is None

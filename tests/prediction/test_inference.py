@@ -146,7 +146,7 @@ def test_the_batch_of_the_training_stays_as_it_is():
 def test_the_text_speaks_of_a_forward_pass_alone():
     prediction = mc.predict(mc.InferenceStep(Doubles(), batch()), device="24GiB", isolate=False)
     text = str(prediction)
-    assert text.startswith("Memory of one inference step (batch size 1024)")
+    assert "Memory of one inference step (batch size 1024)" in text
     assert "backward" not in text
     assert "optimizer" not in text
     assert set(prediction.step.phases) == {mc.Phase.FORWARD}
@@ -209,7 +209,7 @@ def test_a_validation_step_that_keeps_outputs_grows_over_the_epoch():
     prediction = predicted(step)
     sums = 4  # of the last batch, under its name until the step ends
     assert prediction.peak_allocated_bytes == (0.25 + 1 + 50) * MiB + sums
-    assert str(prediction).startswith("Memory of one validation step")
+    assert "Memory of one validation step" in str(prediction)
 
 
 def test_a_test_step_leaves_nothing():
