@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from event_files import events_of
+from event_files import curves_of, events_of
 from torch.utils.tensorboard import SummaryWriter
 
 from memcallback import MemoryWarning
@@ -50,6 +51,29 @@ def test_two_processes_that_write_to_one_folder_get_a_run_each(tmp_path):
         one.stdin.flush()
     names = [name for one in both for name in one.communicate()[0].split()]
     assert sorted(names) == sorted(f"version_{number}" for number in range(10))
+
+
+def test_a_prediction_is_drawn_where_it_begins_changes_or_is_left_by_what_was_measured(tmp_path):
+    tag = "memory_gib/peak_backward"
+    sinks = Writers([], str(tmp_path))
+    points = [(2.0, 2.0), (2.0, 2.0), (2.01, 2.0), (2.5, 2.0), (2.0, 2.0), (3.0, 3.0), (3.0, 3.0)]
+    for step, (measured, predicted) in enumerate(points):
+        sinks.log_curves({"": {tag: measured}, "predicted": {tag: predicted}}, step)
+    folder = Path(sinks.log_dir)
+    sinks.close()
+    curves = curves_of(folder)
+    assert list(curves[""][tag]) == list(range(7))
+    # Of two equal lines one would hide the other.
+    assert curves["predicted"][tag] == {0: 2.0, 3: 2.0, 5: 3.0}
+
+
+def test_a_prediction_without_a_measured_curve_beside_it_is_drawn_once(tmp_path):
+    sinks = Writers([], str(tmp_path))
+    for step in range(3):
+        sinks.log_curves({"predicted": {"memory_gib/reserved": 2.0}}, step)
+    folder = Path(sinks.log_dir)
+    sinks.close()
+    assert curves_of(folder)["predicted"] == {"memory_gib/reserved": {0: 2.0}}
 
 
 def test_a_logger_that_raises_is_told_once_and_left_out(tmp_path):

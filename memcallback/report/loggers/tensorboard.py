@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Any
 from memcallback.core.document import Document
 from memcallback.core.files import inside
 from memcallback.report.loggers.destination import Destination
-from memcallback.report.tags import Curves
+from memcallback.report.tags import (
+    MEASURED,
+    PREDICTED,
+    WORST_RANK,
+    WORST_RANK_PREDICTED,
+    Curves,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+#: A predicted curve -> the measured one beside it.
+_COMPARED = {PREDICTED: MEASURED, WORST_RANK_PREDICTED: WORST_RANK}
+#: Lines that differ by less lie on each other in a chart.
+_VISIBLE_SHARE = 0.01
 
 
 class TensorBoardRun(Destination):
@@ -36,10 +47,32 @@ class TensorBoardRun(Destination):
         self._is_own = is_own
         #: Runs below, by curve.
         self._below: dict[str, Any] = {}
+        #: The predictions last written, by curve and tag.
+        self._predicted: dict[str, dict[str, float]] = {}
 
     def log_curves(self, curves: Curves, step: int) -> None:
         for curve, values in curves.items():
-            _write(self._writer_of(curve), values, step)
+            if news := self._news(curve, values, curves.get(_COMPARED.get(curve, ""), {})):
+                _write(self._writer_of(curve), news, step)
+
+    def _news(
+        self, curve: str, values: Mapping[str, float], measured: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """The values without predictions that are written already and that the measured one meets.
+
+        Of two equal lines one hides the other: here the measured one would not be seen.
+        """
+        if curve not in _COMPARED:
+            return values
+        written = self._predicted.setdefault(curve, {})
+        news = {
+            tag: value
+            for tag, value in values.items()
+            if written.get(tag) != value
+            or abs(measured.get(tag, value) - value) > _VISIBLE_SHARE * value
+        }
+        written.update(news)
+        return news
 
     def _writer_of(self, curve: str) -> Any:
         from torch.utils.tensorboard import FileWriter
