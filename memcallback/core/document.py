@@ -186,7 +186,8 @@ class Table(Printable):
             for position in range(len(self.columns))
         ]
         rule = for_console("─", "-") * (sum(widths) + len(_GAP) * (len(widths) - 1))
-        text = [*self.title.splitlines(), "", *self._aligned(lines[0], widths), f" {rule}"]
+        title = (Paragraph(line).text_lines() for line in self.title.splitlines())
+        text = [*chain.from_iterable(title), "", *self._aligned(lines[0], widths), f" {rule}"]
         for number, group in enumerate(self._groups(lines[1:])):
             text += [""] * (number > 0)
             for row in group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from memcallback.core.units import format_bytes
 _NUM_ROWS = 20
 #: Owners named for a group.
 _NUM_OWNERS = 2
+#: Columns of the table for them, so that it fits a console.
+_OWNER_WIDTH = 36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +91,6 @@ class TensorGroup:
     modules: tuple[str, ...]
     made_at: CodeLine | None
 
-    @property
-    def label(self) -> str:
-        """The first owners and the number of others."""
-        first, num_others = ", ".join(self.owners[:_NUM_OWNERS]), len(self.owners) - _NUM_OWNERS
-        return f"{first} and {num_others} more" if num_others > 0 else first
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorChange(Printable):
@@ -127,25 +124,13 @@ class TensorChange(Printable):
 
     def to_table(self) -> Table:
         """A table of the largest groups that appeared (+) and vanished (-)."""
-        columns: tuple[str, ...] = (
-            "",
-            "number",
-            "shape",
-            "dtype",
-            "size",
-            "for",
-            "owner",
-            "made at",
-        )
         rows = [*_rows("+", self.appeared), *_rows("-", self.vanished)]
-        if not any(row[-1] for row in rows):  # without a ledger
-            columns, rows = columns[:-1], [row[:-1] for row in rows]
         between = f"From {self.before} to {self.after}" if self.before else f"At {self.after}"
         return Table(
             title=f"{between} on {self.device_name}, measured\n{self._totals()}",
-            columns=columns,
+            columns=("", "number", "shape", "dtype", "size", "for", "owner"),
             rows=tuple(rows),
-            left_columns=frozenset({"shape", "dtype", "for", "owner", "made at"}),
+            left_columns=frozenset({"shape", "dtype", "for", "owner"}),
         )
 
     def _totals(self) -> str:
@@ -156,7 +141,7 @@ class TensorChange(Printable):
             "known_bytes": "known storages",
             "resident_bytes": "resident size of the process",
         }
-        return "; ".join(
+        return "\n".join(
             f"{label} {_from_to(getattr(self.before, name, None), value)}"
             for name, label in labels.items()
             if (value := getattr(self.after, name)) is not None
@@ -208,8 +193,7 @@ def _rows(sign: str, groups: tuple[TensorGroup, ...]) -> Iterable[tuple[str, ...
             group.dtype,
             format_bytes(group.size_bytes),
             "" if group.category is None else group.category.label,
-            group.label,
-            "" if group.made_at is None else str(group.made_at),
+            _owner_cell(group),
         )
     if rest := groups[_NUM_ROWS:]:
         size = format_bytes(sum(group.size_bytes for group in rest))
@@ -221,8 +205,21 @@ def _rows(sign: str, groups: tuple[TensorGroup, ...]) -> Iterable[tuple[str, ...
             size,
             "",
             f"{len(rest)} smaller groups",
-            "",
         )
+
+
+def _owner_cell(group: TensorGroup) -> str:
+    """The first owners, the number of others, and the line that made them, in narrow lines."""
+    parts = list(group.owners[:_NUM_OWNERS])
+    if (num_others := len(group.owners) - _NUM_OWNERS) > 0:
+        parts.append(f"and {num_others} more")
+    if group.made_at is not None:
+        parts.append(f"made at {group.made_at}")
+    filled = (
+        textwrap.fill(part, _OWNER_WIDTH, subsequent_indent="  ", break_long_words=False)
+        for part in parts
+    )
+    return "\n".join(filled)
 
 
 def _sum(verb: str, groups: tuple[TensorGroup, ...]) -> str:
