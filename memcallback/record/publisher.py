@@ -176,13 +176,19 @@ def setup_of(
         optimizers = step.given_optimizers or optimizers
         has_buckets = has_buckets or (step.ranks is not None and step.ranks.strategy == "ddp")
     return Setup(
-        model=_names(plain_models),
-        optimizer=_names(optimizers),
+        model=_names(getattr(model, "_orig_mod", model) for model in plain_models),
+        optimizer=_names(map(_unwrapped, optimizers)),
         precision=step.precision if step else "",
         sequence_length=step.sequence_length if step else None,
         has_buckets=has_buckets,
         target=target,
     )
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer, which accelerate and Fabric wrap in one of their own."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _names(parts: Iterable[object]) -> str:

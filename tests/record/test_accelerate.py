@@ -75,3 +75,19 @@ def test_training_leaves_the_same_bits_watched_and_not(device, mixed_precision):
     _, _, with_it = train(device, mixed_precision)
     _, _, without = train(device, mixed_precision, is_watched=False)
     assert all(torch.equal(left, right) for left, right in zip(with_it, without, strict=True))
+
+
+def test_the_report_names_the_users_optimizer(tmp_path, capsys):
+    accelerator = Accelerator(cpu=True)
+    own = network()
+    model, optimizer = accelerator.prepare(own, torch.optim.Adam(own.parameters()))
+    recorder = mc.MemoryRecorder(model, optimizer)
+    with recorder.watch(), mc.MemoryLog(recorder, log_dir=tmp_path):
+        for batch in list(loader())[:4]:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    (header,) = (
+        line for line in capsys.readouterr().out.splitlines() if "batch" in line and "│" in line
+    )
+    assert " · Adam · " in header
