@@ -59,7 +59,7 @@ def _page(report: Report, title: str, verdict: Sequence[str]) -> Page:
             verdict=verdict,
             more=list(plan_sections(report.plan)),
             # It knows how many samples the dataset has.
-            largest=report.advice.batch_size if report.advice else None,
+            largest=report.advice.largest_in_bounds if report.advice else None,
         )
     sections = []
     if report.advice is not None:
@@ -104,7 +104,7 @@ def _curve(advice: BatchSizeAdvice) -> LineChart:
         Mark(name=name, x=size, num_bytes=peaks[size], kind=kind)
         for name, size, kind in (
             ("now", advice.current_batch_size, "now"),
-            ("largest", advice.batch_size, "good"),
+            ("suggested", advice.batch_size, "good"),
         )
         if size in peaks
     ]

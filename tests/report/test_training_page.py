@@ -2,13 +2,15 @@
 
 from hand_made import prediction as traced
 
+from memcallback.batch_size.bounds import BatchSizeBounds
+from memcallback.batch_size.estimate import suggest
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.report.history import PeakHistory
 from memcallback.report.report import Report
 from memcallback.report.training_page import training_page
 
 
-def made(**options):
+def made(advice=None, **options):
     predicted = traced(16)
     measured = predicted.step
     history = PeakHistory()
@@ -18,7 +20,7 @@ def made(**options):
         measured=measured,
         prediction=predicted,
         device=DeviceMemory(),
-        advice=None,
+        advice=advice,
         notes=("Memory grows from step to step.",),
     )
     return training_page(report, history, **options)
@@ -45,3 +47,15 @@ def test_of_a_warning_the_first_sentence_stands_out_from_the_others():
         "Memory grows.",
         "At this rate the device is full soon. Keep numbers.",
     )
+
+
+def test_the_largest_batch_of_the_page_is_that_of_the_console_and_no_multiple_of_it():
+    predicted = traced(16)
+    advice = suggest(
+        measured=None,
+        predicted=predicted,
+        capacity_bytes=predicted.capacity_bytes,
+        bounds=BatchSizeBounds(dataset_size=23),
+    )
+    assert (advice.batch_size, advice.largest_in_bounds) == (16, 23)
+    assert "largest 23: " in made(advice).html()

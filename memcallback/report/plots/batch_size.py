@@ -41,7 +41,7 @@ def batch_size_curve(advice: BatchSizeAdvice) -> npt.NDArray[np.uint8]:
     peaks = dict(advice.curve)
     for name, size, colour in (
         ("now", advice.current_batch_size, NOW_COLOUR),
-        ("largest", advice.batch_size, GOOD_COLOUR),
+        ("suggested", advice.batch_size, GOOD_COLOUR),
     ):
         if size in peaks:
             axes.plot([size], [peaks[size] / unit], "o", markersize=9, color=colour)
