@@ -83,16 +83,28 @@ def test_a_prediction_may_be_made_in_inference_mode(mode):
         assert not torch.is_grad_enabled()
 
 
-def test_a_concatenation_that_grows_is_there_twice():
-    class Concatenates(Doubles):
-        def forward(self, x):
-            outputs = super().forward(x)
-            self.all = torch.cat([self.all, outputs]) if hasattr(self, "all") else outputs
-            return outputs
+class Concatenates(Doubles):
+    def forward(self, x):
+        outputs = super().forward(x)
+        self.all = torch.cat([self.all, outputs]) if hasattr(self, "all") else outputs
+        return outputs
 
+
+def test_a_concatenation_that_grows_is_there_twice():
     step = mc.InferenceStep(Concatenates(), batch(), keep_outputs="none", num_batches=100)
     # Weights, batch and output, the 99 outputs of before, and the 100 of now.
     assert predicted(step).peak_allocated_bytes == (0.25 + 1 + 1 + 99 + 100) * MiB
+
+
+def test_the_largest_batches_fit_with_every_repetition_and_ones_a_little_larger_do_not():
+    step = mc.InferenceStep(Concatenates(), batch(), keep_outputs="none", num_batches=200)
+    prediction = mc.predict(step, device="4GiB", isolate=False)
+    assert prediction.at(prediction.limit_without_retry).fits_without_retry
+    assert prediction.at(prediction.limit).fits
+    # A concatenation leaves the blocks that it grew out of, which an estimate knows in part.
+    assert not prediction.at(prediction.limit_without_retry * 26 // 25).fits_without_retry
+    assert not prediction.at(prediction.limit * 26 // 25).fits
+    assert any("fit with all repetitions" in caveat for caveat in prediction.caveats)
 
 
 def test_grad_mode_keeps_what_a_backward_pass_would_need():
