@@ -1,5 +1,7 @@
 """Predictions of forward passes alone, in numbers that a reader can check."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -173,6 +175,35 @@ def test_the_largest_batch_of_a_forward_pass_is_suggested():
     advice = mc.suggest_batch_size(step, device="L4", isolate=False, multiple_of=1)
     prediction = mc.predict(step, device="L4", isolate=False)
     assert advice.largest == prediction.largest_batch_size
+    assert not any("validation" in part for part in advice.leaves_out)
+
+
+def test_a_validation_that_keeps_more_than_training_bounds_the_batch_size_of_both():
+    model = Doubles()
+    training = mc.TrainingStep(model, batch(), loss=lambda model, batch: model(batch).sum())
+    advise = partial(mc.suggest_batch_size, training, device="4GiB", isolate=False, multiple_of=1)
+    alone = advise()
+    assert any("validation" in part for part in alone.leaves_out)
+
+    small = mc.InferenceStep(model, batch(), after=training, keep_outputs="none")
+    assert advise(validation=small).largest == alone.largest
+
+    grows = mc.InferenceStep(model, batch(), after=training, keep_outputs="all", num_batches=8)
+    both = advise(validation=grows)
+    assert both.largest == advise_of(grows) < alone.largest
+    assert f"{alone.largest:,} would fit in training alone" in str(both)
+    assert not any("validation" in part for part in both.leaves_out)
+
+
+def advise_of(step):
+    return mc.suggest_batch_size(step, device="4GiB", isolate=False, multiple_of=1).largest
+
+
+def test_a_validation_of_another_training_does_not_bound_a_batch_size():
+    model = Doubles()
+    training = mc.TrainingStep(model, batch(), loss=lambda model, batch: model(batch).sum())
+    with pytest.raises(ValueError, match="after the step"):
+        mc.suggest_batch_size(training, device="4GiB", validation=mc.InferenceStep(model, batch()))
 
 
 def test_evaluation_mode_is_that_of_the_model():
