@@ -301,8 +301,10 @@ class Classifies(nn.Module):
 class TrainerLike:
     """What is read of a Trainer of transformers."""
 
-    def __init__(self, **changes):
+    def __init__(self, compute_metrics=len, preprocess=None, **changes):
         self.model = Classifies()
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess
         defaults = {
             "eval_accumulation_steps": None,
             "prediction_loss_only": False,
@@ -341,6 +343,15 @@ def test_a_trainers_evaluation_is_predicted_at_any_batch_size():
 def test_moving_results_to_the_host_ends_their_growth():
     assert evaluated(100, eval_accumulation_steps=10) == evaluated(10)
     assert evaluated(100, prediction_loss_only=True) < evaluated(10)
+
+
+def test_an_evaluation_keeps_the_logits_only_for_metrics_and_as_they_are_preprocessed():
+    losses_alone = evaluated(100, prediction_loss_only=True)
+    assert evaluated(100, compute_metrics=None) == losses_alone
+    of_all, of_classes = evaluated(100), evaluated(100, preprocess=lambda logits, _: logits[:, :1])
+    # 64 KiB of logits a batch, once to keep and once as they are concatenated; or 256 bytes of it.
+    assert of_all - of_classes > 190 * 63 * 1024
+    assert evaluated(100, batch_eval_metrics=True) < evaluated(4)
 
 
 def test_an_evaluation_needs_a_trainer():
