@@ -241,7 +241,7 @@ class InferenceStep(Step):
         together = args.eval_accumulation_steps
         if num_batches is not None and together is not None:
             num_batches = min(num_batches, together)
-        return cls(
+        step = cls(
             model,
             dict(inputs),
             forward=Evaluation(
@@ -260,6 +260,8 @@ class InferenceStep(Step):
             frees_gradients=True,
             also=also,
         )
+        step.stage = Stage.VALIDATION
+        return step
 
 
 def _run(model: Any, batch: Any) -> Any:
