@@ -10,6 +10,7 @@ from difflib import get_close_matches
 
 from memcallback.commands.answer import versions
 from memcallback.commands.arguments import EXAMPLE
+from memcallback.commands.diff import add_diff
 from memcallback.commands.machine import add_devices
 from memcallback.commands.model import add_layers
 from memcallback.commands.report import add_report
@@ -24,6 +25,7 @@ _COMMANDS = {
     "suggest": add_suggest,
     "what-if": add_what_if,
     "report": add_report,
+    "diff": add_diff,
     "layers": add_layers,
     "export": add_export,
     "devices": add_devices,
