@@ -14,6 +14,7 @@ from memcallback.commands.diff import add_diff
 from memcallback.commands.machine import add_devices
 from memcallback.commands.model import add_layers
 from memcallback.commands.report import add_report
+from memcallback.commands.run import add_run
 from memcallback.commands.step import add_export, add_predict, add_suggest, add_what_if
 from memcallback.core.code_lines import own_traceback
 from memcallback.core.visible import visible
@@ -28,6 +29,7 @@ _COMMANDS = {
     "diff": add_diff,
     "layers": add_layers,
     "export": add_export,
+    "run": add_run,
     "devices": add_devices,
 }
 

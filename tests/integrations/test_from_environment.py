@@ -57,7 +57,7 @@ def test_with_1_a_trainer_gets_the_callback_and_reports(trainer, monkeypatch, ca
     made.fit(BoringModel())
     assert callback.recorder.num_updates == 3
     assert callback.report is not None
-    assert "batch size 1" in capsys.readouterr().out
+    assert "memcallback │ BoringModel" in capsys.readouterr().out
 
 
 def test_a_trainer_of_the_other_package_of_lightning_gets_it_too():
