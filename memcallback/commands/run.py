@@ -54,7 +54,10 @@ def _run_program(arguments: argparse.Namespace) -> int:
     program = _program(arguments.module, arguments.script)
     os.environ.setdefault("MEMCALLBACK", "1")  # for Lightning's Trainer, here and in its ranks
     recording = _Recording(arguments.log_dir)
-    sys.meta_path.insert(0, _AfterImport("torch", recording.begin))
+    if "torch" in sys.modules:  # by what Python runs at its start
+        recording.begin()
+    else:
+        sys.meta_path.insert(0, _AfterImport("torch", recording.begin))
     try:
         return program.run(recording.failed)
     finally:
