@@ -39,10 +39,15 @@ from memcallback.prediction.consumers import (
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
-from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
+from memcallback.prediction.search import (
+    CONFIRMED_ITEMS,
+    BatchReplays,
+    Limits,
+    gap_sentence,
+)
 from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.trace.traced_step import NUM_ESTIMATED, SAMPLES
+from memcallback.trace.traced_step import SAMPLES
 
 if TYPE_CHECKING:
     from memcallback.page.page import Page, Section
@@ -589,10 +594,16 @@ class Prediction(Printable):
                 )
             for name in self.settings.not_simulated:
                 yield f"The allocator's setting {name} is not simulated."
-        if any(growth.num_written > NUM_ESTIMATED for growth in self.trace.traced.growths):
+        if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
                 "The largest batch sizes were searched with some of the repetitions, the last ones "
-                "among them; the figures of this batch size have all."
+                "among them, and can be too large; the figures of this batch size have all."
+            )
+        elif self.trace.thinned() is not self.trace:
+            yield (
+                "The largest batch sizes fit with all repetitions; ones a little larger may fit "
+                "too. Peaks of other sizes are estimated with some of the repetitions and can be "
+                "too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (
