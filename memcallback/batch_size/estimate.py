@@ -16,6 +16,7 @@ from memcallback.batch_size.peaks import (
     predicted_line,
 )
 from memcallback.core.step_memory import StepMemory
+from memcallback.core.types import Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import DeviceSpec
@@ -23,6 +24,10 @@ from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.search import BatchReplays, budget, largest_up_to
 from memcallback.prediction.textbook.law import TextbookPrediction
+
+#: What no step includes, and what a training step does not, unless its validation is predicted too.
+NOT_IN_A_STEP = "logging, longer samples"
+NOT_IN_TRAINING = f"validation, {NOT_IN_A_STEP}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +217,7 @@ def check_headroom(headroom: object) -> None:
 
 
 def _always_left_out(outside_bytes: int | None) -> list[str]:
-    leaves_out = ["validation, logging, longer samples"]
+    leaves_out = [NOT_IN_TRAINING]
     if outside_bytes is None:
         leaves_out.append(
             "memory outside this process's allocator (CUDA context, other processes), unknown here"
@@ -271,6 +276,8 @@ def estimate_from_trace(
     if at_all is not None and largest > at_all:
         largest = largest_up_to(at_all, lambda size: peaks.fits(size, budget_bytes))
     leaves_out = _always_left_out(outside)
+    if predicted.step.stage is not Stage.TRAINING:
+        leaves_out[0] = NOT_IN_A_STEP
     if outside_bytes is None and outside:
         leaves_out.append(
             "other processes on the device, whose context is assumed to take "

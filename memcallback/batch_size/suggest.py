@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from memcallback.batch_size.advice import BatchSizeAdvice, RankBatchSize
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.batch_size.estimate import Estimate, check_headroom, estimate_from_trace
+from memcallback.batch_size.estimate import (
+    NOT_IN_A_STEP,
+    NOT_IN_TRAINING,
+    Estimate,
+    check_headroom,
+    estimate_from_trace,
+)
 from memcallback.batch_size.rank_kinds import AnyDevice, RankKind, job_of, listed_devices
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
@@ -25,6 +31,7 @@ from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
 from memcallback.step.holdings import bucket_bytes
+from memcallback.step.inference_step import InferenceStep
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 
@@ -43,6 +50,7 @@ def suggest_batch_size(
     world_size: int | None = None,
     measured: StepMemory | None = None,
     sequence_lengths: Iterable[object] | None = None,
+    validation: InferenceStep | None = None,
     progress: TraceProgress | None = None,
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
@@ -78,6 +86,8 @@ def suggest_batch_size(
             the longest; `by_sequence_length` of the advice has one for each length. Or a data
             loader, whose batches are read for their lengths; then there are at most eight buckets,
             each as long as its longest sequence may be. The step must know its `sequence_length`.
+        validation: The validation, `after` the step, which runs at the same batch size: the advice
+            is for the largest size that fits in both. Its length of sequences is its own.
         progress: As for `predict`.
         isolate: As for `predict`.
         timeout_s: As for `predict`.
@@ -91,7 +101,8 @@ def suggest_batch_size(
         TypeError: If a number is not one.
         ValueError: As `predict`; also if a number is out of range, `sequence_lengths` is empty,
             `measured` is not a steady step measured on a device of this kind or is given for
-            several kinds of ranks, or the number of devices is not that of ranks.
+            several kinds of ranks, the number of devices is not that of ranks, or the validation
+            is not `after` the step.
     """
     devices, is_list = listed_devices(step, device)
     both = [architectures(one) for one in devices]
@@ -99,6 +110,11 @@ def suggest_batch_size(
     if any(len(of_one) > 1 for of_one in both):
         candidates.append([of_one[-1] for of_one in both])
     check_headroom(headroom)
+    if validation is not None and validation.after is not step:
+        raise ValueError(
+            "validation must run after the step that is suggested for: "
+            "InferenceStep(..., after=step)."
+        )
     lengths = _Lengths()
     if sequence_lengths is not None:
         lengths = _Lengths(*sequence_lengths_of(sequence_lengths, step))
@@ -110,6 +126,7 @@ def suggest_batch_size(
         world_size=world_size,
         measured=measured,
         lengths=lengths,
+        validation=validation,
         # A child cannot ask the devices of this machine.
         memory=[(spec, local_memory(spec)) for devices in candidates for spec in devices],
     )
@@ -162,6 +179,7 @@ class _Wanted:
     world_size: int | None
     measured: StepMemory | None
     lengths: _Lengths
+    validation: InferenceStep | None
     memory: Sequence[tuple[Device, DeviceMemory | None]]
 
 
@@ -213,12 +231,12 @@ def _for_one(
     """The estimate for a rank on its device, and the batch size at each sequence length."""
     step, device, measured = kind.step, kind.device, wanted.measured
     lengths, are_lengths_read = wanted.lengths
-    num_traces = 0
+    num_traces, num_others = 0, 1 if wanted.validation is None else 2
 
     def with_verification(num_done: int, num_all: int) -> None:
         nonlocal num_traces
         num_traces = num_all
-        progress(num_done, num_all + 1)
+        progress(num_done, num_all + num_others)
 
     prediction = predict_here(
         step,
@@ -226,7 +244,7 @@ def _for_one(
         sequence_length=lengths[-1] if lengths else None,
         progress=with_verification,
     )
-    progress(num_traces, num_traces + 1)
+    progress(num_traces, num_traces + num_others)
     memory = next(memory for spec, memory in wanted.memory if spec == device)
     outside = used_by_others_bytes(prediction.device, memory)
     has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
@@ -234,7 +252,9 @@ def _for_one(
     if measured is not None:
         _check_measured(measured, prediction)
 
-    def estimate_of(prediction: Prediction) -> Estimate | None:
+    def estimate_alone(
+        prediction: Prediction, measured: StepMemory | None = None, more_bytes: int = 0
+    ) -> Estimate | None:
         if prediction.capacity_bytes is None:
             return None
         return estimate_from_trace(
@@ -244,8 +264,16 @@ def _for_one(
             outside_bytes=outside,
             headroom=wanted.headroom,
             bounds=bounds,
-            bucket_bytes=buckets_bytes,
+            bucket_bytes=more_bytes,
         )
+
+    validated = None
+    if wanted.validation is not None:
+        validated = estimate_alone(predict_here(wanted.validation, device=device))
+
+    def estimate_of(prediction: Prediction) -> Estimate | None:
+        alone = estimate_alone(prediction, measured, buckets_bytes)
+        return alone if alone is None or validated is None else _in_both(alone, validated)
 
     estimate = estimate_of(prediction)
     if estimate is None:
@@ -263,6 +291,22 @@ def _for_one(
     if lengths:
         by_length[lengths[-1]] = estimate.best_batch_size()
     return estimate, by_length
+
+
+def _in_both(training: Estimate, validation: Estimate) -> Estimate:
+    """The estimate of a training, up to what fits in its validation."""
+    largest = min(training.largest, validation.largest)
+    caveats = training.caveats
+    if largest < training.largest:
+        caveats += (f"Validation bounds it: {training.largest:,} would fit in training alone.",)
+    return replace(
+        training,
+        largest=largest,
+        leaves_out=tuple(
+            NOT_IN_A_STEP if part == NOT_IN_TRAINING else part for part in training.leaves_out
+        ),
+        caveats=caveats,
+    )
 
 
 def _world_size(wanted: int | None, known: int, *, is_sure: bool) -> int:

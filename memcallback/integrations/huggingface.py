@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.code_lines import frames_of
-from memcallback.core.errors import fail_safe
+from memcallback.core.errors import fail_safe, warn_and_go_on
 from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
@@ -20,9 +19,16 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
-from memcallback.diagnose.tensors.variables import variables
+from memcallback.integrations.huggingface_step import (
+    PlannedEvaluation,
+    inputs_in,
+    more_samples,
+    step_of,
+    training_step_here,
+)
+from memcallback.integrations.worst_moment import shortage, worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
-from memcallback.prediction.prediction import StepPrediction
+from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
@@ -31,10 +37,8 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.record.watch import Watch
 from memcallback.report.console import BRIEF
 from memcallback.report.report import Report
-from memcallback.step.batch import infer_batch_size
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.loss import Loss
-from memcallback.step.model import is_sharded
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -46,7 +50,8 @@ else:
         from transformers import TrainerCallback
     except ImportError as error:
         raise ModuleNotFoundError(
-            "MemoryTrainerCallback needs transformers: pip install transformers accelerate."
+            "MemoryTrainerCallback needs transformers and accelerate, the extra `huggingface` of "
+            "this package: pip install transformers accelerate."
         ) from error
 
 from memcallback.integrations.report_to import destinations_here
@@ -56,12 +61,6 @@ _SEVERAL_DEVICES = (
     "which holds the outputs of all; predicted is a step of its samples on one device alone. Start "
     "one process for each device instead: torchrun --nproc-per-node=gpu train.py."
 )
-_MORE_SAMPLES = (
-    "The Trainer's batches of {} (per_device_train_batch_size) have {} samples each for the model, "
-    "as of pairs. Batch sizes here are the model's: divide them by {}."
-)
-#: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
-_STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")
 
 
 class MemoryTrainerCallback(TrainerCallback):
@@ -96,6 +95,10 @@ class MemoryTrainerCallback(TrainerCallback):
 
     Attributes:
         recorder: The recorder of the current or last training; None before.
+        evaluation: The prediction of the Trainer's evaluation after the training step, at
+            `per_device_eval_batch_size`, with samples like those of the first training batch; None
+            if the Trainer does not evaluate, and until the prediction is there. The report says
+            which of the two needs more.
 
     Raises:
         ValueError: If the device is unknown or has no known size; if the headroom, the batch size
@@ -139,6 +142,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._per_module = per_module
         self._reset_peaks = reset_peaks
         self.recorder: MemoryRecorder | None = None
+        self.evaluation: Prediction | None = None
         self._monitor: Monitor | None = None
         #: The results of the original, in a copy that has not run a training itself.
         self._copied = Results()
@@ -198,7 +202,7 @@ class MemoryTrainerCallback(TrainerCallback):
         **_: object,
     ) -> None:
         self._release()
-        self._state = state
+        self._state, self.evaluation = state, None
         optimizer = unwrapped(optimizer)
         # The optimizers of DeepSpeed are none of PyTorch's.
         own = optimizer if hasattr(optimizer, "_optimizer_step_post_hooks") else None
@@ -239,17 +243,40 @@ class MemoryTrainerCallback(TrainerCallback):
         assert monitor is not None
         assert make_step is not None
         whole: Mapping[str, Any] = inputs
-        make_simpler = num_items = None
-        if self._loss is None and (found := _training_step_here()) is not None:
+        make_simpler = num_items = evaluation = None
+        if self._loss is None and (found := training_step_here()) is not None:
             trainer, whole, num_items = found
             self._found_loss = trainer.compute_loss
             make_simpler = partial(make_step, inputs, None)
+            evaluation = PlannedEvaluation.of(trainer) if self._settings.predict else None
         if self._settings.batch_size is None:
-            monitor.notes = (*monitor.notes, *_more_samples(whole, args.train_batch_size))
+            monitor.notes = (*monitor.notes, *more_samples(whole, args.train_batch_size))
         loss = self._loss_for(num_items)
+
+        def more(prediction: StepPrediction | None, say: Callable[[str], None]) -> Any:
+            if evaluation is None or not isinstance(prediction, Prediction):
+                return None
+            return evaluation.predict(lambda: make_step(whole, loss), whole, prediction.device)
+
         monitor.begin(
-            lambda: make_step(whole, loss), model=model, batch=whole, make_simpler=make_simpler
+            lambda: make_step(whole, loss),
+            model=model,
+            batch=whole,
+            make_simpler=make_simpler,
+            more=None if evaluation is None else more,
+            on_predicted=self._on_predicted,
         )
+
+    def _on_predicted(self, prediction: StepPrediction | None, evaluation: Any) -> None:
+        """Say in the report which part of the run needs most; warn if evaluation does not fit."""
+        self.evaluation = evaluation
+        monitor = self._monitor
+        if monitor is None or evaluation is None or not isinstance(prediction, Prediction):
+            return
+        monitor.notes = (*monitor.notes, worst_moment(prediction, evaluation, "evaluation"))
+        if reason := shortage(evaluation, self._settings.capacity_bytes, "evaluation"):
+            monitor.notes = (*monitor.notes, reason)
+            warn_and_go_on(reason)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""
@@ -298,7 +325,7 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
         """As `StepListener`."""
         if self._monitor is not None:
-            make_step, (inputs, num_items) = self._make_step, _inputs_in(error)
+            make_step, (inputs, num_items) = self._make_step, inputs_in(error)
             loss = self._loss_for(num_items)
             self._monitor.on_out_of_memory(
                 report,
@@ -343,78 +370,3 @@ class MemoryTrainerCallback(TrainerCallback):
             self.recorder.close()
         if self._monitor is not None:
             self._monitor.close()
-
-
-def step_of(
-    model: torch.nn.Module,
-    inputs: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer | None,
-    args: Any,
-    *,
-    loss: Loss | None = None,
-    batch_size: int | None = None,
-) -> TrainingStep:
-    """The step that a Trainer is about to run, with the Trainer's arguments."""
-    if is_sharded(model):
-        return TrainingStep(model, inputs, batch_size=batch_size)
-    # A model that accelerate has prepared enters autocast itself; so does the copy that is traced.
-    return TrainingStep(
-        model,
-        dict(inputs),
-        loss=loss or loss_of_model,
-        optimizer=optimizer,
-        precision="16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "32-true",
-        batch_size=batch_size,
-        accumulate=args.gradient_accumulation_steps,
-        clip_grad_norm=args.max_grad_norm
-        if args.max_grad_norm and args.max_grad_norm > 0
-        else None,
-    )
-
-
-def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The loss that a model returns, as `Trainer.compute_loss` reads it."""
-    outputs = model(**inputs)
-    if isinstance(outputs, dict) and "loss" not in outputs:
-        raise ValueError(
-            f"the model returns no loss for {', '.join(inputs)}, and we do not know how the "
-            "Trainer computes it. Give it: MemoryTrainerCallback(loss=lambda model, inputs: ...)"
-        )
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return loss
-
-
-def _more_samples(inputs: Mapping[str, Any], batch_size: int) -> list[str]:
-    """A note where a batch of the Trainer has several samples for each of its own."""
-    size = infer_batch_size(inputs).batch_size or 0
-    times, rest = divmod(size, batch_size)
-    return [_MORE_SAMPLES.format(batch_size, size, times)] if times > 1 and not rest else []
-
-
-def _training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
-    """The Trainer whose step is calling the model, its inputs and their number of items, or None.
-
-    A Trainer does not show itself to its callbacks.
-    """
-    trainer, num_items = None, None
-    inputs: dict[str, Any] = {}
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
-        if trainer is None and callable(getattr(found.get("self"), "compute_loss", None)):
-            trainer, num_items = found["self"], found.get("num_items_in_batch")
-        if trainer is not None and found.get("self") is trainer:
-            # What a loss takes out of its inputs is still in those that its caller has.
-            own = found.get("inputs")
-            inputs = {**own, **inputs} if isinstance(own, Mapping) else inputs
-        frame = frame.f_back
-    return None if trainer is None or not inputs else (trainer, inputs, num_items)
-
-
-def _inputs_in(error: BaseException) -> tuple[Mapping[str, Any] | None, Any]:
-    """The inputs of the Trainer's frames in an error and their number of items; None if unknown."""
-    found = [variables(frame) for frame, _ in frames_of(error.__traceback__)]
-    candidates = (each.get("inputs") for each in found)
-    inputs = next((inputs for inputs in candidates if isinstance(inputs, Mapping)), None)
-    numbers = (each.get("num_items_in_batch") for each in found)
-    return inputs, next((number for number in numbers if number is not None), None)

@@ -196,12 +196,13 @@ class BatchTrace:
         """Whether a larger batch needs more of anything."""
         return any(rise > 0 for rise in (*(self.slopes or ()), *(self.curvatures or ())))
 
-    def thinned(self) -> BatchTrace:
+    def thinned(self, most_items: int = 0) -> BatchTrace:
         """The same with some of the tokens of a generation, for a search in less time."""
-        if not self.traced.growths:
+        traced = self.traced.thinned(most_items)
+        if traced.num_written == self.traced.num_written:
             return self
-        exceptions = {size: trace.thinned() for size, trace in self.exceptions.items()}
-        return replace(self, traced=self.traced.thinned(), exceptions=exceptions)
+        exceptions = {size: trace.thinned(most_items) for size, trace in self.exceptions.items()}
+        return replace(self, traced=traced, exceptions=exceptions)
 
     def at(self, batch_size: int) -> AllocationTrace:
         """The trace at a batch size."""

@@ -28,14 +28,26 @@ from memcallback.devices.catalogue import (
 )
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.consumers import Consumer, Names, Peak, largest_consumers, most_sentence
+from memcallback.prediction.consumers import (
+    Consumer,
+    Names,
+    Peak,
+    bytes_by_line,
+    largest_consumers,
+    most_sentence,
+)
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
-from memcallback.prediction.search import BatchReplays, Limits, gap_sentence
+from memcallback.prediction.search import (
+    CONFIRMED_ITEMS,
+    BatchReplays,
+    Limits,
+    gap_sentence,
+)
 from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
-from memcallback.trace.traced_step import NUM_ESTIMATED, SAMPLES
+from memcallback.trace.traced_step import SAMPLES
 
 if TYPE_CHECKING:
     from memcallback.page.page import Page, Section
@@ -439,6 +451,10 @@ class Prediction(Printable):
             },
             "at_peak_by_module_bytes": dict(self.by_module),
             "at_peak_by_operator_bytes": dict(self.by_operator),
+            "at_peak_by_line": [
+                {**line.to_dict(), "num_bytes": num_bytes}
+                for line, num_bytes in bytes_by_line(self._peak).items()
+            ],
             "caveats": list(self.caveats),
         }
 
@@ -523,6 +539,12 @@ class Prediction(Printable):
         """The reserved peak in the phases of the steady step; None on a CPU."""
         return self.step.peak_reserved_bytes
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak that has to fit: reserved, on a CPU allocated."""
+        reserved = self.peak_reserved_bytes
+        return self.peak_allocated_bytes if reserved is None else reserved
+
     def origin_of(self, alloc: Alloc) -> AllocationSource | None:
         """The tensor that an allocation is for, and the line of code that made it; None if unknown.
 
@@ -589,10 +611,16 @@ class Prediction(Printable):
                 )
             for name in self.settings.not_simulated:
                 yield f"The allocator's setting {name} is not simulated."
-        if any(growth.num_written > NUM_ESTIMATED for growth in self.trace.traced.growths):
+        if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
                 "The largest batch sizes were searched with some of the repetitions, the last ones "
-                "among them; the figures of this batch size have all."
+                "among them, and can be too large; the figures of this batch size have all."
+            )
+        elif self.trace.thinned() is not self.trace:
+            yield (
+                "The largest batch sizes fit with all repetitions; ones a little larger may fit "
+                "too. Peaks of other sizes are estimated with some of the repetitions and can be "
+                "too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (

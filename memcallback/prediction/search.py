@@ -19,6 +19,10 @@ _MAX_BATCH_SIZE = 1 << 31
 _STRIDE_DIVISOR = 128
 #: How many sizes below the largest that fits are tried too.
 _NUM_BELOW = 8
+#: A result is confirmed to within this share of itself.
+_CONFIRMED_DIVISOR = 128
+#: It is confirmed with as many tokens of a generation as have so many events, some seconds' work.
+CONFIRMED_ITEMS = 500_000
 #: How many straight lines `crossing` draws.
 _NUM_LINES = 3
 
@@ -121,20 +125,26 @@ class _Outcome(NamedTuple):
 class BatchReplays:
     """Replays a step at any batch size on one device, each size once.
 
-    Of the tokens of a generation it replays some, the last ones among them.
+    Of the tokens of a generation it replays some, the last ones among them, and for the results of
+    a search all of them, or as many as `CONFIRMED_ITEMS` allows. A cache that grows leaves behind
+    the blocks that it grew out of: with fewer tokens fewer of them, so estimates are too low.
     """
 
     def __init__(self, trace: BatchTrace, device: Device, settings: AllocatorSettings) -> None:
-        self.trace = trace.thinned()
+        self.trace = trace
         self.device = device
         self.settings = settings
+        self._thin, self._whole = trace.thinned(), trace.thinned(CONFIRMED_ITEMS)
+        self._is_estimated = self._thin is not trace
         #: By batch size and the allocator's capacity.
         self._outcomes: dict[tuple[int, int | None], _Outcome] = {}
+        #: Of them, those that are no estimates.
+        self._sure: set[tuple[int, int | None]] = set()
 
     def on(self, device: Device) -> BatchReplays:
         """The same on a device of another size; replays of either serve both."""
         other = BatchReplays(self.trace, device, self.settings)
-        other._outcomes = self._outcomes
+        other._outcomes, other._sure = self._outcomes, self._sure
         return other
 
     def fits(self, batch_size: int) -> bool:
@@ -162,8 +172,10 @@ class BatchReplays:
         None if the trace knows only its own batch size, or it always holds. Reserved memory can be
         larger for a few samples less, depending on how blocks fit into each other. So the eight
         sizes below the result are tried too: it is below the first of them that fails, and below
-        each size that is known to run out of memory. Sizes far below are not tried. If something
-        shrinks with the batch size (a queue of fixed length), larger sizes are not known.
+        each size that is known to run out of memory. Sizes far below are not tried. A result that
+        an estimate gives is confirmed; if it fails, the largest below it is found to within 1 %.
+        If something shrinks with the batch size (a queue of fixed length), larger sizes are not
+        known.
 
         The search begins about where the unlimited reserved peak reaches the device's capacity;
         with `by_allocated` where the allocated peak does, beyond which nothing fits.
@@ -176,7 +188,41 @@ class BatchReplays:
             near=self._near_capacity(start, by_allocated),
             end=_MAX_BATCH_SIZE,
         )
-        return None if found is None else self._below_failures(found, holds)
+        if found is None:
+            return None
+        return self._largest_confirmed(self._below_failures(found, holds), holds)
+
+    def _largest_confirmed(self, found: int, holds: Callable[[int], bool]) -> int:
+        """The largest size up to one found by estimates that holds with all tokens."""
+        if not self._is_estimated or not found or self._holds_confirmed(found, holds):
+            return found
+        known = [size for size in self._tried_here() if self._is_sure(size) and size <= found]
+        good = max((size for size in known if holds(size)), default=0)
+        bad = min(size for size in known if size > good)
+        # Each takes a second or more: the last steps of a whole search would gain less than 1 %.
+        while bad - good > max(1, bad // _CONFIRMED_DIVISOR):
+            middle = (good + bad) // 2
+            if self._holds_confirmed(middle, holds):
+                good = middle
+            else:
+                bad = middle
+        return good
+
+    def _up_to(self, most: int, holds: Callable[[int], bool]) -> int:
+        return self._largest_confirmed(largest_up_to(most, holds), holds)
+
+    def _holds_confirmed(self, batch_size: int, holds: Callable[[int], bool]) -> bool:
+        if not self._is_sure(batch_size):
+            capacity_bytes = self.device.allocator_capacity_bytes
+            key = batch_size, capacity_bytes
+            self._outcomes[key] = self._outcome(self._whole, batch_size, capacity_bytes)
+            self._sure.add(key)
+        return holds(batch_size)
+
+    def _is_sure(self, batch_size: int) -> bool:
+        """Whether the outcome on this device is none of an estimate."""
+        key = batch_size, self.device.allocator_capacity_bytes
+        return not self._is_estimated or key in self._sure
 
     def _below_failures(self, found: int, holds: Callable[[int], bool]) -> int:
         """The largest size up to the one found that is below each size known to fail."""
@@ -197,13 +243,14 @@ class BatchReplays:
         if at_all is None or without_retry is None:
             return Limits(at_all=at_all, without_retry=without_retry)
         fitting = max(
-            (batch_size for batch_size in self._tried_here() if self.fits(batch_size)), default=0
+            (size for size in self._tried_here() if self._is_sure(size) and self.fits(size)),
+            default=0,
         )
         return Limits(
             at_all=at_all,
             without_retry=without_retry
             if without_retry <= at_all
-            else largest_up_to(at_all, self.fits_without_retry),
+            else self._up_to(at_all, self.fits_without_retry),
             fits_again=fitting if fitting > at_all else None,
         )
 
@@ -220,7 +267,7 @@ class BatchReplays:
             )
 
         found = self.largest(fits, start=start)
-        return found if found is None or found <= at_all else largest_up_to(at_all, fits)
+        return found if found is None or found <= at_all else self._up_to(at_all, fits)
 
     def _tried_here(self) -> list[int]:
         """The batch sizes that were replayed on this device."""
@@ -249,14 +296,15 @@ class BatchReplays:
     def _replay(self, batch_size: int, capacity_bytes: int | None) -> _Outcome:
         key = batch_size, capacity_bytes
         if key not in self._outcomes:
-            replay = replay_on(
-                self.trace.at(batch_size).events, self.device, self.settings, capacity_bytes
-            )
-            windows = [window for step in replay.steps for window in step.windows]
-            self._outcomes[key] = _Outcome(
-                is_out_of_memory=replay.out_of_memory is not None,
-                num_alloc_retries=replay.num_alloc_retries,
-                peak_allocated_bytes=largest(w.peak_allocated_bytes for w in windows) or 0,
-                peak_reserved_bytes=largest(w.peak_reserved_bytes for w in windows),
-            )
+            self._outcomes[key] = self._outcome(self._thin, batch_size, capacity_bytes)
         return self._outcomes[key]
+
+    def _outcome(self, trace: BatchTrace, batch_size: int, capacity_bytes: int | None) -> _Outcome:
+        replay = replay_on(trace.at(batch_size).events, self.device, self.settings, capacity_bytes)
+        windows = [window for step in replay.steps for window in step.windows]
+        return _Outcome(
+            is_out_of_memory=replay.out_of_memory is not None,
+            num_alloc_retries=replay.num_alloc_retries,
+            peak_allocated_bytes=largest(w.peak_allocated_bytes for w in windows) or 0,
+            peak_reserved_bytes=largest(w.peak_reserved_bytes for w in windows),
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,16 @@ import torch
 class Evaluation:
     """What `Trainer.evaluation_loop` does with each batch; it keeps what it concatenates."""
 
-    def __init__(self, *, keeps_loss_alone: bool) -> None:
+    def __init__(
+        self,
+        *,
+        keeps_loss_alone: bool,
+        concatenates_loss_alone: bool = False,
+        preprocess: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
         self._keeps_loss_alone = keeps_loss_alone
+        self._concatenates_loss_alone = concatenates_loss_alone
+        self._preprocess = preprocess
         self._model: weakref.ref[Any] | None = None
         self._kept: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
@@ -26,7 +34,8 @@ class Evaluation:
         # Variables of the loop hold the results of the batch before until now.
         self._last = self._results(model, inputs)
         for name, value in self._last.items():
-            self._keep(name, value)
+            if name == "loss" or not self._concatenates_loss_alone:
+                self._keep(name, value)
 
     def _results(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         outputs = model(**inputs)
@@ -43,7 +52,10 @@ class Evaluation:
             outputs = tuple(value for name, value in outputs.items() if name not in ignored)
         logits = _detached(outputs)
         if len(logits):
-            results["logits"] = logits[0] if len(logits) == 1 else logits
+            logits = logits[0] if len(logits) == 1 else logits
+            if self._preprocess is not None:
+                logits = self._preprocess(logits, inputs.get("labels"))
+            results["logits"] = logits
         if "labels" in inputs:
             results["labels"] = inputs["labels"]
         return results

@@ -105,6 +105,10 @@ class InferenceStep(Step):
             else whole_number("num_batches", num_batches, "Give how many batches there are.")
         )
         self.after = None if after is None else _checked_training(after, self.model)
+        if not isinstance(frees_gradients, bool):
+            raise TypeError(
+                f"frees_gradients must be True or False, got {described(frees_gradients)}."
+            )
         self.frees_gradients = frees_gradients
 
     @property
@@ -211,14 +215,16 @@ class InferenceStep(Step):
         after: TrainingStep | None = None,
         also: AlsoOption = None,
     ) -> InferenceStep:
-        """The evaluation of a `Trainer` of transformers, with the Trainer's arguments.
+        """`Trainer.evaluate` of transformers, with the Trainer's arguments.
 
-        The Trainer keeps losses, logits and labels of all batches on the device, concatenated, and
-        moves them to the host after each `eval_accumulation_steps`. Logits of different lengths are
-        padded; here all batches are alike. The gradients of a training are freed before.
+        The Trainer keeps the losses of all batches on the device, concatenated; with a
+        `compute_metrics` logits and labels too, the logits as `preprocess_logits_for_metrics`
+        returns them. It moves them to the host after each `eval_accumulation_steps`, and keeps
+        losses alone with `batch_eval_metrics`. Logits of different lengths are padded; here all
+        batches are alike. The gradients of a training are freed before.
 
         Args:
-            trainer: A `transformers.Trainer`; its model and its arguments are read.
+            trainer: A `transformers.Trainer`; its model, arguments and the two functions are read.
             inputs: One batch of its evaluation, by name.
             num_batches: Batches of the evaluation; at most `eval_accumulation_steps` count.
             batch_size: As for `TrainingStep`.
@@ -239,10 +245,15 @@ class InferenceStep(Step):
         together = args.eval_accumulation_steps
         if num_batches is not None and together is not None:
             num_batches = min(num_batches, together)
-        return cls(
+        step = cls(
             model,
             dict(inputs),
-            forward=Evaluation(keeps_loss_alone=args.prediction_loss_only),
+            forward=Evaluation(
+                keeps_loss_alone=args.prediction_loss_only
+                or getattr(trainer, "compute_metrics", None) is None,
+                concatenates_loss_alone=getattr(args, "batch_eval_metrics", False),
+                preprocess=getattr(trainer, "preprocess_logits_for_metrics", None),
+            ),
             precision="16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "32-true",
             batch_size=batch_size,
             sequence_length=sequence_length,
@@ -253,6 +264,8 @@ class InferenceStep(Step):
             frees_gradients=True,
             also=also,
         )
+        step.stage = Stage.VALIDATION
+        return step
 
 
 def _run(model: Any, batch: Any) -> Any:

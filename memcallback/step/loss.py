@@ -43,11 +43,12 @@ def is_passed_by_name(model: nn.Module, batch: Any) -> bool:
         signature.bind(**batch)
     except (TypeError, ValueError):  # other arguments, or an unknown signature
         return False
-    # A wrapper takes anything.
-    return all(
-        parameter.kind is not parameter.VAR_POSITIONAL
-        for parameter in signature.parameters.values()
-    )
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return True
+    # A wrapper, as of PEFT, takes anything: what it wraps decides.
+    wrapped = list(model.children())
+    return len(wrapped) == 1 and is_passed_by_name(wrapped[0], batch)
 
 
 def check_losses(loss: object) -> None:

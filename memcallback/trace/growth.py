@@ -79,6 +79,11 @@ class Growth:
         return self.num_traced + self.period * len(self.ahead)
 
     @property
+    def num_items(self) -> int:
+        """How many items of the trace one period has."""
+        return self.starts[-1] - self.starts[-1 - self.period]
+
+    @property
     def num_traced(self) -> int:
         """How many repetitions were traced."""
         return len(self.starts) - 1

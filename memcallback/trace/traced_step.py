@@ -165,11 +165,21 @@ class TracedStep:
                 total += sum(own.values()) - (sizes[item.id] if isinstance(item, Free) else 0)
         return total
 
-    def thinned(self) -> TracedStep:
-        """The same with some of the repetitions, for an estimate in less time."""
-        return replace(
-            self, growths=tuple(growth.thinned(NUM_ESTIMATED) for growth in self.growths)
+    def thinned(self, most_items: int = 0) -> TracedStep:
+        """The same with some of the repetitions, for an estimate in less time.
+
+        Those are `NUM_ESTIMATED` periods, and more up to so many items.
+        """
+        each = most_items // max(1, len(self.growths))
+        growths = tuple(
+            growth.thinned(max(NUM_ESTIMATED, each // growth.num_items)) for growth in self.growths
         )
+        return replace(self, growths=growths)
+
+    @property
+    def num_written(self) -> int:
+        """How many repetitions are written, of all parts that repeat."""
+        return sum(growth.num_written for growth in self.growths)
 
     def with_numbers(
         self, numbers: Sequence[int], kernels: dict[tuple[int, ...], Kernel]

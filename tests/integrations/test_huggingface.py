@@ -62,7 +62,7 @@ def train(
     kind=Trainer,
     samples=None,
     num_devices=1,
-    data_collator=None,
+    trainer_options=None,
     **options,
 ):
     arguments = {
@@ -81,8 +81,8 @@ def train(
         model=trained or model(),
         args=args,
         train_dataset=samples or data(),
-        data_collator=data_collator,
         callbacks=callback if isinstance(callback, list) else [callback] if callback else [],
+        **(trainer_options or {}),
     )
     trainer.train()
     return trainer
@@ -238,7 +238,7 @@ def pairs(rows):
 @pytest.mark.parametrize(("collator", "times"), [(None, 1), (pairs, 2)])
 def test_samples_of_the_model_that_are_not_the_trainers_are_told(collator, times, tmp_path):
     callback = mc.MemoryTrainerCallback(predict=False)
-    train(tmp_path, callback, data_collator=collator)
+    train(tmp_path, callback, trainer_options={"data_collator": collator})
     assert callback.report.measured.batch_size == 4 * times
     notes = " ".join(callback.report.notes)
     assert ("have 8 samples each for the model" in notes) == (times == 2)
@@ -405,7 +405,8 @@ def test_without_transformers_the_way_out_is_named():
     )
     assert (
         done.stdout
-        == "MemoryTrainerCallback needs transformers: pip install transformers accelerate.\n"
+        == "MemoryTrainerCallback needs transformers and accelerate, the extra `huggingface` of "
+        "this package: pip install transformers accelerate.\n"
     )
 
 
@@ -489,3 +490,41 @@ def test_a_callback_is_copied_at_any_moment_and_a_copy_trains_on_its_own(way, tm
     assert not during.recorder.models
     train(tmp_path, during)
     assert len(during.recorder.steps) == num_steps
+
+
+def evaluating(tmp_path, **options):
+    callback = mc.MemoryTrainerCallback(wait_for_prediction=True, **options.pop("ours", {}))
+    arguments = {"eval_strategy": "epoch", "per_device_eval_batch_size": 8} | options
+    metrics = arguments.pop("compute_metrics", None)
+    train(
+        tmp_path,
+        callback,
+        trainer_options={"eval_dataset": data(64), "compute_metrics": metrics},
+        **arguments,
+    )
+    return callback
+
+
+def test_the_worst_moment_of_a_run_that_evaluates_is_said(tmp_path):
+    without = evaluating(tmp_path)
+    assert without.evaluation.batch_size == 8
+    assert without.evaluation.step.stage is mc.Stage.VALIDATION
+    (note,) = [note for note in without.report.notes if note.startswith("Worst moment")]
+    assert note.startswith("Worst moment of the run: the training step, ")
+
+    grows = evaluating(tmp_path, compute_metrics=lambda _: {})
+    # The logits of 8 batches are concatenated: there twice, less those of the last batch.
+    logits = 8 * LENGTH * VOCABULARY * 4
+    more = grows.evaluation.peak_allocated_bytes - without.evaluation.peak_allocated_bytes
+    assert more > 10 * logits
+    (note,) = [note for note in grows.report.notes if note.startswith("Worst moment")]
+    assert note.startswith("Worst moment of the run: evaluation, ")
+
+
+def test_an_evaluation_that_does_not_fit_is_warned_of(tmp_path):
+    with pytest.warns(MemoryWarning, match="Evaluation does not fit: it needs "):
+        evaluating(tmp_path, compute_metrics=lambda _: {}, ours={"device": "8MiB"})
+
+
+def test_a_trainer_that_does_not_evaluate_has_no_evaluation(tmp_path):
+    assert evaluating(tmp_path, eval_strategy="no").evaluation is None

@@ -1,5 +1,7 @@
 """Predictions of forward passes alone, in numbers that a reader can check."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -83,16 +85,28 @@ def test_a_prediction_may_be_made_in_inference_mode(mode):
         assert not torch.is_grad_enabled()
 
 
-def test_a_concatenation_that_grows_is_there_twice():
-    class Concatenates(Doubles):
-        def forward(self, x):
-            outputs = super().forward(x)
-            self.all = torch.cat([self.all, outputs]) if hasattr(self, "all") else outputs
-            return outputs
+class Concatenates(Doubles):
+    def forward(self, x):
+        outputs = super().forward(x)
+        self.all = torch.cat([self.all, outputs]) if hasattr(self, "all") else outputs
+        return outputs
 
+
+def test_a_concatenation_that_grows_is_there_twice():
     step = mc.InferenceStep(Concatenates(), batch(), keep_outputs="none", num_batches=100)
     # Weights, batch and output, the 99 outputs of before, and the 100 of now.
     assert predicted(step).peak_allocated_bytes == (0.25 + 1 + 1 + 99 + 100) * MiB
+
+
+def test_the_largest_batches_fit_with_every_repetition_and_ones_a_little_larger_do_not():
+    step = mc.InferenceStep(Concatenates(), batch(), keep_outputs="none", num_batches=200)
+    prediction = mc.predict(step, device="4GiB", isolate=False)
+    assert prediction.at(prediction.limit_without_retry).fits_without_retry
+    assert prediction.at(prediction.limit).fits
+    # A concatenation leaves the blocks that it grew out of, which an estimate knows in part.
+    assert not prediction.at(prediction.limit_without_retry * 26 // 25).fits_without_retry
+    assert not prediction.at(prediction.limit * 26 // 25).fits
+    assert any("fit with all repetitions" in caveat for caveat in prediction.caveats)
 
 
 def test_grad_mode_keeps_what_a_backward_pass_would_need():
@@ -161,6 +175,35 @@ def test_the_largest_batch_of_a_forward_pass_is_suggested():
     advice = mc.suggest_batch_size(step, device="L4", isolate=False, multiple_of=1)
     prediction = mc.predict(step, device="L4", isolate=False)
     assert advice.largest == prediction.largest_batch_size
+    assert not any("validation" in part for part in advice.leaves_out)
+
+
+def test_a_validation_that_keeps_more_than_training_bounds_the_batch_size_of_both():
+    model = Doubles()
+    training = mc.TrainingStep(model, batch(), loss=lambda model, batch: model(batch).sum())
+    advise = partial(mc.suggest_batch_size, training, device="4GiB", isolate=False, multiple_of=1)
+    alone = advise()
+    assert any("validation" in part for part in alone.leaves_out)
+
+    small = mc.InferenceStep(model, batch(), after=training, keep_outputs="none")
+    assert advise(validation=small).largest == alone.largest
+
+    grows = mc.InferenceStep(model, batch(), after=training, keep_outputs="all", num_batches=8)
+    both = advise(validation=grows)
+    assert both.largest == advise_of(grows) < alone.largest
+    assert f"{alone.largest:,} would fit in training alone" in str(both)
+    assert not any("validation" in part for part in both.leaves_out)
+
+
+def advise_of(step):
+    return mc.suggest_batch_size(step, device="4GiB", isolate=False, multiple_of=1).largest
+
+
+def test_a_validation_of_another_training_does_not_bound_a_batch_size():
+    model = Doubles()
+    training = mc.TrainingStep(model, batch(), loss=lambda model, batch: model(batch).sum())
+    with pytest.raises(ValueError, match="after the step"):
+        mc.suggest_batch_size(training, device="4GiB", validation=mc.InferenceStep(model, batch()))
 
 
 def test_evaluation_mode_is_that_of_the_model():
@@ -258,8 +301,10 @@ class Classifies(nn.Module):
 class TrainerLike:
     """What is read of a Trainer of transformers."""
 
-    def __init__(self, **changes):
+    def __init__(self, compute_metrics=len, preprocess=None, **changes):
         self.model = Classifies()
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess
         defaults = {
             "eval_accumulation_steps": None,
             "prediction_loss_only": False,
@@ -298,6 +343,15 @@ def test_a_trainers_evaluation_is_predicted_at_any_batch_size():
 def test_moving_results_to_the_host_ends_their_growth():
     assert evaluated(100, eval_accumulation_steps=10) == evaluated(10)
     assert evaluated(100, prediction_loss_only=True) < evaluated(10)
+
+
+def test_an_evaluation_keeps_the_logits_only_for_metrics_and_as_they_are_preprocessed():
+    losses_alone = evaluated(100, prediction_loss_only=True)
+    assert evaluated(100, compute_metrics=None) == losses_alone
+    of_all, of_classes = evaluated(100), evaluated(100, preprocess=lambda logits, _: logits[:, :1])
+    # 64 KiB of logits a batch, once to keep and once as they are concatenated; or 256 bytes of it.
+    assert of_all - of_classes > 190 * 63 * 1024
+    assert evaluated(100, batch_eval_metrics=True) < evaluated(4)
 
 
 def test_an_evaluation_needs_a_trainer():

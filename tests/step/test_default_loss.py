@@ -81,6 +81,11 @@ def test_a_batch_is_passed_by_name_and_the_loss_that_the_model_returns_is_taken(
     assert events(model, UserDict(ids())) == events(model, ids(), loss)
 
 
+def test_a_batch_is_passed_by_name_through_wrappers_to_what_they_wrap():
+    model = Wrapper(Wrapper(Tagger()))
+    assert events(model, ids()) == events(model, ids(), lambda model, batch: model(**batch)["loss"])
+
+
 def test_without_labels_the_outputs_are_summed():
     batch = ids(has_labels=False)
     assert events(Tagger(), batch) == events(

@@ -46,9 +46,8 @@ from memcallback.integrations.lightning.trainer.step import (
 from memcallback.integrations.lightning.trainer.validation import (
     ValidationBatches,
     predict_validation,
-    shortage,
-    worst_moment,
 )
+from memcallback.integrations.worst_moment import shortage, worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor

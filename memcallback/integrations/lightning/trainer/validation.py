@@ -9,7 +9,6 @@ import torch
 
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import storage_bytes
-from memcallback.core.units import brief_bytes
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.predict_here import predict_once
 from memcallback.prediction.prediction import Prediction
@@ -79,33 +78,3 @@ def predict_validation(
     except ENDS as error:  # a user's validation_step can fail in any way on fake tensors
         raise_if_meant(error)
         return None
-
-
-def worst_moment(training: Prediction, validation: Prediction) -> str:
-    """Which of the two needs more memory, in one sentence."""
-    moments = {
-        "the training step": training.peak_allocated_bytes,
-        "validation": validation.peak_allocated_bytes,
-    }
-    worst, other = sorted(moments, key=lambda name: -moments[name])
-    return (
-        f"Worst moment of the run: {worst}, {brief_bytes(moments[worst])} allocated; {other} "
-        f"reaches {brief_bytes(moments[other])} (predicted, {validation.batch_size:,} samples)."
-    )
-
-
-def shortage(validation: Prediction, capacity_bytes: int | None) -> str | None:
-    """Why a validation does not fit, in one sentence; None if it does.
-
-    The capacity is that of the device that was asked for; None for the one that trains.
-    """
-    needed_bytes = validation.peak_reserved_bytes or validation.peak_allocated_bytes
-    if capacity_bytes is not None and needed_bytes > capacity_bytes:
-        return (
-            f"Validation does not fit: it needs {brief_bytes(needed_bytes)}, and the device has "
-            f"{brief_bytes(capacity_bytes)}. Use smaller batches for validation, or keep less "
-            "from batch to batch."
-        )
-    if not validation.fits:
-        return f"Validation does not fit: out of memory in {validation.out_of_memory}"
-    return None

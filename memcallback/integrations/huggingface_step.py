@@ -1,0 +1,148 @@
+"""The step and the evaluation that a Trainer of transformers is about to run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from memcallback.core.code_lines import frames_of
+from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.devices.catalogue import Device
+from memcallback.diagnose.tensors.variables import variables
+from memcallback.prediction.predict_here import predict_once
+from memcallback.prediction.prediction import Prediction
+from memcallback.step.batch import infer_batch_size
+from memcallback.step.loss import Loss
+from memcallback.step.model import is_sharded
+from memcallback.step.training_step import TrainingStep
+
+_MORE_SAMPLES = (
+    "The Trainer's batches of {} (per_device_train_batch_size) have {} samples each for the model, "
+    "as of pairs. Batch sizes here are the model's: divide them by {}."
+)
+#: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
+_STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")
+
+
+class PlannedEvaluation(NamedTuple):
+    """An evaluation that a Trainer runs between training steps.
+
+    Attributes:
+        trainer: The Trainer.
+        batch_size: Samples in a batch.
+        num_batches: How many batches its results grow over; None if they do not, or if nobody
+            knows.
+    """
+
+    trainer: Any
+    batch_size: int
+    num_batches: int | None
+
+    @classmethod
+    def of(cls, trainer: Any) -> PlannedEvaluation | None:
+        """What a Trainer evaluates while it trains; None for nothing."""
+        args = trainer.args
+        if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
+            return None
+        datasets = getattr(trainer, "eval_dataset", None)
+        several: list[Any] = list(datasets.values()) if isinstance(datasets, dict) else [datasets]
+        num_batches = None
+        if getattr(trainer, "compute_metrics", None) is not None:
+            sizes = [len(one) for one in several if hasattr(one, "__len__")]
+            each = args.eval_batch_size * args.world_size
+            num_batches = max((-(-size // each) for size in sizes), default=None)
+        return cls(trainer, args.eval_batch_size, num_batches)
+
+    def predict(
+        self, make_step: Callable[[], TrainingStep], inputs: Mapping[str, Any], device: Device
+    ) -> Prediction | None:
+        """Predict it after the training step, from inputs of that; None if it cannot be."""
+        # Imported in the child: a training's first step does not wait for it.
+        from memcallback.step.inference_step import InferenceStep
+
+        try:
+            step = InferenceStep.from_huggingface(
+                self.trainer, inputs, num_batches=self.num_batches, after=make_step()
+            )
+            return predict_once(step, device=device, batch_size=self.batch_size)
+        except ENDS as error:  # a model can fail in any way on fake tensors
+            raise_if_meant(error)
+            return None
+
+
+def step_of(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    args: Any,
+    *,
+    loss: Loss | None = None,
+    batch_size: int | None = None,
+) -> TrainingStep:
+    """The step that a Trainer is about to run, with the Trainer's arguments."""
+    if is_sharded(model):
+        return TrainingStep(model, inputs, batch_size=batch_size)
+    # A model that accelerate has prepared enters autocast itself; so does the copy that is traced.
+    return TrainingStep(
+        model,
+        dict(inputs),
+        loss=loss or loss_of_model,
+        optimizer=optimizer,
+        precision="16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "32-true",
+        batch_size=batch_size,
+        accumulate=args.gradient_accumulation_steps,
+        clip_grad_norm=args.max_grad_norm
+        if args.max_grad_norm and args.max_grad_norm > 0
+        else None,
+    )
+
+
+def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss that a model returns, as `Trainer.compute_loss` reads it."""
+    outputs = model(**inputs)
+    if isinstance(outputs, dict) and "loss" not in outputs:
+        raise ValueError(
+            f"the model returns no loss for {', '.join(inputs)}, and we do not know how the "
+            "Trainer computes it. Give it: MemoryTrainerCallback(loss=lambda model, inputs: ...)"
+        )
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss
+
+
+def more_samples(inputs: Mapping[str, Any], batch_size: int) -> list[str]:
+    """A note where a batch of the Trainer has several samples for each of its own."""
+    size = infer_batch_size(inputs).batch_size or 0
+    times, rest = divmod(size, batch_size)
+    return [_MORE_SAMPLES.format(batch_size, size, times)] if times > 1 and not rest else []
+
+
+def training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
+    """The Trainer whose step is calling the model, its inputs and their number of items, or None.
+
+    A Trainer does not show itself to its callbacks.
+    """
+    trainer, num_items = None, None
+    inputs: dict[str, Any] = {}
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
+        if trainer is None and callable(getattr(found.get("self"), "compute_loss", None)):
+            trainer, num_items = found["self"], found.get("num_items_in_batch")
+        if trainer is not None and found.get("self") is trainer:
+            # What a loss takes out of its inputs is still in those that its caller has.
+            own = found.get("inputs")
+            inputs = {**own, **inputs} if isinstance(own, Mapping) else inputs
+        frame = frame.f_back
+    return None if trainer is None or not inputs else (trainer, inputs, num_items)
+
+
+def inputs_in(error: BaseException) -> tuple[Mapping[str, Any] | None, Any]:
+    """The inputs of the Trainer's frames in an error and their number of items; None if unknown."""
+    found = [variables(frame) for frame, _ in frames_of(error.__traceback__)]
+    candidates = (each.get("inputs") for each in found)
+    inputs = next((inputs for inputs in candidates if isinstance(inputs, Mapping)), None)
+    numbers = (each.get("num_items_in_batch") for each in found)
+    return inputs, next((number for number in numbers if number is not None), None)
