@@ -11,8 +11,9 @@ import memcallback
 
 ROOT = Path(memcallback.__file__).parents[1]
 TRAINS = """
-import hashlib, os, sys
+import hashlib, importlib.util, os, sys
 assert "torch" not in sys.modules  # what PyTorch reads on import can still be set
+assert importlib.util.find_spec("torch")  # many ask for it long before they import it
 import torch
 from torch import nn
 
@@ -77,6 +78,18 @@ for number in range(3):
     optimizer.step()
 print("trained")
 """
+RUNS_OUT_ON_A_DEVICE = """
+import torch
+from torch import nn
+
+torch.cuda.set_per_process_memory_fraction(2**30 / torch.cuda.mem_get_info()[1])
+model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU()).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for num_samples in [64, 64, 64, 2**20]:
+    model(torch.zeros(num_samples, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 LIGHTNING = """
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -128,6 +141,16 @@ def test_memory_that_runs_out_in_the_first_step_is_explained_before_the_tracebac
     assert "Your line: train.py:11 in forward" in report
     assert traceback.startswith('  File "')
     assert "memcallback" not in traceback  # which stays the last that is printed
+
+
+@pytest.mark.cuda
+def test_memory_that_runs_out_on_a_device_is_explained_with_the_batch_and_the_line(run):
+    code, out, err = run(RUNS_OUT_ON_A_DEVICE)
+    assert (code, out) == (1, "")
+    assert "batch 64 · AdamW" in err
+    assert "Out of memory on " in err
+    assert "Your line: train.py:9" in err
+    assert err.rstrip().splitlines()[-1].startswith("torch.OutOfMemoryError: CUDA out of memory.")
 
 
 def test_memory_that_runs_out_before_any_step_is_explained_too(run):
