@@ -70,6 +70,47 @@ def test_a_prediction_is_no_loop(found, isolate):
     assert found.has_begun
 
 
+def test_optimizers_of_accelerate_are_seen_through(found, capsys):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(64, 10)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    found.close()
+    assert "memcallback: 4 steps, peak " in capsys.readouterr().err
+
+
+def test_a_model_that_is_compiled_in_place_compiles_and_trains(found):
+    model = nn.Linear(64, 10)
+    before = model.weight.detach().clone()
+    model.compile(backend="eager", fullgraph=True)
+    train(model, torch.optim.AdamW(model.parameters()))
+    assert not torch.equal(model.weight, before)
+
+
+def test_memory_that_runs_out_before_any_step_is_explained(found, capsys):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        raise error
+    found.failed(raised.value)
+    err = capsys.readouterr().err
+    assert err.startswith("Out of memory on CPU.\n")
+    assert "20.00 GiB" in err
+
+
+def test_another_error_is_not_explained(found, capsys):
+    found.failed(ValueError("no memory of it"))
+    assert capsys.readouterr().err == ""
+
+
+def test_with_a_folder_the_page_is_written_there(tmp_path, capsys):
+    found = FoundLoop(str(tmp_path / "memory"))
+    model = nn.Linear(64, 10)
+    train(model, torch.optim.AdamW(model.parameters()))
+    found.close()
+    assert [path.name for path in tmp_path.glob("memory/**/*.html")] == ["memory.html"]
+
+
 def test_afterwards_no_hook_is_left():
     hooks = nn.modules.module._global_forward_pre_hooks
     before = len(hooks)
