@@ -567,7 +567,7 @@ def _caveats(step: Step, calls: tuple[KernelCall, ...], *, has_compiled: bool) -
         )
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
-        yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."
+        yield f"{rank}: collectives are assumed to take no time."
     if any("convolution" in call.operator for call in calls):
         if not workspaces_are_known():
             yield _UNKNOWN_WORKSPACES

@@ -1,4 +1,4 @@
-"""Predicts a step by the textbook law: layer outputs from a pass over shapes, persistent memory."""
+"""Predicts a step by the textbook estimate: layer outputs from shapes, persistent memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memcallback.step.copies.resizing import resize_batch
 from memcallback.step.holdings import holdings
 from memcallback.step.training_step import TrainingStep
 
-SOURCE = "textbook law"
+SOURCE = "textbook estimate"
 
 
 def predict(
