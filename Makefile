@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check docs test-oldest test-cuda images clean
+.PHONY: demo test check docs test-oldest test-cuda images dist clean
 
 # Lightning 2.6 with PyTorch 2.13 warns about itself.
 demo: $(VENV)/.installed
@@ -41,6 +41,14 @@ test-cuda:
 images: $(VENV)/.installed
 	$(BIN)/python docs/render_dashboard.py
 	$(BIN)/python docs/render_pages.py
+
+# Wheel and sdist into dist/, checked as a package index would.
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/pip install --quiet twine
+	$(BIN)/python -c "from hatchling import build; build.build_wheel('dist'); build.build_sdist('dist')"
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest -q tests/test_distribution.py
 
 # PyTorch's CPU build first: asked for by another package, torch comes with several GB of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt

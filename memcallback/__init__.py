@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from memcallback.step.ranks import Ranks
     from memcallback.step.training_step import TrainingStep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchSizeAdvice",

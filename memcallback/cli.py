@@ -10,9 +10,11 @@ from difflib import get_close_matches
 
 from memcallback.commands.answer import versions
 from memcallback.commands.arguments import EXAMPLE
+from memcallback.commands.diff import add_diff
 from memcallback.commands.machine import add_devices
 from memcallback.commands.model import add_layers
 from memcallback.commands.report import add_report
+from memcallback.commands.run import add_run
 from memcallback.commands.step import add_export, add_predict, add_suggest, add_what_if
 from memcallback.core.code_lines import own_traceback
 from memcallback.core.visible import visible
@@ -24,8 +26,10 @@ _COMMANDS = {
     "suggest": add_suggest,
     "what-if": add_what_if,
     "report": add_report,
+    "diff": add_diff,
     "layers": add_layers,
     "export": add_export,
+    "run": add_run,
     "devices": add_devices,
 }
 

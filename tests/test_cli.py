@@ -157,6 +157,7 @@ print(*(name.split(".")[0] for name in sys.modules), file=sys.stderr)
         ["suggest", "--help"],
         ["export", "--help"],
         ["report", "--help"],
+        ["diff", "--help"],
     ],
     ids=" ".join,
 )

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "record": "core isolation devices step page prediction batch_size savings report diagnose",
     "integrations": "core isolation devices step prediction batch_size savings report diagnose "
     "record",
-    "commands": "core isolation devices step prediction batch_size savings",
+    "commands": "core isolation devices step prediction batch_size savings record",
     "cli": "core step commands",
     "__main__": "cli",
     "__init__": "core isolation devices step prediction batch_size savings diagnose record "

@@ -148,11 +148,16 @@ def number_in(text: str) -> float:
 
 
 def _headroom(text: str) -> float:
+    return percentage(text, "--headroom", "5")
+
+
+def percentage(text: str, option: str, example: str) -> float:
+    """The fraction that a percentage is, such as 0.05 of `5%`."""
     percent = number_in(text.removesuffix("%"))
     if not 0 <= percent < 100:
         raise UsageError(
-            f"--headroom {text!r} is not a percentage from 0 to below 100. "
-            "Write a number, such as --headroom 5."
+            f"{option} {text!r} is not a percentage from 0 to below 100. "
+            f"Write a number, such as {option} {example}."
         )
     return percent / 100
 

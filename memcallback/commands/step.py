@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from typing import TYPE_CHECKING, Any
 
 from memcallback.commands.answer import ask, errors_of_output, json_text, show
@@ -18,10 +17,9 @@ from memcallback.commands.arguments import (
     add_size_of_batch,
     add_step,
     device,
-    max_peak,
     sequence_lengths,
 )
-from memcallback.core.units import format_bytes
+from memcallback.commands.checks import add_checks, failed_checks, refuse_checks
 from memcallback.core.validation import DEFAULT_MULTIPLE
 from memcallback.step.importer import UsageError
 
@@ -44,40 +42,19 @@ def add_predict(commands: Any) -> None:
     add_step(parser)
     add_size_of_batch(parser)
     add_device(parser)
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 if the step does not fit the device"
-    )
-    parser.add_argument(
-        "--max-peak",
-        metavar="SIZE",
-        type=max_peak,
-        help="exit with 1 if the peak (reserved, on a CPU allocated) is above it, such as 20GiB",
-    )
+    add_checks(parser)
     add_json(parser)
     parser.set_defaults(command=_run_predict)
 
 
 def _run_predict(arguments: argparse.Namespace) -> int:
+    refuse_checks(arguments)
     prediction = predicted(arguments)
-    if arguments.check and prediction.capacity_bytes is None:
-        raise UsageError(
-            f"--check cannot tell whether the step fits: the capacity of {prediction.device_name} "
-            "is unknown. Say how much it may take, such as --max-peak 20GiB, or name a card."
-        )
+    has_failed = failed_checks(prediction, arguments)
     show(prediction, is_json=arguments.json)
     if not prediction.fits and not arguments.json:
         print(_next_step(prediction, arguments))
-    peak_bytes = prediction.peak_reserved_bytes
-    if peak_bytes is None:
-        peak_bytes = prediction.peak_allocated_bytes
-    is_above = arguments.max_peak is not None and peak_bytes > arguments.max_peak
-    if is_above:
-        print(
-            f"memcallback: the peak, {format_bytes(peak_bytes)}, is above --max-peak "
-            f"{format_bytes(arguments.max_peak)}.",
-            file=sys.stderr,
-        )
-    return int(is_above or (arguments.check and not prediction.fits))
+    return int(has_failed)
 
 
 def _next_step(prediction: Prediction, arguments: argparse.Namespace) -> str:

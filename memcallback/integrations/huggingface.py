@@ -50,7 +50,8 @@ else:
         from transformers import TrainerCallback
     except ImportError as error:
         raise ModuleNotFoundError(
-            "MemoryTrainerCallback needs transformers: pip install transformers accelerate."
+            "MemoryTrainerCallback needs transformers and accelerate, the extra `huggingface` of "
+            "this package: pip install transformers accelerate."
         ) from error
 
 from memcallback.integrations.report_to import destinations_here

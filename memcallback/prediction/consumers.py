@@ -88,6 +88,19 @@ def _shown(name: str, members: set[str]) -> str:
     return f"{name} ({len(members)})" if len(members) > 1 else next(iter(members))
 
 
+def bytes_by_line(peak: Peak) -> dict[CodeLine, int]:
+    """What the lines of the program made of what is live at the peak, the largest first.
+
+    Memory that no line of the step made, such as parameters, is left out.
+    """
+    names = Names(peak)
+    sizes: Counter[CodeLine] = Counter()
+    for live in peak.live:
+        if line := names.line(live.alloc):
+            sizes[line] += live.block_bytes
+    return {line: num_bytes for line, num_bytes in sizes.most_common() if num_bytes}
+
+
 class Names:
     """Names for the allocations at a peak."""
 
@@ -150,10 +163,32 @@ class Names:
 
     def place(self, alloc: Alloc) -> str:
         """The line of the program outside of modules, for a backward pass that of its forward."""
-        operator = alloc.operator.rpartition("::")[2].lstrip("_")
-        is_backward = "_backward" in operator
-        line = self._lines.get(_base(operator)) if is_backward else self._line_of(alloc)
+        line = self._line_outside(alloc)
         return "" if line is None else _text(line)
+
+    def line(self, alloc: Alloc) -> CodeLine | None:
+        """The line that made an allocation, for a backward pass the one whose gradients it makes.
+
+        None for what the step began with, and where no line or more than one is known.
+        """
+        if alloc.category in HELD:
+            return None
+        if not alloc.module:
+            return self._line_outside(alloc)
+        return self._line_of(alloc) or self._lines_of_modules.get(alloc.module)
+
+    def _line_outside(self, alloc: Alloc) -> CodeLine | None:
+        operator = alloc.operator.rpartition("::")[2].lstrip("_")
+        return self._lines.get(_base(operator)) if "_backward" in operator else self._line_of(alloc)
+
+    @cached_property
+    def _lines_of_modules(self) -> Mapping[str, CodeLine]:
+        """Module -> the line that its forward pass ran, if it is one."""
+        lines: defaultdict[str, set[CodeLine]] = defaultdict(set)
+        for live in (*self._peak.live, *self._peak.saved):
+            if line := self._line_of(live.alloc):
+                lines[live.alloc.module].add(line)
+        return {module: next(iter(own)) for module, own in lines.items() if len(own) == 1}
 
     @cached_property
     def _lines(self) -> Mapping[str, CodeLine]:

@@ -28,7 +28,14 @@ from memcallback.devices.catalogue import (
 )
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.consumers import Consumer, Names, Peak, largest_consumers, most_sentence
+from memcallback.prediction.consumers import (
+    Consumer,
+    Names,
+    Peak,
+    bytes_by_line,
+    largest_consumers,
+    most_sentence,
+)
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
 from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
@@ -432,6 +439,10 @@ class Prediction(Printable):
             },
             "at_peak_by_module_bytes": dict(self.by_module),
             "at_peak_by_operator_bytes": dict(self.by_operator),
+            "at_peak_by_line": [
+                {**line.to_dict(), "num_bytes": num_bytes}
+                for line, num_bytes in bytes_by_line(self._peak).items()
+            ],
             "caveats": list(self.caveats),
         }
 
@@ -510,6 +521,12 @@ class Prediction(Printable):
     def peak_reserved_bytes(self) -> int | None:
         """The reserved peak in the phases of the steady step; None on a CPU."""
         return self.step.peak_reserved_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak that has to fit: reserved, on a CPU allocated."""
+        reserved = self.peak_reserved_bytes
+        return self.peak_allocated_bytes if reserved is None else reserved
 
     def origin_of(self, alloc: Alloc) -> AllocationSource | None:
         """The tensor that an allocation is for, and the line of code that made it; None if unknown.

@@ -127,7 +127,7 @@ class MemoryLog:
         self._monitor = Monitor(
             recorder,
             settings,
-            print_fn=print if is_main else lambda _: None,
+            print_fn=self._print if is_main else lambda _: None,
             folder=None if log_dir is None else place_of(log_dir),
             is_main=is_main,
             bounds=bounds,
@@ -135,6 +135,10 @@ class MemoryLog:
         self._step: TrainingStep | None = None
         recorder.listen(self)
         self._begin(step)
+
+    @staticmethod
+    def _print(text: str) -> None:
+        print(text)
 
     @fail_safe
     def _begin(self, step: TrainingStep | None) -> None:

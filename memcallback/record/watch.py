@@ -162,6 +162,10 @@ class Watch:
         self._finalizer()
         self.give_up_step()
 
+    def forward_has_begun(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Begin a step with a call of a model that runs already, as its hook would have."""
+        self._forward_begins(module, args, {})
+
     def give_up_step(self) -> None:
         """End the open step; a step with only a forward pass is dropped."""
         recorder = self._recorder()

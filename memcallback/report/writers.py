@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from memcallback.core.document import Document
@@ -128,6 +129,12 @@ class Writers:
         """All destinations; the run of our own is opened when first asked for."""
         if self._own_log_dir is not None:
             folder, self._own_log_dir = self._own_log_dir, None
+            if find_spec("tensorboard") is None:
+                warn_and_go_on(
+                    f"TensorBoard is not installed, so no curves are logged to {folder!r}. Install "
+                    "it: pip install tensorboard. Reports and the page do not need it."
+                )
+                return list(self._destinations)
             is_open = self._attempt(
                 f"write to {folder!r}",
                 _FOLDER_HINT,

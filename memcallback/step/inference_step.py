@@ -106,6 +106,10 @@ class InferenceStep(Step):
             else whole_number("num_batches", num_batches, "Give how many batches there are.")
         )
         self.after = None if after is None else _checked_training(after, self.model)
+        if not isinstance(frees_gradients, bool):
+            raise TypeError(
+                f"frees_gradients must be True or False, got {described(frees_gradients)}."
+            )
         self.frees_gradients = frees_gradients
 
     @property

@@ -104,7 +104,12 @@ def run(language, code):
         for line in code.splitlines():
             command, *arguments = shlex.split(line, comments=True)
             assert command == "memcallback", line
-            assert not main(arguments), line
+            out = contextlib.nullcontext()
+            if ">" in arguments:
+                *arguments, _, name = arguments
+                out = contextlib.redirect_stdout(open(name, "w"))
+            with out:
+                assert not main(arguments), line
         return
     linecache.cache["train.py"] = len(code), None, code.splitlines(keepends=True), "train.py"
     exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
@@ -113,6 +118,7 @@ root = os.getcwd()
 for page, language, code in json.load(open("programs.json")):
     os.makedirs(page, exist_ok=True)
     out, error = io.StringIO(), None
+    linecache.checkcache()
     name = code.splitlines()[0].removeprefix("# ")
     if language == "python" and name.endswith(".py"):
         open(os.path.join(page, name), "w").write(code)
@@ -357,10 +363,13 @@ def test_every_key_of_the_json_is_explained(tmp_path, monkeypatch, capsys):
         "suggest json_step:make_step --device L4 --effective-batch-size 65536",
         "what-if json_step:make_step --device L4",
         "layers json_step:make_model --input 1,1024",
+        "diff predict.json predict.json",
         "devices",
     ):
         assert not cli.main([*command.split(), "--json"]) or command == "devices"
-        keys |= keys_of(json.loads(capsys.readouterr().out))
+        out = capsys.readouterr().out
+        (tmp_path / f"{command.split()[0]}.json").write_text(out)
+        keys |= keys_of(json.loads(out))
     page = (ROOT / "docs" / "json.md").read_text()
     assert sorted(key for key in keys if f"`{key}`" not in page) == []
     explained = set().union(

@@ -405,7 +405,8 @@ def test_without_transformers_the_way_out_is_named():
     )
     assert (
         done.stdout
-        == "MemoryTrainerCallback needs transformers: pip install transformers accelerate.\n"
+        == "MemoryTrainerCallback needs transformers and accelerate, the extra `huggingface` of "
+        "this package: pip install transformers accelerate.\n"
     )
 
 

@@ -21,6 +21,7 @@ def model_and_batch():
         ({"forward": 3}, TypeError, r"forward must be a function of the model and the batch, got"),
         ({"forward": lambda model: model}, TypeError, r"cannot be called with the model and the"),
         ({"generate": {"max_new_tokens": 4}}, TypeError, r"a Linear, which has no generate\(\)"),
+        ({"frees_gradients": "no"}, TypeError, r"must be True or False, got 'no'"),
         ({"after": 3}, TypeError, r"after must be a TrainingStep, got 3"),
         (
             {"after": mc.TrainingStep(*model_and_batch())},

@@ -43,7 +43,7 @@ def predict(
     if step.batch_size.is_ambiguous:
         caveats.append(
             f"The tensors of the batch differ in their first dimension; {batch_size}, the most "
-            "frequent, was taken for the batch size."
+            "frequent, was taken as the batch size."
         )
     if not getattr(step.model, "automatic_optimization", True):
         caveats.append(

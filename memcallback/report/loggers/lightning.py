@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,13 @@ def destination_of(logger: Any) -> Destination:
     """The destination for a logger of either Lightning package, unless it is one already."""
     if isinstance(logger, Destination):
         return logger
-    from torch.utils.tensorboard import SummaryWriter
-
     kinds = {kind.__name__ for kind in type(logger).__mro__}
     name = type(logger).__name__
     experiment = getattr(logger, "experiment", None)
-    if isinstance(experiment, SummaryWriter) and getattr(logger, "log_dir", None):
+    # Whoever has a writer has imported it; others may not have TensorBoard.
+    tensorboard = sys.modules.get("torch.utils.tensorboard")
+    is_writer = tensorboard is not None and isinstance(experiment, tensorboard.SummaryWriter)
+    if is_writer and getattr(logger, "log_dir", None):
         return TensorBoardRun(experiment, logger.log_dir, is_own=False)
     if "WandbLogger" in kinds:
         return WandbRun(name, _values_of(logger))

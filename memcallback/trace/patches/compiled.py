@@ -48,13 +48,14 @@ class CompiledCode:
     Attributes:
         compiles: Whether it is compiled for the card.
         has_compiled: Whether anything was compiled for the card.
+        is_noted: Whether it was said that some code was not.
     """
 
     def __init__(self, mode: TraceMode, *, compiles: bool) -> None:
         self._mode = mode
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
-        self.has_compiled = False
+        self.has_compiled = self.is_noted = False
 
     def patches(self) -> Iterator[Patch]:
         """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
@@ -70,6 +71,7 @@ class CompiledCode:
 
     def note(self, name: str) -> None:
         """Say that some code was not compiled."""
+        self.is_noted = True
         self._mode.assumed[_AS_EAGER.format(name)] = None
 
     def _callback(self, original: Callable[[Any], Any], callback: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Checks of a prediction that decide the exit code of `predict`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from memcallback.commands.answer import versions
+from memcallback.commands.arguments import max_peak, percentage
+from memcallback.commands.saved import saved_prediction
+from memcallback.core.units import format_bytes
+from memcallback.step.importer import UsageError
+
+if TYPE_CHECKING:
+    from memcallback.prediction.prediction import Prediction
+
+
+def add_checks(parser: argparse.ArgumentParser) -> None:
+    """`--check`, `--max-peak`, `--baseline` and `--tolerance`."""
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if the step does not fit the device"
+    )
+    parser.add_argument(
+        "--max-peak",
+        metavar="SIZE",
+        type=max_peak,
+        help="exit with 1 if the peak (reserved, on a CPU allocated) is above it, such as 20GiB",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="base.json",
+        type=saved_prediction,
+        help="exit with 1 if the peak is above that of an earlier prediction, which --json wrote, "
+        "and say what has grown",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="PERCENT",
+        type=_tolerance,
+        help="percent by which the peak may be above that of --baseline, such as 5%%; 0 by default",
+    )
+
+
+def refuse_checks(arguments: argparse.Namespace) -> None:
+    """Refuse checks that contradict each other, before anything is traced."""
+    if arguments.tolerance is not None and arguments.baseline is None:
+        raise UsageError(
+            "--tolerance says how far the peak may be above that of --baseline, which is missing. "
+            "Give both, or --max-peak with a size."
+        )
+
+
+def failed_checks(prediction: Prediction, arguments: argparse.Namespace) -> bool:
+    """Whether a check failed; those about the peak say on stderr why."""
+    if arguments.check and prediction.capacity_bytes is None:
+        raise UsageError(
+            f"--check cannot tell whether the step fits: the capacity of {prediction.device_name} "
+            "is unknown. Say how much it may take, such as --max-peak 20GiB, or name a card."
+        )
+    problems = [*_above_max_peak(prediction, arguments), *_above_baseline(prediction, arguments)]
+    for problem in problems:
+        print(f"memcallback: {problem}", file=sys.stderr)
+    return bool(problems) or (arguments.check and not prediction.fits)
+
+
+def _above_max_peak(prediction: Prediction, arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.max_peak is not None and prediction.peak_bytes > arguments.max_peak:
+        yield (
+            f"the peak, {format_bytes(prediction.peak_bytes)}, is above --max-peak "
+            f"{format_bytes(arguments.max_peak)}."
+        )
+
+
+def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> Iterator[str]:
+    from memcallback.prediction.prediction_diff import (
+        CONDITIONS,
+        PredictionDiff,
+        differing,
+        peak_bytes,
+    )
+
+    old = arguments.baseline
+    if old is None:
+        return
+    diff = PredictionDiff(old, {**versions(), **prediction.to_dict()})
+    if others := differing(diff.old, diff.new, CONDITIONS):
+        raise UsageError(
+            f"--baseline {old['path']!r} is of another question: {' '.join(others)} Ask the same, "
+            "or write the baseline anew with --json."
+        )
+    allowed = arguments.tolerance or 0.0
+    old_bytes, new_bytes = peak_bytes(diff.old), peak_bytes(diff.new)
+    if new_bytes > old_bytes * (1 + allowed):
+        yield (
+            f"the peak, {format_bytes(new_bytes)}, is {100 * new_bytes / old_bytes - 100:.1f} % "
+            f"above that of {old['path']}, {format_bytes(old_bytes)}; allowed are "
+            f"{100 * allowed:g} %. {' '.join((diff.verdict(), *diff.notes))}"
+        )
+
+
+def _tolerance(text: str) -> float:
+    return percentage(text, "--tolerance", "5%")

@@ -1,0 +1,145 @@
+"""The command that runs a program and reports on its memory: run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memcallback.commands.main_program import MainProgram
+from memcallback.step.importer import UsageError
+
+if TYPE_CHECKING:
+    from memcallback.record.found_loop import FoundLoop
+
+
+def add_run(commands: Any) -> None:
+    """Add `run` with its arguments."""
+    parser = commands.add_parser(
+        "run",
+        help="run a training script as it is, and report on its memory",
+        usage="memcallback run [-h] [--log-dir DIR] (script.py | -m module) [arguments ...]",
+        description="Run a program as python does, record the memory of its training steps, and "
+        "explain an out-of-memory error. Reports go to stderr.",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="write a TensorBoard run and the memory page there; by default nothing is written",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        metavar="module",
+        nargs=argparse.REMAINDER,
+        help="run a module, as python -m does; what follows are its arguments",
+    )
+    parser.add_argument(
+        "script",
+        metavar="script.py",
+        nargs=argparse.REMAINDER,
+        help="the script; what follows are its arguments",
+    )
+    parser.set_defaults(command=_run_program)
+
+
+def _run_program(arguments: argparse.Namespace) -> int:
+    program = _program(arguments.module, arguments.script)
+    os.environ.setdefault("MEMCALLBACK", "1")  # for Lightning's Trainer, here and in its ranks
+    recording = _Recording(arguments.log_dir)
+    if "torch" in sys.modules:  # by what Python runs at its start
+        recording.begin()
+    else:
+        sys.meta_path.insert(0, _AfterImport("torch", recording.begin))
+    try:
+        return program.run(recording.failed)
+    finally:
+        recording.close()
+
+
+def _program(module: Sequence[str] | None, script: Sequence[str]) -> MainProgram:
+    if module:
+        name, *rest = module
+        try:
+            return MainProgram.module(name, rest)
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"{error}. Name one that python -m would run, in this folder or installed."
+            ) from None
+    if not script:
+        raise UsageError(
+            "run needs a script or -m and a module, such as memcallback run train.py --epochs 3."
+        )
+    path, *rest = script
+    try:
+        return MainProgram.script(path, rest)
+    except OSError as error:
+        raise UsageError(
+            f"{path!r} cannot be read: {error.strerror or error}. Name the file that python would "
+            "run, such as train.py."
+        ) from None
+
+
+class _Recording:
+    """What `run` records: nothing until the program has imported PyTorch."""
+
+    def __init__(self, log_dir: str | None) -> None:
+        self._log_dir = log_dir
+        self._loop: FoundLoop | None = None
+
+    def begin(self) -> None:
+        from memcallback.record.found_loop import FoundLoop
+
+        self._loop = FoundLoop(self._log_dir)
+
+    def failed(self, error: BaseException) -> None:
+        if self._loop is not None:
+            self._loop.failed(error)
+
+    def close(self) -> None:
+        if self._loop is None:
+            print("memcallback: the program did not use PyTorch.", file=sys.stderr)
+            return
+        self._loop.close()
+        if not self._loop.has_begun and not self._loop.is_lightning:
+            print(
+                "memcallback: no training step was seen: no module was called in training mode "
+                "whose parameters an optimizer has. Record the loop itself: MemoryRecorder.",
+                file=sys.stderr,
+            )
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function once a module is imported; the program may set up what it reads before."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._run_after(spec.loader)
+        return spec
+
+    def _run_after(self, loader: Loader) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            with suppress(Exception):  # the program goes on without a report
+                self._function()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,0 +1,130 @@
+"""FoundLoop: finds the training loop of a program that knows nothing of us, and records it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memcallback.core.errors import fail_safe
+from memcallback.record.memory_log import MemoryLog
+from memcallback.record.recorder import MemoryRecorder
+from memcallback.step.hooks import Hook, remove_hooks
+
+#: Lightning's loops have `MemoryCallback`, by MEMCALLBACK=1; what they call is part of a module.
+_LIGHTNING = ("lightning.pytorch.loops.", "pytorch_lightning.loops.")
+
+
+class _LogOnStderr(MemoryLog):
+    """Leaves stdout to the program."""
+
+    @staticmethod
+    def _print(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class FoundLoop:
+    """Waits for a module that trains, records it until it is closed, and explains errors.
+
+    A module trains if it is called in training mode and with gradients, and an optimizer has some
+    of its parameters. The first such module is recorded with all optimizers of it. Until then hooks
+    for all modules and optimizers are there, afterwards only those of `MemoryRecorder.watch`.
+
+    `log_dir` is as for `MemoryLog`; None for no files. `is_lightning` says whether a Trainer of
+    Lightning called a module, which is left to its callback.
+    """
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        self._log_dir = log_dir
+        self._is_broken = False
+        self._recorder: MemoryRecorder | None = None
+        self._log: MemoryLog | None = None
+        self.is_lightning = False
+        #: Optimizers that made an update, and modules that none trained when they were called.
+        self._updated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._idle: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hooks: list[Any] = [
+            register_module_forward_pre_hook(Hook(self._forward_begins)),
+            register_optimizer_step_pre_hook(Hook(self._update_begins)),
+        ]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a module that trains was found."""
+        return self._recorder is not None
+
+    def failed(self, error: BaseException) -> None:
+        """Explain the error that ends the program, if memory ran out, and end the recording."""
+        if not self._is_broken:
+            (self._recorder or MemoryRecorder()).failed(error)
+        if self._log is not None:
+            self._log.__exit__(type(error), error, error.__traceback__)
+        self.close()
+
+    def close(self) -> None:
+        """Say what was recorded, and end the recording."""
+        self._release()
+        if self._log is not None:
+            self._log.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _release(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        remove_hooks(hooks)
+
+    def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        # torch.compile traces this hook too, and is not to trace more of it.
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+            self._look_at(module, args)
+
+    @fail_safe
+    def _look_at(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self._recorder is not None or module in self._idle:
+            return
+        self.is_lightning = self.is_lightning or _is_inside_lightning()
+        optimizers = [] if self.is_lightning else list(_optimizers_of(module))
+        if not optimizers:
+            self._idle.update(module.modules())
+            return
+        self._release()
+        self._recorder = MemoryRecorder(module, optimizers)
+        self._log = _LogOnStderr(self._recorder, log_dir=self._log_dir)
+        # The hooks of this call are chosen already, so the new ones see only its end.
+        self._recorder.watch().forward_has_begun(module, args)
+
+    @fail_safe
+    def _update_begins(self, optimizer: Optimizer, *_: object) -> None:
+        """An optimizer that was made after the first call of its model: look at that again."""
+        if optimizer not in self._updated:
+            self._updated.add(optimizer)
+            self._idle.clear()
+
+
+def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
+    """The optimizers that have parameters of a module; those inside of wrappers, not these."""
+    parameters = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    if not parameters:
+        return
+    for candidate in gc.get_objects():
+        # By its type: `isinstance` would ask proxies of other libraries for theirs.
+        if issubclass(type(candidate), Optimizer) and "param_groups" in vars(candidate):
+            groups = candidate.param_groups
+            if any(id(one) in parameters for group in groups for one in group["params"]):
+                yield candidate
+
+
+def _is_inside_lightning() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_LIGHTNING):
+            return True
+        frame = frame.f_back
+    return False
