@@ -301,6 +301,8 @@ class _Tracer:
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = 1
         self._infos: tuple[ModuleInfo, ...] = ()
+        #: Of the model's last call, if the training keeps them.
+        self._outputs: Any = None
         #: Totals at the end of each update.
         self._num_flops, self._sent_bytes = [0], [0]
 
@@ -344,14 +346,21 @@ class _Tracer:
             marks=self.marks,
             device_type=self._device_type,
         )
+        hooks = ExitStack()
+        if step.keep_outputs == "last":
+            hooks.callback(self._model.register_forward_hook(self._keep_outputs).remove)
         num_updates_to_settle = self._ranks.num_updates_to_settle if self._ranks else 1
-        for number in range(self._request.num_updates or num_updates_to_settle + 1):
-            run_window(training)
-            self.marks.label_states(self._in_hooks)
-            self._count_work()
-            if number == 0 and fill_history(optimizers):
-                self.marks.label_states(optimizers)
-                mode.assumed[_FULL_HISTORY] = None
+        with hooks:
+            for number in range(self._request.num_updates or num_updates_to_settle + 1):
+                run_window(training)
+                self.marks.label_states(self._in_hooks)
+                self._count_work()
+                if number == 0 and fill_history(optimizers):
+                    self.marks.label_states(optimizers)
+                    mode.assumed[_FULL_HISTORY] = None
+
+    def _keep_outputs(self, model: torch.nn.Module, batch: object, outputs: Any) -> None:
+        self._outputs = outputs
 
     def _infer(self, step: InferenceStep, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         if step.frees_gradients and step.lightning is not None:
@@ -383,6 +392,7 @@ class _Tracer:
         """Stop recording, and release what keeps the trace alive."""
         mode = self._mode
         mode.is_recording = False
+        self._outputs = None
         mode.ledger.close()
         mode.in_flight.close()
         # Python's garbage collector does not see that a tensor refers to its gradient: left there,
