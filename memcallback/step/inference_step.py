@@ -46,7 +46,8 @@ class InferenceStep(Step):
             batch, as `outputs = model(batch)` in a loop does; those of `all` batches, as a list on
             the device does; or `none`.
         num_batches: With outputs or state that grow from batch to batch, how many batches there
-            are; the last one is predicted. By default the second, and the growth is said.
+            are; the last one is predicted. By default the second; a caveat says
+            how much each further one adds.
         after: The training that comes before on the same device, as a step of the same model: its
             parameters, gradients, optimizer state and cached memory are there. The model is then
             set to evaluation mode for the forward pass.

@@ -56,7 +56,7 @@ def caveats(
     if step.batch_size.is_ambiguous:
         yield (
             "The tensors of the batch differ in their first dimension; "
-            f"{step.batch_size.batch_size}, the most frequent, was taken for the batch size."
+            f"{step.batch_size.batch_size}, the most frequent, was taken as the batch size."
         )
     if not is_compilation_told and any(
         type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
@@ -76,7 +76,7 @@ def caveats(
         )
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
-        yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."
+        yield f"{rank}: collectives are assumed to take no time."
     if any("convolution" in call.operator for call in calls):
         if not workspaces_are_known():
             yield _UNKNOWN_WORKSPACES

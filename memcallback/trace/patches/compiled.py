@@ -25,8 +25,8 @@ _AS_EAGER = (
 )
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card, in a "
-    "process that finds it in Inductor's cache. One that compiles it takes more in its first "
-    "steps, and can keep more reserved ever after."
+    "process that finds it in Inductor's cache. A process that compiles needs more in its first "
+    "steps, and can keep more reserved from then on."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out: with them less is "
