@@ -1,4 +1,4 @@
-"""How far the textbook law is off, beside the traced step and the measurement.
+"""How far the textbook estimate is off, beside the traced step and the measurement.
 
 The law is: memory = model memory + batch size * memory per sample.
 
@@ -109,7 +109,7 @@ def row(config: Config, measured: dict[str, Any]) -> Row:
 def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
     """The result as a page."""
     lines = [
-        "# The textbook law beside a trace",
+        "# The textbook estimate beside a trace",
         "",
         *(f"- {name}: {value}" for name, value in about.items()),
         "",
@@ -147,7 +147,7 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
 
 def main() -> None:
     """Predict, compare, write."""
-    parser = argparse.ArgumentParser(description="The textbook law beside a trace.")
+    parser = argparse.ArgumentParser(description="The textbook estimate beside a trace.")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="these configurations alone"
     )

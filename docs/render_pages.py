@@ -116,7 +116,7 @@ def leak(folder: Path, device: str) -> Path:
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=torch.optim.AdamW,
     )
-    with recorder.watch(), mc.MemoryLog(recorder, step, log_dir=folder):
+    with recorder.watch(), mc.MemoryLog(recorder, step, log_dir=folder, warnings=True):
         for _ in range(400):
             output = model(batch)
             kept.append(output)

@@ -102,9 +102,9 @@ def boundaries(traced):
 
 
 def law(**changes):
-    """The textbook law of a step with round numbers."""
+    """The textbook estimate of a step with round numbers."""
     values = {
-        "source": "textbook law",
+        "source": "textbook estimate",
         "device_name": "any device",
         "batch_size": 10,
         "held": {

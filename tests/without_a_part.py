@@ -135,7 +135,7 @@ def try_without(part, folder, expected):
         "is_same": same(trained, expected[0]) and same(looped, expected[1]),
         "num_recorded": [len(callback.recorder.steps), num_looped],
         "is_predicted": callback.prediction is not None
-        and callback.prediction.source != "textbook law",
+        and callback.prediction.source != "textbook estimate",
         "warnings": [
             str(one.message) for one in caught if one.category.__name__ == "MemoryWarning"
         ],

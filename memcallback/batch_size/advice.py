@@ -67,7 +67,7 @@ class BatchSizeAdvice(Printable):
         limit_without_retry_peak_bytes: The peak there; None if there is no such limit, or it is 0.
         curve: The expected peak in bytes at each power of two up to twice the suggestion, and at
             the current and the suggested size.
-        counts: Which memory the peaks are of: `reserved`, on a CPU and by the textbook law
+        counts: Which memory the peaks are of: `reserved`, on a CPU and by the textbook estimate
             `allocated`.
         current_batch_size: The batch size that it starts from.
         bounds: What bounds the batch size besides memory.

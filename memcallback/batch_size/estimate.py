@@ -153,7 +153,8 @@ def estimate(
       Without a prediction this is uncertain, and `leaves_out` says so.
 
     On a device without a caching allocator the allocated peak counts. Without a measured step, or
-    without a count of persistent memory, the textbook law decides; it knows allocated memory only.
+    without a count of persistent memory, the textbook estimate decides; it
+    knows allocated memory only.
     """
     check_headroom(headroom)
     if capacity_bytes is None:

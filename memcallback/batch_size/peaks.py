@@ -144,7 +144,7 @@ def measured_line(
 
 
 def predicted_line(prediction: TextbookPrediction) -> PeakLine:
-    """The line of the textbook law."""
+    """The line of the textbook estimate."""
     phases = prediction.phases
     return PeakLine(
         batch_size=prediction.batch_size,

@@ -30,7 +30,7 @@ def add_devices(commands: Any) -> None:
         nargs="?",
         const="2",
         type=_seconds,
-        help="show them again and again, every 2 seconds or so many, until interrupted",
+        help="refresh every SECONDS (2 by default) until interrupted",
     )
     add_json(parser, "; with --watch one line each time")
     parser.set_defaults(command=_run_devices)

@@ -95,13 +95,12 @@ def add_suggest(commands: Any) -> None:
     add_number(
         parser,
         "--multiple-of",
-        "the batch size is to be a multiple of N, if so many samples fit; "
-        f"{DEFAULT_MULTIPLE} by default",
+        f"suggest a multiple of N, if so many samples fit; {DEFAULT_MULTIPLE} by default",
         default=DEFAULT_MULTIPLE,
     )
-    add_number(parser, "--max-batch-size", "it is at most N")
+    add_number(parser, "--max-batch-size", "upper limit of the suggestion")
     add_number(parser, "--dataset-size", "samples in the dataset")
-    add_number(parser, "--world-size", "how many ranks train; the batch size is that of one")
+    add_number(parser, "--world-size", "number of ranks; the suggestion is for each of them")
     parser.add_argument(
         "--sequence-lengths",
         metavar="N,N",
@@ -112,7 +111,7 @@ def add_suggest(commands: Any) -> None:
     add_number(
         parser,
         "--effective-batch-size",
-        "say too how to have exactly N samples between two updates",
+        "also print batch size and accumulation for exactly N samples between two updates",
     )
     add_json(parser)
     parser.set_defaults(command=_run_suggest)

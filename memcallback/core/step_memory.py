@@ -125,7 +125,7 @@ class StepMemory(Printable):
 
     Attributes:
         kind: Measured or predicted.
-        source: Where the values come from, such as `CUDA caching allocator` or `textbook law`.
+        source: Where the values come from, such as `CUDA caching allocator` or `textbook estimate`.
         device_name: Such as `NVIDIA A100-SXM4-80GB` or `CPU`.
         windows: The phases in the order in which they ran; a phase may occur more than once (two
             optimizers, LBFGS).

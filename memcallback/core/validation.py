@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 #: The fraction of a device's memory that a suggested batch size leaves free.
 DEFAULT_HEADROOM = 0.05
@@ -49,6 +49,15 @@ def _number(name: str, value: object, hint: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}. {hint}")
     return float(value)
+
+
+def one_of(name: str, value: str, kind: Any) -> Any:
+    """A value, if a `Literal` has it."""
+    if value not in get_args(kind):
+        raise ValueError(
+            f"{name} {value!r} is not known. Use one of {', '.join(map(repr, get_args(kind)))}."
+        )
+    return value
 
 
 def cannot_take(function: Callable[..., Any], num_arguments: int) -> str | None:

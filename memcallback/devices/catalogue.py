@@ -98,8 +98,8 @@ class HostSpec:
     name: str = "CPU"
     capacity_bytes: int | None = None
     caveats: tuple[str, ...] = (
-        "On a CPU, bytes live in storages are counted: nothing is rounded and nothing reserved. "
-        "Scratch memory inside operators is left out of the peaks.",
+        "On a CPU only the memory of tensors is counted, without rounding and without scratch "
+        "memory inside operators.",
     )
 
     @property
@@ -211,7 +211,7 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     sold = _SOLD.fullmatch(text)
     if sold and int(sold[1]) in _SOLD_GB:
         card = _of_size(int(sold[1]) * GiB, like or _ANY)
-        caveat = f"{device!r} was taken for {sold[1]} GiB: cards are sold by GiB, called GB."
+        caveat = f"{device!r} was read as {sold[1]} GiB: vendors of cards write GB for GiB."
         return replace(card, caveats=(caveat, *card.caveats))
     size_bytes = _size(device)
     if size_bytes is not None and size_bytes >= MiB:
@@ -229,7 +229,7 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
         return matches[0]
     smallest = min(matches, key=lambda spec: spec.capacity_bytes)
     names = " or ".join(spec.name for spec in matches if spec is not smallest)
-    caveat = f"{device!r} was taken for {smallest.name}; it may also mean {names}."
+    caveat = f"{device!r} was read as {smallest.name}; it may also mean {names}."
     return replace(smallest, caveats=(caveat,))
 
 
@@ -277,9 +277,9 @@ def _large_enough(device: object, size_bytes: int) -> int:
 def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
     major, minor = like.compute_capability
     text = (
-        f"Only the size of the card is known, {format_bytes(capacity_bytes)}: its architecture was "
-        f"taken to be that of {like.name} (compute capability {major}.{minor}), which decides "
-        "workspaces and kernels. Name the card for its own."
+        f"Only the size of the card is known, {format_bytes(capacity_bytes)}. Workspaces and "
+        "kernels depend on its architecture, which is assumed to be that of "
+        f"{like.name} (compute capability {major}.{minor}). Name the card if you know it."
     )
     return replace(
         like,

@@ -115,8 +115,8 @@ def _spec(properties: Any) -> DeviceSpec:
         max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         l2_cache_bytes=properties.L2_cache_size,
         caveats=(
-            f"{properties.name} is not in the catalogue: its clocks and resident blocks were taken "
-            f"to be those of {like.name}.",
+            f"{properties.name} is not in the catalogue: its clocks and resident blocks are "
+            f"assumed to be those of {like.name}.",
         ),
     )
 

@@ -194,7 +194,7 @@ class Isolated(Generic[T]):
     def close(self) -> None:
         """Kill the computation if it still runs."""
         if self._owner == os.getpid() and not self._is_done:
-            self._finish(PredictionError("The prediction was given up before it was done."))
+            self._finish(PredictionError("The prediction was cancelled before it was done."))
 
     def __enter__(self) -> Isolated[T]:
         return self

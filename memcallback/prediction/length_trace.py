@@ -192,8 +192,8 @@ class SequenceLengthTrace:
     def _caveats(self, sequence_length: int) -> Iterator[str]:
         if sequence_length > self.sequence_length:
             yield (
-                f"No sequence longer than {self.sequence_length} was traced: whether the model "
-                f"takes one of {sequence_length}, and does the same with it, was not tried."
+                f"The longest sequence that was traced has length {self.sequence_length}. Whether "
+                f"the model accepts length {sequence_length} and runs the same way was not checked."
             )
 
     def _align(self, length: int, trace: BatchTrace) -> None:

@@ -66,9 +66,9 @@ def predict(
     Raises:
         PredictionError: If the step cannot be traced, takes too long, or wants to change something
             outside of its process; or if its batch size is unknown.
-        ValueError: If `device` is none of these, or is to be of this machine and is not there; or
-            if `batch_size` is below 1, or `sequence_length` one that the step says nothing of.
-        TypeError: If `step` is none, or a number is not whole.
+        ValueError: If `device` is unknown, or names a device that this machine does not have; if
+            `batch_size` is below 1; or if the step does not say which `sequence_length` it has.
+        TypeError: If `step` is not a step, or a number is not whole.
     """
     checked_step(step)
     spec = resolve(device)

@@ -190,7 +190,10 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
             with suppress(BatchDependentPath, PredictionError):
                 return replace(_line(at, 2, traces), exceptions={1: BatchTrace.single(first)})
     reason = reason.rstrip(".")
-    caveat = f"{ONLY} {batch_size} is predicted, each other one needs a trace of its own: {reason}."
+    caveat = (
+        f"{ONLY} {batch_size} is predicted; each other one needs a trace of its own. The reason: "
+        f"{reason}."
+    )
     return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
 
 
@@ -241,8 +244,8 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
     except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
     caveat = (
-        f"Only sequence length {sequence_length} is predicted, each other one needs traces of its "
-        f"own: {reason}."
+        f"Only sequence length {sequence_length} is predicted; each other one needs traces of its "
+        f"own. The reason: {reason}."
     )
     told = {
         size: replace(trace, caveats=(*trace.caveats, caveat))

@@ -1,4 +1,4 @@
-"""Predicts a training loop's steps: by a trace, else the textbook law, else with a warning."""
+"""Predicts a training loop's steps: by a trace, else the textbook estimate, else with a warning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def predict_or_warn(
 ) -> StepPrediction | None:
     """Predict a training's step in this process. Never raises: failures become warnings.
 
-    The device may be the error that finding it has raised: then the textbook law is what is left.
+    The device may be the error that finding it has raised: then the textbook estimate is left.
     `make_simpler` makes a step that is traced if the other cannot be: one with the model's own
     loss.
     """
@@ -47,7 +47,7 @@ def predict_or_warn(
         if isinstance(device, Exception):
             raise device
         return traced(step, device, say)
-    except CompiledCodeError as error:  # the textbook law would run that code
+    except CompiledCodeError as error:  # the textbook estimate would run that code
         warn_unpredicted(reason_of(error), without)
         return None
     except ENDS as error:  # whatever a user's model does on fake tensors, training goes on
@@ -59,7 +59,7 @@ def predict_or_warn(
         except ENDS as error:  # as above
             raise_if_meant(error)
         else:
-            warn_and_go_on(f"{reason} Predicted is the step with the loss that the model returns.")
+            warn_and_go_on(f"{reason} The prediction uses the loss that the model returns.")
             return prediction
     from memcallback.prediction.textbook import predict as textbook
 

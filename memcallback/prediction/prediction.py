@@ -613,14 +613,13 @@ class Prediction(Printable):
                 yield f"The allocator's setting {name} is not simulated."
         if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
-                "The largest batch sizes were searched with some of the repetitions, the last ones "
-                "among them, and can be too large; the figures of this batch size have all."
+                "To save time, the search for the largest batch sizes left out some repetitions of "
+                "the step, so they can be too large. The figures of this batch size are complete."
             )
         elif self.trace.thinned() is not self.trace:
             yield (
-                "The largest batch sizes fit with all repetitions; ones a little larger may fit "
-                "too. Peaks of other sizes are estimated with some of the repetitions and can be "
-                "too low."
+                "The largest batch sizes fit; ones a little larger may fit too. To save time, the "
+                "peaks of other sizes leave out some repetitions of the step and can be too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (
@@ -644,5 +643,5 @@ class Prediction(Printable):
         )
 
 
-#: A prediction of a step, traced or by the textbook law.
+#: A prediction of a step, traced or by the textbook estimate.
 StepPrediction: TypeAlias = Prediction | TextbookPrediction

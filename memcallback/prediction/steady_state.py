@@ -114,7 +114,9 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
     )
     if freed_bytes == left_bytes:
         return ()
-    frees = f"frees {format_bytes(freed_bytes)} of before and leaves {format_bytes(left_bytes)}"
+    frees = (
+        f"frees {format_bytes(freed_bytes)} of older memory and leaves {format_bytes(left_bytes)}"
+    )
     if window.stage is not Stage.TRAINING:
         change = f"grows by {format_bytes(left_bytes - freed_bytes)} with each batch"
         if left_bytes < freed_bytes:
@@ -124,8 +126,8 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
             f"{window.number}; num_batches gives those of another.",
         )
     return (
-        f"Update {window.number} leaves other memory behind than update {window.number - 1}: it "
-        f"{frees}. Its figures are shown; those of later updates may differ.",
+        f"Update {window.number} {frees} behind, so it differs from update {window.number - 1}. "
+        "Its figures are shown; those of later updates may differ.",
     )
 
 

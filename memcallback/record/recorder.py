@@ -80,11 +80,11 @@ class MemoryRecorder:
             CPU.
         sample_every_n_steps: At least 1.
         reset_peaks: Whether the allocator's peaks are reset at each boundary (see
-            `AllocatorMeter`).
-        use_profiler: Whether a CPU is read through PyTorch's profiler, of which a process can have
-            one at a time: ours does not begin beside another, and ends where another starts. Else
-            only the resident size is read. A later profile with `profile_memory=True` also sees the
-            releases of what was allocated in sampled steps.
+            `MemoryCallback`).
+        use_profiler: Whether a CPU is read through PyTorch's profiler; else, and while another
+            profile of PyTorch runs, only the resident size is read. A process can have one
+            profile at a time, and ours gives way. A later one with `profile_memory=True` also sees
+            the releases of what was allocated in sampled steps.
         per_module: Whether sampled steps are also read wherever another module begins to run,
             forward and backward (see `modules`). Each reading takes about 50 µs on the host
             (benchmarks/per_module.py); other steps have no hooks.

@@ -95,7 +95,7 @@ def _weight(deviation: Deviation) -> tuple[int, int]:
 
 
 def _of_peaks(prediction: StepPrediction, measured: StepMemory) -> Iterator[Deviation]:
-    """Peaks of phases and the reserved peak; outside of its band those of the textbook law."""
+    """Peaks of phases and the reserved peak; outside of its band those of the textbook estimate."""
     predicted = prediction.step
     reasons = {
         difference.where: _carried(difference.carrier)

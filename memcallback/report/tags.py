@@ -23,7 +23,7 @@ legend.
 | run | curve |
 |---|---|
 | the training's | measured |
-| `predicted` | predicted; of a band (textbook law) its upper edge |
+| `predicted` | predicted; of a band (textbook estimate) its upper edge |
 | `predicted_low` | the lower edge of a band |
 | `capacity` | the device's memory, beside `reserved` (CPU: `resident`) |
 | `ranks_min`, `ranks_mean`, `ranks_max` | measured, over the ranks of a job |

@@ -77,7 +77,7 @@ def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
             apply=partial(
                 TrainingStep.varied, accumulate=accumulate, has_accumulation=not is_lightning
             ),
-            changes="batch norm sees smaller batches; else the gradients to rounding",
+            changes="gradients, by rounding; batch norm sees smaller batches",
             line=f"Trainer(accumulate_grad_batches={accumulate})  "
             f"# and a batch size {num_parts} times smaller"
             if is_lightning

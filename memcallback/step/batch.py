@@ -93,7 +93,7 @@ def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
     elif inferred.is_ambiguous:
         warn_and_go_on(
             "The tensors of the batch differ in their first dimension; "
-            f"{inferred.batch_size}, the most frequent, is taken for the batch size. "
+            f"{inferred.batch_size}, the most frequent, is taken as the batch size. "
             f"If that is wrong, give it: {name}(batch_size=32)."
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from memcallback.core.types import Stage
-from memcallback.core.validation import cannot_take, described, name_of, whole_number
+from memcallback.core.validation import cannot_take, described, name_of, one_of, whole_number
 from memcallback.step.beside import AlsoOption, beside
 from memcallback.step.huggingface_loop import Evaluation
 from memcallback.step.lightning_loop import LightningLoop
@@ -46,7 +46,8 @@ class InferenceStep(Step):
             batch, as `outputs = model(batch)` in a loop does; those of `all` batches, as a list on
             the device does; or `none`.
         num_batches: With outputs or state that grow from batch to batch, how many batches there
-            are; the last one is predicted. By default the second, and the growth is said.
+            are; the last one is predicted. By default the second; a caveat says
+            how much each further one adds.
         after: The training that comes before on the same device, as a step of the same model: its
             parameters, gradients, optimizer state and cached memory are there. The model is then
             set to evaluation mode for the forward pass.
@@ -97,8 +98,8 @@ class InferenceStep(Step):
         if self.generate is not None:
             self.stage = Stage.GENERATION
         self.forward = _run if forward is None else _checked_forward(forward)
-        self.mode = _one_of("mode", mode, GradMode)
-        self.keep_outputs = _one_of("keep_outputs", keep_outputs, Kept)
+        self.mode = one_of("mode", mode, GradMode)
+        self.keep_outputs = one_of("keep_outputs", keep_outputs, Kept)
         self.num_batches = (
             None
             if num_batches is None
@@ -271,14 +272,6 @@ class InferenceStep(Step):
 def _run(model: Any, batch: Any) -> Any:
     """Call a model with a batch."""
     return model(**batch) if is_passed_by_name(model, batch) else model(batch)
-
-
-def _one_of(name: str, value: str, kind: Any) -> Any:
-    if value not in get_args(kind):
-        raise ValueError(
-            f"{name} {value!r} is not known. Use one of {', '.join(map(repr, get_args(kind)))}."
-        )
-    return value
 
 
 def _checked_forward(forward: object) -> Forward:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from memcallback.core.validation import above_0, described, whole_number
+from memcallback.core.validation import above_0, described, one_of, whole_number
 from memcallback.step.beside import AlsoOption
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
@@ -16,6 +16,8 @@ from memcallback.step.optimizers import OptimizerOption, check_optimizers, optim
 from memcallback.step.ranks import Ranks
 from memcallback.step.step import DEFAULT_DTYPES, Prepare, Step
 
+#: Which outputs the loop keeps while the next batch runs.
+KeptInTraining = Literal["none", "last"]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
 
 
@@ -50,6 +52,9 @@ class TrainingStep(Step):
         also: What is on the device beside the model, and the step does not reach: a list of modules
             or of tensors in containers, such as an average of the weights, or a mapping from names
             to them. Modules that the loss reaches by a variable (a teacher) are found without it.
+        keep_outputs: Which outputs of the model the loop keeps beside the loss: those of the `last`
+            call until the next one has returned, as `outputs = model(batch)` in a loop does; or
+            `none`, as `loss = criterion(model(batch), targets)` does.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
@@ -91,6 +96,7 @@ class TrainingStep(Step):
         clip_grad_value: float | None = None,
         ranks: Ranks | None = None,
         also: AlsoOption = None,
+        keep_outputs: KeptInTraining = "none",
     ) -> None:
         super().__init__(
             model,
@@ -117,6 +123,7 @@ class TrainingStep(Step):
         _check_clipping("clip_grad_value", clip_grad_value, "value, such as 0.5")
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
+        self.keep_outputs = one_of("keep_outputs", keep_outputs, KeptInTraining)
         self.zero_grad_before_forward = True
         self.has_accumulation = False
         self.change_optimizers: ChangeOptimizers | None = None
@@ -261,7 +268,8 @@ class TrainingStep(Step):
         } | changes
         batch = arguments.pop("batch", self.batch)
         if self.lightning is None:
-            step = TrainingStep(self.model, batch, **{"loss": self.losses, **arguments})
+            own = {"loss": self.losses, "keep_outputs": self.keep_outputs}
+            step = TrainingStep(self.model, batch, **(own | arguments))
         else:
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
         if "batch_size" not in changes:

@@ -10,16 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
-from memcallback.core.kernel import KernelCall
 from memcallback.core.module_table import ModuleInfo
-from memcallback.core.tensors import tensors_in, torch_version
+from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Stage
-from memcallback.cuda.convolution.cudnn import is_driver_installed
-from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.decompositions.registry import registered
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.devices.catalogue import DeviceSpec
@@ -44,6 +40,7 @@ from memcallback.step.pipeline import Pipeline, PipelineError
 from memcallback.step.ranks import Ranks, newer_torch_needed
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
+from memcallback.trace.caveats import caveats, not_compiled
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import Bounds
@@ -79,31 +76,9 @@ _GIVE_FORWARD = (
     "Give a step without it, or the call as your program has it: "
     "InferenceStep(model, batch, forward=lambda model, batch: ...)."
 )
-_UNKNOWN_WORKSPACES = (
-    "Convolution workspaces are estimates: cuDNN's own answers need it installed "
-    "(pip install nvidia-cudnn-cu12) and benchmark mode off."
-)
-_NO_DRIVER = (
-    "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
-    "of its engines (seen with depthwise convolutions in half precision)."
-)
-_FUSED = (
-    "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
-    "needs less: it is predicted as separate ones."
-)
-#: The newest PyTorch whose rules were read in its source or its machine code.
-_NEWEST_TORCH = (2, 13)
 _UNCHECKED = (
     "Metrics of torchmetrics check no values in a prediction; their checks (validate_args) need "
     "some memory for a moment."
-)
-_COMPILED = (
-    "A compiled module was traced as it would run without compilation, which mostly needs more "
-    "memory."
-)
-_NOT_COMPILED = (
-    "Compiled code was traced as it would run without compilation, which may need more memory or "
-    "less, because what Inductor generates could not be traced: {}"
 )
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
@@ -195,7 +170,7 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irr
         traced = _trace(replace(request, compiles=False), rank)
         if isinstance(traced, Irregular):
             return traced
-        return replace(traced, caveats=(*traced.caveats, _NOT_COMPILED.format(error)))
+        return replace(traced, caveats=not_compiled(traced.caveats, error))
 
 
 def _run(
@@ -224,7 +199,7 @@ def _run(
                 raise tracer.marks.failure(error, _hint(step)) from error
             finally:
                 tracer.close()
-    return tracer.as_traced(has_compiled=code.has_compiled)
+    return tracer.as_traced(is_compilation_told=code.has_compiled or code.is_noted)
 
 
 @contextmanager
@@ -326,6 +301,8 @@ class _Tracer:
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = 1
         self._infos: tuple[ModuleInfo, ...] = ()
+        #: Of the model's last call, if the training keeps them.
+        self._outputs: Any = None
         #: Totals at the end of each update.
         self._num_flops, self._sent_bytes = [0], [0]
 
@@ -369,14 +346,21 @@ class _Tracer:
             marks=self.marks,
             device_type=self._device_type,
         )
+        hooks = ExitStack()
+        if step.keep_outputs == "last":
+            hooks.callback(self._model.register_forward_hook(self._keep_outputs).remove)
         num_updates_to_settle = self._ranks.num_updates_to_settle if self._ranks else 1
-        for number in range(self._request.num_updates or num_updates_to_settle + 1):
-            run_window(training)
-            self.marks.label_states(self._in_hooks)
-            self._count_work()
-            if number == 0 and fill_history(optimizers):
-                self.marks.label_states(optimizers)
-                mode.assumed[_FULL_HISTORY] = None
+        with hooks:
+            for number in range(self._request.num_updates or num_updates_to_settle + 1):
+                run_window(training)
+                self.marks.label_states(self._in_hooks)
+                self._count_work()
+                if number == 0 and fill_history(optimizers):
+                    self.marks.label_states(optimizers)
+                    mode.assumed[_FULL_HISTORY] = None
+
+    def _keep_outputs(self, model: torch.nn.Module, batch: object, outputs: Any) -> None:
+        self._outputs = outputs
 
     def _infer(self, step: InferenceStep, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         if step.frees_gradients and step.lightning is not None:
@@ -408,6 +392,7 @@ class _Tracer:
         """Stop recording, and release what keeps the trace alive."""
         mode = self._mode
         mode.is_recording = False
+        self._outputs = None
         mode.ledger.close()
         mode.in_flight.close()
         # Python's garbage collector does not see that a tensor refers to its gradient: left there,
@@ -416,7 +401,7 @@ class _Tracer:
             parameter.grad = None
         mode.modules = None
 
-    def as_traced(self, *, has_compiled: bool) -> TracedStep | Irregular:
+    def as_traced(self, *, is_compilation_told: bool) -> TracedStep | Irregular:
         """What was recorded; why parts that are to be repeated do not repeat."""
         ledger, request = self._mode.ledger, self._request
         batch_size = request.batch_size or request.step.batch_size.batch_size
@@ -426,7 +411,7 @@ class _Tracer:
             batch_size=batch_size,
             calls=ledger.calls,
             caveats=(
-                *_caveats(request.step, ledger.calls, has_compiled=has_compiled),
+                *caveats(request.step, ledger.calls, is_compilation_told=is_compilation_told),
                 *self._mode.assumed,
             ),
             num_flops=self._num_flops[-1] - self._num_flops[-2],
@@ -536,40 +521,3 @@ def _modules_in(root: object) -> Iterator[torch.nn.Module]:
             left += [*found.children(), *vars(found).values()]
         else:
             left += contents_of(found) or ()
-
-
-def _caveats(step: Step, calls: tuple[KernelCall, ...], *, has_compiled: bool) -> Iterator[str]:
-    if torch_version() > _NEWEST_TORCH:
-        yield (
-            f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
-            "newest whose rules are known: its workspaces and kernels may take more or less."
-        )
-    if step.batch_size.is_ambiguous:
-        yield (
-            "The tensors of the batch differ in their first dimension; "
-            f"{step.batch_size.batch_size}, the most frequent, was taken for the batch size."
-        )
-    if not has_compiled and any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in step.model.modules()
-    ):
-        yield _COMPILED
-    if (
-        isinstance(step, InferenceStep)
-        and step.mode != "grad"
-        and any(isinstance(module, nn.TransformerEncoderLayer) for module in step.model.modules())
-    ):
-        yield _FUSED
-    if isinstance(step, InferenceStep) and (window := step.window_within()):
-        yield (
-            f"The sliding window of {window} tokens is assumed not to fill while tokens are "
-            "generated: from there on less is needed."
-        )
-    if step.ranks is not None:
-        rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
-        yield f"{rank}: PyTorch's engines ran on fakes as they do where collectives take no time."
-    if any("convolution" in call.operator for call in calls):
-        if not workspaces_are_known():
-            yield _UNKNOWN_WORKSPACES
-        elif not is_driver_installed():
-            yield _NO_DRIVER

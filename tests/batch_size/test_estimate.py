@@ -143,7 +143,7 @@ def test_without_a_measured_step_the_law_decides_and_says_so():
         measured=None, predicted=law, capacity_bytes=21 * MiB, outside_bytes=0, headroom=0
     )
     assert not advice.is_measured
-    assert "Predicted by the textbook law" in advice.basis
+    assert "Predicted by the textbook estimate" in advice.basis
     assert advice.largest == 10
     assert any("reserved but unallocated" in text for text in advice.leaves_out)
 

@@ -77,7 +77,7 @@ def test_of_several_cards_the_smallest_is_taken_and_the_others_are_named():
     (caveat,) = find_device("v100-16gb").caveats
     assert (
         caveat
-        == "'v100-16gb' was taken for Tesla V100-SXM2-16GB; it may also mean Tesla V100-PCIE-16GB."
+        == "'v100-16gb' was read as Tesla V100-SXM2-16GB; it may also mean Tesla V100-PCIE-16GB."
     )
 
 
@@ -88,18 +88,18 @@ def test_any_size_will_do_and_the_architecture_is_said_to_be_assumed(given):
     assert card.capacity_bytes == 24 * GiB
     assert card.allocator_capacity_bytes == 24 * GiB - CONTEXT_BYTES
     assert card.compute_capability == (8, 0)
-    assert "taken to be that of NVIDIA A100-SXM4-80GB (compute capability 8.0)" in card.caveats[0]
+    assert "assumed to be that of NVIDIA A100-SXM4-80GB (compute capability 8.0)" in card.caveats[0]
 
 
 @pytest.mark.parametrize("text", ["24GB", "24 gb", " 24 GB "])
 def test_a_size_of_cards_as_they_are_sold_means_gib(text):
     card = find_device(text)
     assert (card.name, card.capacity_bytes) == ("a card of 24.00 GiB", 24 * GiB)
-    assert card.caveats[0] == f"{text!r} was taken for 24 GiB: cards are sold by GiB, called GB."
+    assert card.caveats[0] == f"{text!r} was read as 24 GiB: vendors of cards write GB for GiB."
     assert card.caveats[1].startswith("Only the size of the card is known, 24.00 GiB")
     other = architectures(card)[1]
     assert other.caveats[0] == card.caveats[0]
-    assert "taken to be that of NVIDIA H100" in other.caveats[1]
+    assert "assumed to be that of NVIDIA H100" in other.caveats[1]
 
 
 @pytest.mark.parametrize("text", ["25GB", "24.5GB", "24000MB"])
@@ -119,7 +119,7 @@ def test_a_cpu_has_no_caching_allocator_and_an_unknown_capacity(text):
         None,
         0,
     )
-    assert "nothing is rounded and nothing reserved" in host.caveats[0]
+    assert "without rounding and without scratch memory" in host.caveats[0]
     assert find_device(host) is host
 
 

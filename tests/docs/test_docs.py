@@ -4,8 +4,8 @@ A program is a Python block under the comment `<!-- program -->`. It runs as a r
 nothing stands before it that the page does not show. `<!-- program: cuda -->` needs a device, and
 `<!-- program: peft -->` the packages that it names. If its first line is `# train.py`, it is that
 file for the commands that follow: a block under `<!-- commands -->`, whose lines are given to the
-command line. A text block right after either is its output, with `...` for what may differ or is
-left out. `pytest --overwrite-golden` writes the outputs anew.
+command line, or to pytest. A text block right after either is its output, with `...` for what may
+differ or is left out. `pytest --overwrite-golden` writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>program|commands)(?:: (?P<needs>[\w, ]+))? -->\n)?"
     r"^```(?P<language>python|sh)\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
+)
+#: The names of the package's commands.
+(COMMANDS,) = (
+    action.choices
+    for action in cli._parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
 )
 #: Of the pages' figures; with others they are not the same to the byte.
 TORCH, CUDA_TORCH, CUDA_DEVICE = "2.13", "2.11", "NVIDIA H200"
@@ -89,13 +96,19 @@ def where(needs_cuda):
 #: Runs programs one after the other in one process, since most of a program's time is the import of
 #: PyTorch; each has names of its own, and each page a folder.
 RUNNER = """
-import contextlib, io, json, linecache, os, shlex, sys, traceback
+import contextlib, io, json, linecache, os, shlex, subprocess, sys, traceback
 from memcallback.cli import main
 
 def run(language, code):
     if language == "sh":
         for line in code.splitlines():
             command, *arguments = shlex.split(line, comments=True)
+            if command == "pytest":
+                words = [sys.executable, "-m", *shlex.split(line)]
+                done = subprocess.run(words, capture_output=True, text=True)
+                print(done.stdout, end="")
+                assert done.returncode == 0, done.stdout
+                continue
             assert command == "memcallback", line
             out = contextlib.nullcontext()
             if ">" in arguments:
@@ -234,6 +247,43 @@ def test_every_file_that_a_page_links_to_is_there(page):
     assert [link for link in links if not (page.parent / link).is_file()] == []
 
 
+def prose_of(page):
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as a repository's site makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_heading_that_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\((?!https?://)([^)\s#]*)#([^)\s]+)\)", prose_of(page))
+    assert [
+        f"{name}#{anchor}"
+        for name, anchor in links
+        if anchor not in anchors_of(page.parent / name if name else page)
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_in_a_sentence_has_arguments_that_exist(page):
+    commands = re.findall(r"`memcallback ([^`]+)`", prose_of(page))
+    for command in commands:
+        name, *arguments = shlex.split(command.replace("...", "x"))
+        assert name in COMMANDS, command
+        if arguments:
+            cli._parser().parse_args([name, *arguments])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_of_the_package_in_a_sentence_exists(page):
+    names = set(re.findall(r"`[^`\n]*?\b(?:mc|memcallback)\.(\w+)[^`\n]*`", prose_of(page)))
+    named = {name for name in names if not hasattr(memcallback, name)}
+    assert [name for name in named if not (ROOT / "memcallback" / name).is_dir()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_example_that_a_page_names_is_there(page):
     named = re.findall(r"`((?:examples|benchmarks)/[\w/]+\.(?:py|ipynb|sh))", page.read_text())
@@ -285,14 +335,9 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_every_command_is_in_the_reference():
-    (commands,) = (
-        action
-        for action in cli._parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
     text = (ROOT / "docs" / "command-line.md").read_text()
     named = re.findall(r"^<!-- help (\S+) -->$", text, flags=re.MULTILINE)
-    assert sorted(named) == sorted(commands.choices)
+    assert sorted(named) == sorted(COMMANDS)
 
 
 #: Keys that name what was found in a step, and not what a value is.

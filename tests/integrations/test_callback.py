@@ -647,7 +647,7 @@ def test_the_memory_to_plan_for_may_be_that_of_a_card_by_name(tmp_path):
     callback = fit(tmp_path, callback=MemoryCallback(device="a100-80"))
     assert callback.report.advice.capacity_bytes == 81_920 << 20
     assert any(
-        line.startswith("'a100-80' was taken for NVIDIA A100-SXM4-80GB; it may also mean")
+        line.startswith("'a100-80' was read as NVIDIA A100-SXM4-80GB; it may also mean")
         for line in callback.report.lines()
     )
     callback = fit(tmp_path, callback=MemoryCallback(device=find_device("T4")))

@@ -241,7 +241,7 @@ def test_samples_of_the_model_that_are_not_the_trainers_are_told(collator, times
     train(tmp_path, callback, trainer_options={"data_collator": collator})
     assert callback.report.measured.batch_size == 4 * times
     notes = " ".join(callback.report.notes)
-    assert ("have 8 samples each for the model" in notes) == (times == 2)
+    assert ("reaches the model as 8 samples" in notes) == (times == 2)
 
 
 class HasBaseline(Trainer):
@@ -294,7 +294,7 @@ class CountsSigns(Trainer):
 
 def test_where_the_trainers_loss_cannot_be_traced_the_models_own_is(tmp_path):
     callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
-    with pytest.warns(MemoryWarning, match="Predicted is the step with the loss that the model"):
+    with pytest.warns(MemoryWarning, match="The prediction uses the loss that the model"):
         train(tmp_path, callback, kind=CountsSigns)
     assert isinstance(callback.prediction, mc.Prediction)
     assert labels(callback) == [[F, B, O]] * 6

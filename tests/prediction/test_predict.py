@@ -180,7 +180,7 @@ class Branches(nn.Module):
 def test_where_only_one_batch_size_is_known_none_is_suggested_and_the_reason_said():
     with pytest.raises(
         PredictionError,
-        match=r"^No batch size can be suggested: only batch size 16 is predicted, each other one "
+        match=r"^No batch size can be suggested: only batch size 16 is predicted; each other one "
         r"needs .*\.$",
     ):
         mc.suggest_batch_size(make_step(Branches()), device="1GiB")

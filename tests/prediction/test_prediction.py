@@ -156,9 +156,7 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
     predicted = prediction(device="H100")
     small = predicted.on("24GiB")
     assert (small.capacity_bytes, small.device.compute_capability) == (24 * GiB, (9, 0))
-    assert (
-        "its architecture was taken to be that of NVIDIA H100 80GB HBM3" in small.device.caveats[0]
-    )
+    assert "which is assumed to be that of NVIDIA H100 80GB HBM3" in small.device.caveats[0]
     other = predicted.on("T4")
     assert other.device_name == "Tesla T4"
     assert other.caveats[-2] == (

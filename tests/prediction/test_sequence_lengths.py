@@ -134,8 +134,8 @@ def test_where_the_path_depends_on_the_length_that_is_said():
     )
     (caveat,) = (caveat for caveat in predicted.caveats if "sequence length" in caveat)
     assert caveat.startswith(
-        "Only sequence length 64 is predicted, each other one needs traces of its own: the step "
-        "does something else at another sequence length: it has "
+        "Only sequence length 64 is predicted; each other one needs traces of its own. The reason: "
+        "the step does something else at another sequence length: it has "
     )
     check(predicted.at(7), traced(make_step(64, 7, model=ChunkedHead(fused=True))))
     with pytest.raises(UnknownSequenceLength, match="traced at sequence length 64 alone"):

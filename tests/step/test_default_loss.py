@@ -112,6 +112,29 @@ def test_a_model_that_returns_no_numbers_is_told_what_to_give():
         mc.predict(step, device="24GiB")
 
 
+def test_outputs_that_a_loop_keeps_are_there_until_the_next_ones_have_come():
+    batch = torch.zeros(64, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, 4096), nn.Linear(4096, 1024))
+    kept = {}
+
+    def keeping(model, batch):
+        kept["outputs"] = model(batch)
+        return kept["outputs"].sum()
+
+    def loss(model, batch):
+        return model(batch).sum()
+
+    def peak(loss, **options):
+        step = mc.TrainingStep(model, batch, loss=loss, optimizer=torch.optim.SGD, **options)
+        return mc.predict(step, device="24GiB").step.phases[mc.Phase.FORWARD].peak_allocated_bytes
+
+    # The peak is then before the loss is there, which takes a block of 512 bytes.
+    assert peak(loss, keep_outputs="last") == peak(keeping) == peak(loss) + 64 * 1024 * 4 - 512
+    assert not kept
+    with pytest.raises(ValueError, match=r"keep_outputs 'all' is not known. Use one of 'none', "):
+        peak(loss, keep_outputs="all")
+
+
 def test_the_textbook_law_hands_over_by_name_too():
     step = mc.TrainingStep(Tagger(), ids(), optimizer=torch.optim.AdamW)
     assert predict_by_the_textbook(step).peak_allocated_bytes > 8 * 12 * WIDTH * 4

@@ -108,6 +108,7 @@ def test_other_compilers_are_not_run():
     prediction = predict(torch.compile(Broken(), backend="aot_eager"), 64)
     assert said(prediction, AS_EAGER)
     assert not said(prediction, COMPILED)
+    assert not said(prediction, "A compiled module was traced as it would run without")
 
 
 def test_in_the_training_s_process_nothing_is_compiled():

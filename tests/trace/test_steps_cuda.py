@@ -291,3 +291,24 @@ def test_what_a_step_takes_is_predicted_to_the_byte(tmp_path, name):
             all(map(ge, figures[1:], least[1:]))
             for figures, least in zip(windows, predicted, strict=True)
         )
+
+
+def test_outputs_that_a_loop_keeps_are_there_until_the_next_ones_have_come():
+    model, batch = nn.Linear(256, 4096), torch.zeros(512, 256)
+    kept = {}
+
+    def loss_of(model, batch):
+        kept["outputs"] = model(batch)
+        return kept["outputs"].float().mean()
+
+    step = mc.TrainingStep(
+        model,
+        batch,
+        loss=lambda model, batch: model(batch).float().mean(),
+        optimizer=torch.optim.AdamW,
+        keep_outputs="last",
+    )
+    predicted = mc.predict(step, device="cuda").step
+    (*_, measured) = record_on_device(model, batch, loss_of, torch.optim.AdamW)
+    kept.clear()
+    assert figures(predicted) == figures(measured)

@@ -32,7 +32,7 @@ class Kept(Logger):
 
 
 def _kind(prediction):
-    """How a step was predicted: by its trace, by the textbook law, or not at all."""
+    """How a step was predicted: by its trace, by the textbook estimate, or not at all."""
     return "not" if prediction is None else prediction.source
 
 

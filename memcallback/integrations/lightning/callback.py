@@ -99,8 +99,8 @@ class MemoryCallback(Callback):
         predict: Whether to predict the step.
         what_if: Whether to predict the step with each memory saving too, which takes about twenty
             times as long; the report names the best, and the table is logged as text and picture.
-        per_module: Whether to record by module too, on the steps on which held bytes are counted;
-            these take the host longer, other steps do not. All modules are logged as text and
+        per_module: Whether to record by module too, on the steps on which held bytes are counted.
+            Those steps take the host longer. All modules are logged as text and
             picture, beside the predicted values (see `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
             has its own peak. `torch.cuda.max_memory_allocated()` then starts again at each phase;

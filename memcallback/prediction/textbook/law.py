@@ -34,11 +34,11 @@ class LinearBytes:
 class TextbookPrediction(Printable):
     """Memory of a steady step: model memory + batch size * memory per sample.
 
-    The textbook law: parameters, buffers, gradients and optimizer state do not depend on the batch.
-    Every layer's output does; it counts twice in the backward pass, for itself and its gradient.
-    Anything else that autograd saves, such as a dropout's mask, counts once. This is an upper
-    bound: not every output is kept, and not all gradients of outputs are live at the same time. The
-    lower bound counts only what autograd saves for the backward pass, once.
+    The textbook estimate: parameters, buffers, gradients and optimizer state do not depend on the
+    batch. Every layer's output does; it counts twice in the backward pass, for itself and its
+    gradient. Anything else that autograd saves, such as a dropout's mask, counts once. This is an
+    upper bound: not every output is kept, and not all gradients of outputs are live at the same
+    time. The lower bound counts only what autograd saves for the backward pass, once.
 
     Attributes:
         source: Where the numbers come from.

@@ -1,4 +1,4 @@
-"""Predicts a step by the textbook law: layer outputs from a pass over shapes, persistent memory."""
+"""Predicts a step by the textbook estimate: layer outputs from shapes, persistent memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memcallback.step.copies.resizing import resize_batch
 from memcallback.step.holdings import holdings
 from memcallback.step.training_step import TrainingStep
 
-SOURCE = "textbook law"
+SOURCE = "textbook estimate"
 
 
 def predict(
@@ -43,7 +43,7 @@ def predict(
     if step.batch_size.is_ambiguous:
         caveats.append(
             f"The tensors of the batch differ in their first dimension; {batch_size}, the most "
-            "frequent, was taken for the batch size."
+            "frequent, was taken as the batch size."
         )
     if not getattr(step.model, "automatic_optimization", True):
         caveats.append(

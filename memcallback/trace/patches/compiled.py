@@ -25,8 +25,8 @@ _AS_EAGER = (
 )
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card, in a "
-    "process that finds it in Inductor's cache. One that compiles it takes more in its first "
-    "steps, and can keep more reserved ever after."
+    "process that finds it in Inductor's cache. A process that compiles needs more in its first "
+    "steps, and can keep more reserved from then on."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out: with them less is "
@@ -48,13 +48,14 @@ class CompiledCode:
     Attributes:
         compiles: Whether it is compiled for the card.
         has_compiled: Whether anything was compiled for the card.
+        is_noted: Whether it was said that some code was not.
     """
 
     def __init__(self, mode: TraceMode, *, compiles: bool) -> None:
         self._mode = mode
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
-        self.has_compiled = False
+        self.has_compiled = self.is_noted = False
 
     def patches(self) -> Iterator[Patch]:
         """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
@@ -70,6 +71,7 @@ class CompiledCode:
 
     def note(self, name: str) -> None:
         """Say that some code was not compiled."""
+        self.is_noted = True
         self._mode.assumed[_AS_EAGER.format(name)] = None
 
     def _callback(self, original: Callable[[Any], Any], callback: Any) -> Any:

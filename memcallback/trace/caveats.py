@@ -1,0 +1,84 @@
+"""What is to be known of a traced step: what was assumed of it, and to which side that errs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from memcallback.core.errors import PredictionError
+from memcallback.core.kernel import KernelCall
+from memcallback.core.tensors import torch_version
+from memcallback.cuda.convolution.cudnn import is_driver_installed
+from memcallback.cuda.convolution.rule import workspaces_are_known
+from memcallback.step.inference_step import InferenceStep
+from memcallback.step.step import Step
+
+#: The newest PyTorch whose rules were read in its source or its machine code.
+_NEWEST_TORCH = (2, 13)
+_UNKNOWN_WORKSPACES = (
+    "Convolution workspaces are estimates: cuDNN's own answers need it installed "
+    "(pip install nvidia-cudnn-cu12) and benchmark mode off."
+)
+_NO_DRIVER = (
+    "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
+    "of its engines (seen with depthwise convolutions in half precision)."
+)
+_FUSED = (
+    "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
+    "needs less: it is predicted as separate ones."
+)
+_COMPILED = (
+    "A compiled module was traced as it would run without compilation, which mostly needs more "
+    "memory."
+)
+_NOT_COMPILED = (
+    "Compiled code was traced as it would run without compilation, which may need more memory or "
+    "less, because what Inductor generates could not be traced: {}"
+)
+
+
+def not_compiled(said: tuple[str, ...], error: PredictionError) -> tuple[str, ...]:
+    """The caveats of a step that was traced again, without the compilation that failed."""
+    return (*(caveat for caveat in said if caveat != _COMPILED), _NOT_COMPILED.format(error))
+
+
+def caveats(
+    step: Step, calls: tuple[KernelCall, ...], *, is_compilation_told: bool
+) -> Iterator[str]:
+    """What to know of a traced step, without its compiled code where that was told of."""
+    if torch_version() > _NEWEST_TORCH:
+        yield (
+            f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
+            "newest whose rules are known: its workspaces and kernels may take more or less."
+        )
+    if step.batch_size.is_ambiguous:
+        yield (
+            "The tensors of the batch differ in their first dimension; "
+            f"{step.batch_size.batch_size}, the most frequent, was taken as the batch size."
+        )
+    if not is_compilation_told and any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in step.model.modules()
+    ):
+        yield _COMPILED
+    if (
+        isinstance(step, InferenceStep)
+        and step.mode != "grad"
+        and any(isinstance(module, nn.TransformerEncoderLayer) for module in step.model.modules())
+    ):
+        yield _FUSED
+    if isinstance(step, InferenceStep) and (window := step.window_within()):
+        yield (
+            f"The sliding window of {window} tokens is assumed not to fill while tokens are "
+            "generated: from there on less is needed."
+        )
+    if step.ranks is not None:
+        rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
+        yield f"{rank}: collectives are assumed to take no time."
+    if any("convolution" in call.operator for call in calls):
+        if not workspaces_are_known():
+            yield _UNKNOWN_WORKSPACES
+        elif not is_driver_installed():
+            yield _NO_DRIVER
