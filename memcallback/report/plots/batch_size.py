@@ -51,7 +51,7 @@ def batch_size_curve(advice: BatchSizeAdvice) -> npt.NDArray[np.uint8]:
             axes.annotate(
                 f"{name} {size:,}: {brief_bytes(peaks[size])}",
                 (size if is_left else end, peaks[size] / unit),
-                ((60, 2) if is_low else (10, -18) if is_left else (0, -44)),
+                ((60, 2) if is_low else (10, -18) if is_left else (0, -66)),
                 textcoords="offset points",
                 ha="left" if is_left else "right",
                 fontsize=LETTERS,
