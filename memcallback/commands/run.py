@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -127,8 +126,10 @@ class _AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in tuple(sys.meta_path) if finder is not self)
+        specs = (other.find_spec(fullname, path, target) for other in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        # Many ask where a module is and do not import it, so each answer is prepared.
         if spec is not None and spec.loader is not None:
             self._run_after(spec.loader)
         return spec
@@ -138,6 +139,8 @@ class _AfterImport(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             run(module)
             with suppress(Exception):  # the program goes on without a report
                 self._function()

@@ -20,6 +20,10 @@ from memcallback.step.hooks import Hook, remove_hooks
 
 #: Lightning's loops have `MemoryCallback`, by MEMCALLBACK=1; what they call is part of a module.
 _LIGHTNING = ("lightning.pytorch.loops.", "pytorch_lightning.loops.")
+#: What runs a step on fake tensors, in this process or in one of its own.
+_PREDICTS = ("memcallback.trace.", "memcallback.prediction.")
+#: Searches for optimizers, each through all objects, that may find none until one makes an update.
+_MOST_SEARCHES = 20
 
 
 class _LogOnStderr(MemoryLog):
@@ -50,6 +54,7 @@ class FoundLoop:
         #: Optimizers that made an update, and modules that none trained when they were called.
         self._updated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._idle: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._num_searches = 0
         self._hooks: list[Any] = [
             register_module_forward_pre_hook(Hook(self._forward_begins)),
             register_optimizer_step_pre_hook(Hook(self._update_begins)),
@@ -87,11 +92,13 @@ class FoundLoop:
 
     @fail_safe
     def _look_at(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if self._recorder is not None or module in self._idle:
+        is_over = self._recorder is not None or self._num_searches >= _MOST_SEARCHES
+        if is_over or module in self._idle or _is_inside(_PREDICTS):
             return
-        self.is_lightning = self.is_lightning or _is_inside_lightning()
+        self.is_lightning = self.is_lightning or _is_inside(_LIGHTNING)
         optimizers = [] if self.is_lightning else list(_optimizers_of(module))
         if not optimizers:
+            self._num_searches += 1
             self._idle.update(module.modules())
             return
         self._release()
@@ -106,6 +113,7 @@ class FoundLoop:
         if optimizer not in self._updated:
             self._updated.add(optimizer)
             self._idle.clear()
+            self._num_searches = 0
 
 
 def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
@@ -121,10 +129,11 @@ def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
                 yield candidate
 
 
-def _is_inside_lightning() -> bool:
+def _is_inside(modules: tuple[str, ...]) -> bool:
+    """Whether one of some modules is running, by the beginnings of their names."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_LIGHTNING):
+        if frame.f_globals.get("__name__", "").startswith(modules):
             return True
         frame = frame.f_back
     return False

@@ -4,8 +4,8 @@ A program is a Python block under the comment `<!-- program -->`. It runs as a r
 nothing stands before it that the page does not show. `<!-- program: cuda -->` needs a device, and
 `<!-- program: peft -->` the packages that it names. If its first line is `# train.py`, it is that
 file for the commands that follow: a block under `<!-- commands -->`, whose lines are given to the
-command line. A text block right after either is its output, with `...` for what may differ or is
-left out. `pytest --overwrite-golden` writes the outputs anew.
+command line, or to pytest. A text block right after either is its output, with `...` for what may
+differ or is left out. `pytest --overwrite-golden` writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -97,13 +97,19 @@ def where(needs_cuda):
 #: Runs programs one after the other in one process, since most of a program's time is the import of
 #: PyTorch; each has names of its own, and each page a folder.
 RUNNER = """
-import contextlib, io, json, linecache, os, shlex, sys, traceback
+import contextlib, io, json, linecache, os, shlex, subprocess, sys, traceback
 from memcallback.cli import main
 
 def run(language, code):
     if language == "sh":
         for line in code.splitlines():
             command, *arguments = shlex.split(line, comments=True)
+            if command == "pytest":
+                words = [sys.executable, "-m", *shlex.split(line)]
+                done = subprocess.run(words, capture_output=True, text=True)
+                print(done.stdout, end="")
+                assert done.returncode == 0, done.stdout
+                continue
             assert command == "memcallback", line
             out = contextlib.nullcontext()
             if ">" in arguments:

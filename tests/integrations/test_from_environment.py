@@ -80,6 +80,18 @@ def test_a_trainer_that_has_one_gets_no_other(trainer, monkeypatch):
     assert added(trainer([own])) == [own]
 
 
+def test_a_trainer_that_is_made_inside_of_another_gets_its_own(trainer, monkeypatch):
+    monkeypatch.setenv("MEMCALLBACK", "1")
+    inner = []
+
+    class Nested(BoringModel):
+        def on_train_start(self):
+            inner.append(trainer())
+
+    trainer(enable_checkpointing=False).fit(Nested())
+    assert len(added(inner[0])) == 1
+
+
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_without_the_variable_nothing_is_added(value, trainer, monkeypatch):
     if value is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 NAME = "MEMCALLBACK"
@@ -37,11 +37,15 @@ def callbacks() -> list[Any]:
     return []
 
 
-def _callbacks_here() -> Iterator[Any]:
+def _callbacks_here() -> Iterable[Any]:
     """The callbacks that the Trainer has already; Lightning does not pass them."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(("lightning.", "pytorch_lightning.")):
-            trainer = getattr(frame.f_locals.get("self"), "trainer", None)
-            yield from getattr(trainer, "callbacks", None) or ()
+            # Past properties: a LightningModule's `trainer` raises where it has none.
+            trainer: Any = getattr(frame.f_locals.get("self"), "__dict__", {}).get("trainer")
+            if "callbacks" in getattr(trainer, "__dict__", {}):
+                callbacks: list[Any] = trainer.callbacks
+                return callbacks
         frame = frame.f_back
+    return ()

@@ -28,7 +28,7 @@ def run_window(training: Training) -> None:
     elif len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         if step.accumulate > 1:
             raise PredictionError(
-                f"accumulate={step.accumulate} with LBFGS is not known: it runs the forward pass "
+                f"accumulate={step.accumulate} with LBFGS is not supported: it runs the forward pass "
                 "itself. Leave accumulate out."
             )
         _closure_step(training)

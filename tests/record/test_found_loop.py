@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+from memcallback.record.found_loop import FoundLoop
+
+
+@pytest.fixture
+def found():
+    loop = FoundLoop()
+    yield loop
+    loop.close()
+
+
+def train(model, optimizer, *, num_steps=4, batch_size=32):
+    for _ in range(num_steps):
+        model(torch.zeros(batch_size, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_model_with_an_optimizer_is_found_in_its_first_step(found, capsys):
+    model = nn.Linear(64, 10)
+    train(model, torch.optim.AdamW(model.parameters()))
+    assert found.has_begun
+    found.close()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "memcallback: 4 steps, peak " in err
+
+
+def test_what_is_not_trained_is_passed_over(found, capsys):
+    teacher, model = nn.Linear(64, 10).requires_grad_(False), nn.Linear(64, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    teacher(torch.zeros(2, 64))
+    model.eval()(torch.zeros(2, 64))
+    with torch.no_grad():
+        model.train()(torch.zeros(2, 64))
+    assert not found.has_begun
+    train(model, optimizer)
+    found.close()
+    assert "memcallback │ Linear · batch 32 · AdamW" in capsys.readouterr().err
+
+
+def test_an_optimizer_that_comes_after_the_first_call_is_found_in_the_second_step(found, capsys):
+    model = nn.Linear(64, 10)
+    model(torch.zeros(2, 64))
+    train(model, torch.optim.AdamW(model.parameters()))
+    found.close()
+    assert "memcallback: 3 steps, peak " in capsys.readouterr().err
+
+
+def test_a_search_that_finds_nothing_is_not_repeated_for_ever(found, monkeypatch):
+    searched = []
+    monkeypatch.setattr("gc.get_objects", lambda: searched.append(1) or [])
+    for _ in range(100):
+        nn.Linear(64, 10)(torch.zeros(2, 64))
+    assert len(searched) == 20
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_prediction_is_no_loop(found, isolate):
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = mc.TrainingStep(model, torch.zeros(32, 64), optimizer=optimizer)
+    mc.predict(step, device="L4", isolate=isolate)
+    assert not found.has_begun
+    train(model, optimizer)
+    assert found.has_begun
+
+
+def test_optimizers_of_accelerate_are_seen_through(found, capsys):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(64, 10)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    found.close()
+    assert "memcallback: 4 steps, peak " in capsys.readouterr().err
+
+
+def test_a_model_that_is_compiled_in_place_compiles_and_trains(found):
+    model = nn.Linear(64, 10)
+    before = model.weight.detach().clone()
+    model.compile(backend="eager", fullgraph=True)
+    train(model, torch.optim.AdamW(model.parameters()))
+    assert not torch.equal(model.weight, before)
+
+
+def test_memory_that_runs_out_before_any_step_is_explained(found, capsys):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        raise error
+    found.failed(raised.value)
+    err = capsys.readouterr().err
+    assert err.startswith("Out of memory on CPU.\n")
+    assert "20.00 GiB" in err
+
+
+def test_another_error_is_not_explained(found, capsys):
+    found.failed(ValueError("no memory of it"))
+    assert capsys.readouterr().err == ""
+
+
+def test_with_a_folder_the_page_is_written_there(tmp_path, capsys):
+    found = FoundLoop(str(tmp_path / "memory"))
+    model = nn.Linear(64, 10)
+    train(model, torch.optim.AdamW(model.parameters()))
+    found.close()
+    assert [path.name for path in tmp_path.glob("memory/**/*.html")] == ["memory.html"]
+
+
+def test_afterwards_no_hook_is_left():
+    hooks = nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    found = FoundLoop()
+    assert len(hooks) == before + 1
+    model = nn.Linear(64, 10)
+    train(model, torch.optim.AdamW(model.parameters()))
+    assert len(hooks) == before
+    found.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
