@@ -326,6 +326,6 @@ def _check_manual_optimization(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} with manual optimization is not supported: the training_step says "
-                "itself when it clips and updates, and Lightning refuses it too. Leave it out."
+                f"{name}={value!r} with manual optimization is not supported: the training_step "
+                "says itself when it clips and updates, and Lightning refuses it too. Leave it out."
             )
