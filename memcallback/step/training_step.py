@@ -311,7 +311,7 @@ def _check_several_losses(number: int, optimizer: object, accumulate: int) -> No
         )
     if accumulate > 1:
         raise ValueError(
-            f"accumulate={accumulate} with {number} losses is not known: a step of several "
+            f"accumulate={accumulate} with {number} losses is not supported: a step of several "
             "updates has one batch. Leave accumulate out."
         )
 
@@ -326,6 +326,6 @@ def _check_manual_optimization(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} with manual optimization is not known: the training_step says "
-                "itself when it clips and updates, and Lightning refuses it too. Leave it out."
+                f"{name}={value!r} with manual optimization is not supported: the training_step "
+                "says itself when it clips and updates, and Lightning refuses it too. Leave it out."
             )

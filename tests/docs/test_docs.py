@@ -28,6 +28,7 @@ import pytest
 import memcallback
 from memcallback import cli
 from memcallback.report import tags
+from memcallback.step.importer import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -274,7 +275,11 @@ def test_every_command_in_a_sentence_has_arguments_that_exist(page):
         name, *arguments = shlex.split(command.replace("...", "x"))
         assert name in COMMANDS, command
         if arguments:
-            cli._parser().parse_args([name, *arguments])
+            try:
+                cli._parser().parse_args([name, *arguments])
+            except UsageError as error:
+                if "No such file" not in str(error):  # which the reader has
+                    raise
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -347,6 +347,7 @@ def test_what_lightning_refuses_with_manual_optimization_is_refused(options):
     (name, value), module = next(iter(options.items())), Automatic()
     module.automatic_optimization = False
     with pytest.raises(
-        ValueError, match=f"{name}={value} with manual optimization is not known: .* Leave it out."
+        ValueError,
+        match=f"{name}={value} with manual optimization is not supported: .* Leave it out.",
     ):
         TrainingStep.from_lightning(module, torch.ones(4, 8), **options)

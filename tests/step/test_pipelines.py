@@ -241,11 +241,11 @@ def test_what_a_pipeline_is_not_is_refused():
         job(split=3)
     with pytest.raises(ValueError, match="along one"):
         mc.Ranks(4, "pipeline", mesh={"dp": 2, "pp": 2}, n_microbatches=4)
-    with pytest.raises(mc.PredictionError, match="accumulate=2 is not known"):
+    with pytest.raises(mc.PredictionError, match="accumulate=2 is not supported"):
         predicted(job(), accumulate=2)
     with pytest.raises(mc.PredictionError, match="bf16-mixed"):
         predicted(job(), precision="16-mixed")
-    with pytest.raises(mc.PredictionError, match="LBFGS is not known"):
+    with pytest.raises(mc.PredictionError, match="LBFGS is not supported"):
         predicted(job(), optimizer=torch.optim.LBFGS)
     with pytest.raises(mc.PredictionError, match="ran no stage of the pipeline"):
         predicted(mc.Ranks(NUM_RANKS, own_schedule), loss=lambda schedule, batch: None)

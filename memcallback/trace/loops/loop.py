@@ -28,8 +28,8 @@ def run_window(training: Training) -> None:
     elif len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         if step.accumulate > 1:
             raise PredictionError(
-                f"accumulate={step.accumulate} with LBFGS is not known: it runs the forward pass "
-                "itself. Leave accumulate out."
+                f"accumulate={step.accumulate} with LBFGS is not supported: it runs the forward "
+                "pass itself. Leave accumulate out."
             )
         _closure_step(training)
     elif len(step.losses) > 1:

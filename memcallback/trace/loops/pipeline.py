@@ -48,18 +48,18 @@ def _not_in_pipeline(training: Training) -> str | None:
     step = training.step
     if step.accumulate > 1:
         return (
-            f"accumulate={step.accumulate} is not known: a pipeline accumulates its microbatches. "
-            "Leave it out, and give n_microbatches."
+            f"accumulate={step.accumulate} is not supported: a pipeline accumulates its "
+            "microbatches. Leave it out, and give n_microbatches."
         )
     if len(step.losses) > 1:
-        return f"{len(step.losses)} losses is not known. Give one."
+        return f"{len(step.losses)} losses is not supported. Give one."
     if training.scaler is not None:
         return (
-            f"precision {step.precision!r} is not known: a GradScaler sees the gradients of one "
-            "stage alone. Give 'bf16-mixed'."
+            f"precision {step.precision!r} is not supported: a GradScaler sees the gradients of "
+            "one stage alone. Give 'bf16-mixed'."
         )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in training.optimizers):
-        return "LBFGS is not known: it runs the forward pass itself. Give another optimizer."
+        return "LBFGS is not supported: it runs the forward pass itself. Give another optimizer."
     return None
 
 

@@ -33,8 +33,8 @@ _CUDA_GRAPHS = (
     "allocated, and more stays reserved."
 )
 _NOT_TUNED = (
-    "Kernels of matrix products that are chosen by measuring (mode='max-autotune') were taken "
-    "from cuBLAS: which others win is not known, and they may need more memory or less."
+    "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
+    "cuBLAS; others may need more memory or less."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)

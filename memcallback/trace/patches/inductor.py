@@ -32,8 +32,8 @@ from memcallback.trace.patches.patching import Patch, patched
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _UNPADDED = (
-    "Inductor measures on the card whether to pad matrices whose sizes are no multiples of 8 in "
-    "half precision, of 4 in single: they were taken as they are. Padded they need more memory."
+    "Inductor measures on the card whether to pad matrices whose sizes are no multiples of 8 "
+    "(of 4 in float32). Here they are not padded; padded ones need more memory."
 )
 #: Options of Inductor that need a card: CUDA graphs, and choices by measuring.
 _NEED_A_CARD = (
