@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import ctypes
 
+from memcallback.core.tensors import torch_version
 from memcallback.core.torch_private import cpu_reporter_address
 
 #: Words of 8 bytes in PyTorch's ProfiledCPUMemoryReporter, as GCC and glibc lay it out: a mutex of
 #: five, a hash table of seven, the bytes allocated under a profile, releases of unknown blocks.
 _ALLOCATED_BYTES, _NUM_UNKNOWN = 12, 13
+#: The PyTorch versions in whose source the words were read; in others nothing is written.
+_READ_IN = (2, 6), (2, 13)
 #: After it the next 999 releases write nothing.
 _QUIET = 1
 
@@ -24,7 +27,9 @@ class UnknownBlocks:
     """PyTorch's count of released blocks that its profiler does not know."""
 
     def __init__(self) -> None:
-        address = cpu_reporter_address()
+        oldest, newest = _READ_IN
+        is_known = oldest <= torch_version() <= newest
+        address = cpu_reporter_address() if is_known else None
         self._words = None if address is None else (ctypes.c_uint64 * 14).from_address(address)
         self._before: int | None = None
 
