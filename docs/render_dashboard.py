@@ -2,15 +2,18 @@
 
     python docs/render_dashboard.py
 
-Trains `examples/digits.py` into a temporary folder, serves its logs with TensorBoard, renders the
-tabs with headless Chromium and fetches the figures; all go to `docs/images/`.
+Trains `examples/plain_loop.py` in a terminal of 100 columns and `examples/digits.py` for the logs
+that it serves with TensorBoard, renders the terminal and the tabs with headless Chromium and
+fetches the figures; all go to `docs/images/`.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -21,9 +24,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -44,6 +51,8 @@ FIGURES = {
     "memory_pictures/4_what_if": "what-if.png",
     "memory_pictures/5_modules": "modules.png",
 }
+#: The first step waits for its prediction, however busy the machine is.
+WAITING = os.environ | {"MEMCALLBACK_ISOLATE": "0"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_OPTIONS = (
     "--headless",
@@ -183,10 +192,47 @@ def train(folder: Path) -> Path:
     subprocess.run(
         [sys.executable, example, "--what-if", "--per-module", "--log-dir", str(folder)],
         check=True,
-        # The first step waits for its prediction, however busy the machine is.
-        env=os.environ | {"MEMCALLBACK_ISOLATE": "0"},
+        env=WAITING,
     )
     return folder / "lightning_logs"
+
+
+def terminal_page(folder: Path) -> Path:
+    """What a terminal shows of the plain loop, from the report on, as a page in its colours.
+
+    Raises:
+        RuntimeError: If the training fails.
+    """
+    command = [sys.executable, str(ROOT / "examples" / "plain_loop.py")]
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        stdout=terminal,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env=WAITING
+        | {
+            "TERM": "xterm-256color",
+            "COLUMNS": "100",
+            # The report names the tools that are on the path.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        },
+    )
+    os.close(terminal)
+    shown = b""
+    # Linux ends the output of a terminal that is closed with an error.
+    with os.fdopen(controller, "rb", buffering=0) as output, suppress(OSError):
+        while part := output.read(65536):
+            shown += part
+    if process.wait():
+        raise RuntimeError(f"{command[-1]} ended with status {process.returncode}")
+    lines = shown.decode().replace("\r", "").split("\n")
+    start = next(number for number, line in enumerate(lines) if "│ " in line)
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(Text.from_ansi("\n".join(lines[start:])))
+    page = folder / "console.html"
+    page.write_text(console.export_html(theme=MONOKAI), encoding="utf-8")
+    return page
 
 
 def find_browser() -> str:
@@ -209,17 +255,26 @@ def main() -> None:
     parser.add_argument("--browser", help="a Chromium or Chrome; by default the first on the path")
     browser = parser.parse_args().browser or find_browser()
     IMAGES.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, serve(train(Path(folder))) as url:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        page = terminal_page(folder).as_uri()
+        render(browser, page, 960, 400, IMAGES / "console.png")
+        render_tabs(browser, train(folder))
+    print(
+        f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in "
+        f"{IMAGES.relative_to(ROOT)}"
+    )
+
+
+def render_tabs(browser: str, logs: Path) -> None:
+    """The pictures of TensorBoard's tabs, and its figures."""
+    with serve(logs) as url:
         wait_until_loaded(url)
         for tab, (name, width, height) in TABS.items():
             render(browser, f"{url}?{OPTIONS}#{tab}", width, height, IMAGES / name)
         run = next(run for run, tags in ask(url, "plugin/images/tags").items() if tags)
         for tag, name in FIGURES.items():
             (IMAGES / name).write_bytes(fetch_figure(url, run, tag))
-    print(
-        f"Pictures: {', '.join(sorted(path.name for path in IMAGES.glob('*.png')))} in "
-        f"{IMAGES.relative_to(ROOT)}"
-    )
 
 
 if __name__ == "__main__":

@@ -288,6 +288,13 @@ class Terminal(io.StringIO):
         return True
 
 
+class Proxy(io.TextIOBase):
+    """As rich's, while it draws a progress bar."""
+
+    rich_proxied_file = Terminal()
+    encoding = "utf-8"
+
+
 @pytest.mark.parametrize(
     ("stdout", "environment", "is_coloured"),
     [
@@ -295,6 +302,7 @@ class Terminal(io.StringIO):
         (Terminal(), {"NO_COLOR": "1"}, False),
         (Terminal(), {"TERM": "dumb"}, False),
         (io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), {}, False),
+        (Proxy(), {}, True),
     ],
 )
 def test_there_are_colours_on_a_terminal_alone(monkeypatch, stdout, environment, is_coloured):
