@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 
 from memcallback.commands.answer import versions
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_command(words[0])
         arguments = parser.parse_args(words)
         code: int | None = arguments.command(arguments)
-        sys.stdout.flush()
+        with suppress(ValueError, AttributeError):  # closed by the program that `run` ran
+            sys.stdout.flush()
     except UsageError as error:
         message = visible(" ".join(str(error).split()))
         if error.__cause__ is not None:

@@ -22,7 +22,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.prediction.search import BatchReplays, budget, largest_up_to
+from memcallback.prediction.search import BatchReplays, Limits, budget
 from memcallback.prediction.textbook.law import TextbookPrediction
 
 #: What no step includes, and what a training step does not, unless its validation is predicted too.
@@ -38,6 +38,7 @@ class Estimate:
         peaks: The peak at any batch size.
         largest: The most samples that are sure to fit, with the headroom.
         counts: Which memory `peaks` is of: `reserved` or `allocated`.
+        validation: That of the validation after the step, which must fit too; None for none.
         bounds, capacity_bytes, outside_bytes, headroom, is_measured, basis, leaves_out,
         architecture_of, caveats: As in `BatchSizeAdvice`.
     """
@@ -54,11 +55,29 @@ class Estimate:
     leaves_out: tuple[str, ...]
     architecture_of: str | None = None
     caveats: tuple[str, ...] = ()
+    validation: Estimate | None = None
 
     def fits(self, batch_size: int) -> bool:
         """Whether the peak of a batch size plus the headroom stays within the device."""
-        return self.peaks.fits(
+        fits = self.peaks.fits(
             batch_size, budget(self.capacity_bytes, self.headroom, self.outside_bytes)
+        )
+        return fits and (self.validation is None or self.validation.fits(batch_size))
+
+    def peak_at(self, batch_size: int) -> int:
+        """The peak at a batch size, of the step or its validation."""
+        peak = self.peaks.at(batch_size)
+        return peak if self.validation is None else max(peak, self.validation.peak_at(batch_size))
+
+    def limits(self) -> Limits:
+        """The largest batch sizes with nothing kept free."""
+        own = limits_of(self.peaks, self.capacity_bytes - (self.outside_bytes or 0))
+        if self.validation is None:
+            return own
+        other = self.validation.limits()
+        return Limits(
+            at_all=_smaller(own.at_all, other.at_all),
+            without_retry=_smaller(own.without_retry, other.without_retry),
         )
 
     def best_batch_size(self) -> int:
@@ -73,7 +92,7 @@ class Estimate:
     ) -> BatchSizeAdvice:
         """The estimate in numbers, with both limits and the curve (replays of a trace)."""
         current = self.peaks.batch_size
-        limits = limits_of(self.peaks, self.capacity_bytes - (self.outside_bytes or 0))
+        limits = self.limits()
         batch_size = self.best_batch_size()
         end = 2 * max(batch_size, current)
         sizes = {1 << power for power in range(end.bit_length())} | {current, max(1, batch_size)}
@@ -84,8 +103,8 @@ class Estimate:
             limit=limits.at_all,
             limit_without_retry=without_retry,
             limit_fits_again=limits.fits_again,
-            limit_without_retry_peak_bytes=self.peaks.at(without_retry) if without_retry else None,
-            curve=tuple((size, self.peaks.at(size)) for size in sorted(sizes)),
+            limit_without_retry_peak_bytes=self.peak_at(without_retry) if without_retry else None,
+            curve=tuple((size, self.peak_at(size)) for size in sorted(sizes)),
             counts=self.counts,
             current_batch_size=current,
             bounds=self.bounds,
@@ -101,6 +120,10 @@ class Estimate:
             by_rank=by_rank,
             fits_at=self.fits,
         )
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((size for size in (one, other) if size is not None), default=None)
 
 
 def suggest(
@@ -275,7 +298,7 @@ def estimate_from_trace(
         return None
     at_all = limits_of(peaks, capacity_bytes - (outside or 0)).at_all
     if at_all is not None and largest > at_all:
-        largest = largest_up_to(at_all, lambda size: peaks.fits(size, budget_bytes))
+        largest = replays.largest_up_to(at_all, lambda size: peaks.fits(size, budget_bytes))
     leaves_out = _always_left_out(outside)
     if predicted.step.stage is not Stage.TRAINING:
         leaves_out[0] = NOT_IN_A_STEP

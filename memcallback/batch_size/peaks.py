@@ -9,7 +9,7 @@ from math import ceil
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.search import BatchReplays, Limits, largest_up_to
+from memcallback.prediction.search import BatchReplays, Limits
 from memcallback.prediction.textbook.law import TextbookPrediction
 
 
@@ -112,7 +112,7 @@ def limits_of(peaks: PeakLine | TracedPeak, free_bytes: int) -> Limits:
     limits = replays.on(device).limits(peaks.batch_size)
     if limits.at_all is None or without_retry is None or without_retry <= limits.at_all:
         return replace(limits, without_retry=without_retry)
-    smaller = largest_up_to(limits.at_all, lambda size: peaks.fits(size, free_bytes))
+    smaller = replays.largest_up_to(limits.at_all, lambda size: peaks.fits(size, free_bytes))
     return replace(limits, without_retry=smaller)
 
 

@@ -267,13 +267,20 @@ def _for_one(
             bucket_bytes=more_bytes,
         )
 
-    validated = None
+    validated, why_not = None, ""
     if wanted.validation is not None:
-        validated = estimate_alone(predict_here(wanted.validation, device=device))
+        validation = predict_here(wanted.validation, device=device)
+        # Buckets of DistributedDataParallel stay while it runs.
+        validated = estimate_alone(validation, None, buckets_bytes)
+        why_not = "" if validated else f"Validation does not bound it: {_why_none(validation)}"
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
         alone = estimate_alone(prediction, measured, buckets_bytes)
-        return alone if alone is None or validated is None else _in_both(alone, validated)
+        if alone is None or wanted.validation is None:
+            return alone
+        if validated is None:
+            return replace(alone, caveats=(*alone.caveats, why_not))
+        return _in_both(alone, validated)
 
     estimate = estimate_of(prediction)
     if estimate is None:
@@ -302,6 +309,7 @@ def _in_both(training: Estimate, validation: Estimate) -> Estimate:
     return replace(
         training,
         largest=largest,
+        validation=validation,
         leaves_out=tuple(
             NOT_IN_A_STEP if part == NOT_IN_TRAINING else part for part in training.leaves_out
         ),

@@ -67,8 +67,9 @@ def _program(module: Sequence[str] | None, script: Sequence[str]) -> MainProgram
     if module:
         name, *rest = module
         try:
-            return MainProgram.module(name, rest)
-        except ModuleNotFoundError as error:
+            # argparse ends an option's arguments at --, and gives the script what follows.
+            return MainProgram.module(name, [*rest, *script])
+        except (ImportError, ValueError) as error:
             raise UsageError(
                 f"{error}. Name one that python -m would run, in this folder or installed."
             ) from None
@@ -92,6 +93,7 @@ class _Recording:
     def __init__(self, log_dir: str | None) -> None:
         self._log_dir = log_dir
         self._loop: FoundLoop | None = None
+        self._pid = os.getpid()
 
     def begin(self) -> None:
         from memcallback.record.found_loop import FoundLoop
@@ -99,20 +101,29 @@ class _Recording:
         self._loop = FoundLoop(self._log_dir)
 
     def failed(self, error: BaseException) -> None:
-        if self._loop is not None:
+        if self._loop is not None and os.getpid() == self._pid:
             self._loop.failed(error)
 
     def close(self) -> None:
-        if self._loop is None:
-            print("memcallback: the program did not use PyTorch.", file=sys.stderr)
+        if os.getpid() != self._pid:  # a child that the program has forked
             return
-        self._loop.close()
+        if self._loop is None:
+            _say("the program did not use PyTorch.")
+            return
+        with suppress(Exception):  # whatever the program did to us, it ends as it would
+            self._loop.close()
         if not self._loop.has_begun and not self._loop.is_lightning:
-            print(
-                "memcallback: no training step was seen: no module was called in training mode "
-                "whose parameters an optimizer has. Record the loop itself: MemoryRecorder.",
-                file=sys.stderr,
+            _say(
+                "no training step was seen: no module was called in training mode whose parameters "
+                "an optimizer has. Record the loop itself: MemoryRecorder."
             )
+
+
+def _say(text: str) -> None:
+    """Print a line on stderr, unless the program has closed it."""
+    if sys.stderr is not None:
+        with suppress(ValueError, OSError):
+            print(f"memcallback: {text}", file=sys.stderr)
 
 
 class _AfterImport(MetaPathFinder):
@@ -127,7 +138,11 @@ class _AfterImport(MetaPathFinder):
         if fullname != self._name:
             return None
         others = (finder for finder in tuple(sys.meta_path) if finder is not self)
-        specs = (other.find_spec(fullname, path, target) for other in others)
+        specs = (
+            other.find_spec(fullname, path, target)
+            for other in others
+            if hasattr(other, "find_spec")  # Python passes over those without, too
+        )
         spec = next((spec for spec in specs if spec is not None), None)
         # Many ask where a module is and do not import it, so each answer is prepared.
         if spec is not None and spec.loader is not None:

@@ -33,8 +33,8 @@ class PlannedEvaluation(NamedTuple):
     Attributes:
         trainer: The Trainer.
         batch_size: Samples in a batch.
-        num_batches: How many batches its results grow over; None if they do not, or if nobody
-            knows.
+        num_batches: How many batches of all ranks its results grow over; None if they do not, or
+            if nobody knows.
     """
 
     trainer: Any
@@ -51,9 +51,9 @@ class PlannedEvaluation(NamedTuple):
         several: list[Any] = list(datasets.values()) if isinstance(datasets, dict) else [datasets]
         num_batches = None
         if getattr(trainer, "compute_metrics", None) is not None:
-            sizes = [len(one) for one in several if hasattr(one, "__len__")]
-            each = args.eval_batch_size * args.world_size
-            num_batches = max((-(-size // each) for size in sizes), default=None)
+            # Each rank keeps the results of all.
+            sizes = [size for one in several if (size := _length(one)) is not None]
+            num_batches = max((-(-size // args.eval_batch_size) for size in sizes), default=None)
         return cls(trainer, args.eval_batch_size, num_batches)
 
     def predict(
@@ -71,6 +71,13 @@ class PlannedEvaluation(NamedTuple):
         except ENDS as error:  # a model can fail in any way on fake tensors
             raise_if_meant(error)
             return None
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # a stream, or the user's code
+        return None
 
 
 def step_of(

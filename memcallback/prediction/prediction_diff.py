@@ -23,7 +23,11 @@ CONDITIONS = {
     "batch_size": "batch size",
     "sequence_length": "sequence length",
 }
-_VERSIONS = {"torch_version": "PyTorch", "memcallback_version": "memcallback"}
+_VERSIONS = {
+    "torch_version": "PyTorch",
+    "memcallback_version": "memcallback",
+    "architecture_of": "architecture",
+}
 
 
 @dataclass(frozen=True)
@@ -235,9 +239,9 @@ def differing(
 ) -> tuple[str, ...]:
     """Which of some values of two predictions differ, a sentence each."""
     return tuple(
-        f"Another {name}: {_number(old[key])} -> {_number(new[key])}."
+        f"Another {name}: {_number(old.get(key))} -> {_number(new.get(key))}."
         for key, name in names.items()
-        if old[key] != new[key]
+        if old.get(key) != new.get(key)
     )
 
 

@@ -208,7 +208,8 @@ class BatchReplays:
                 bad = middle
         return good
 
-    def _up_to(self, most: int, holds: Callable[[int], bool]) -> int:
+    def largest_up_to(self, most: int, holds: Callable[[int], bool]) -> int:
+        """The largest batch size up to one for which `holds(batch_size)`; 0 if none is found."""
         return self._largest_confirmed(largest_up_to(most, holds), holds)
 
     def _holds_confirmed(self, batch_size: int, holds: Callable[[int], bool]) -> bool:
@@ -250,7 +251,7 @@ class BatchReplays:
             at_all=at_all,
             without_retry=without_retry
             if without_retry <= at_all
-            else self._up_to(at_all, self.fits_without_retry),
+            else self.largest_up_to(at_all, self.fits_without_retry),
             fits_again=fitting if fitting > at_all else None,
         )
 
@@ -267,7 +268,7 @@ class BatchReplays:
             )
 
         found = self.largest(fits, start=start)
-        return found if found is None or found <= at_all else self._up_to(at_all, fits)
+        return found if found is None or found <= at_all else self.largest_up_to(at_all, fits)
 
     def _tried_here(self) -> list[int]:
         """The batch sizes that were replayed on this device."""

@@ -12,6 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -89,7 +90,8 @@ def _unwrap_backward() -> None:
 class Hook:
     """Calls a function, and returns None to PyTorch.
 
-    It does nothing in a copy of its owner, which may be pickled, and in a compiled module.
+    It does nothing in a copy of its owner, which may be pickled and read where this package is not
+    installed, and in a compiled module.
     """
 
     def __init__(self, function: Callable[..., object] | None = None) -> None:
@@ -100,8 +102,9 @@ class Hook:
         if not torch.compiler.is_compiling() and self._function is not None:
             self._function(*args)
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A callable of Python's own that does nothing: files of pickled modules do not name ours.
+        return getattr, (nullcontext(), "__exit__")
 
 
 #: Handles of hooks that could not be removed yet.

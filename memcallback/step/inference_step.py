@@ -227,7 +227,8 @@ class InferenceStep(Step):
         Args:
             trainer: A `transformers.Trainer`; its model, arguments and the two functions are read.
             inputs: One batch of its evaluation, by name.
-            num_batches: Batches of the evaluation; at most `eval_accumulation_steps` count.
+            num_batches: Batches of the evaluation, of all ranks, each of which keeps the results of
+                all; at most `eval_accumulation_steps` of a rank count.
             batch_size: As for `TrainingStep`.
             sequence_length: As for `TrainingStep`.
             after: The training that comes before.
@@ -245,7 +246,7 @@ class InferenceStep(Step):
             )
         together = args.eval_accumulation_steps
         if num_batches is not None and together is not None:
-            num_batches = min(num_batches, together)
+            num_batches = min(num_batches, together * getattr(args, "world_size", 1))
         step = cls(
             model,
             dict(inputs),
