@@ -515,7 +515,7 @@ def test_markdown_has_the_rows_of_the_table():
     diff.mark()
     values = [torch.ones(1234) for _ in range(7)]
     text = diff.mark().to_markdown()
-    assert "| + | 7 x | (1234,) | float32 | 33.74 KiB |  | local variable 'values' in " in text
+    assert "| + | 7 x | (1234,) | float32 | 33.74 KiB |  | local variable 'values' in" in text
     assert diff.to_markdown() == text
     del values
 

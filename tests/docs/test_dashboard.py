@@ -78,13 +78,16 @@ def test_there_are_four_charts_with_a_curve_for_each_run(dashboard):
     }
 
 
-def test_predicted_and_measured_curves_have_the_same_steps_and_agree(dashboard, server):
+def test_predicted_and_measured_curves_begin_at_the_same_step_and_agree(dashboard, server):
     for tag in PEAKS:
         measured, predicted = (
             server.ask(dashboard.url, "plugin/scalars/scalars", run=run, tag=tag)
             for run in ("version_0", "version_0/predicted")
         )
-        assert [step for _, step, _ in measured] == [step for _, step, _ in predicted]
+        # A prediction that holds is a dot where the measured line begins, which it would hide.
+        assert [step for _, step, _ in measured][: len(predicted)] == [
+            step for _, step, _ in predicted
+        ]
         assert len(measured) > 1
         # What operators take for themselves on a CPU is not predicted.
         assert max(value for _, _, value in measured) == pytest.approx(predicted[-1][2], rel=0.02)

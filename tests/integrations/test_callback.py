@@ -620,7 +620,7 @@ def test_with_all_tables_the_report_is_printed_early_and_at_the_end(tmp_path, ca
         == 2
     )
     assert printed.count("Largest batch size:") == 2
-    assert "Scratch memory" in " ".join(printed.split())
+    assert "without scratch memory" in " ".join(printed.split())
 
 
 def test_nothing_is_printed_if_nothing_is_to_be(tmp_path, capsys):

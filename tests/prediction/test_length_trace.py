@@ -246,8 +246,8 @@ def test_that_a_longer_sequence_was_not_tried_is_said():
     fitted = fit(attention)
     assert fitted.at(56).caveats == fitted.at(64).caveats == ()
     assert fitted.at(72).caveats == (
-        "No sequence longer than 64 was traced: whether the model takes one of 72, and does the "
-        "same with it, was not tried.",
+        "The longest sequence that was traced has length 64. Whether the model accepts length 72 "
+        "and runs the same way was not checked.",
     )
 
 

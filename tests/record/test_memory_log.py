@@ -89,6 +89,7 @@ def test_verbose_says_how_much_is_printed(tmp_path, parts, capsys, verbose, is_b
     assert ("memcallback: 6 steps" in output) == is_brief
     assert ("Memory of one training step (steady, batch size 16) on CPU" in output) == is_long
     assert ("What modules keep" in output) == is_long
+    output = " ".join(output.split())
     assert all(caveat.split(":")[0] in output for caveat in log.prediction.caveats) == is_long
     assert bool(output) == (verbose > 0)
 
