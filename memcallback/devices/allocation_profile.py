@@ -50,7 +50,7 @@ class AllocationProfile:
     """A profile of this thread, from `begin` to `end` or until another profile starts."""
 
     def __init__(self) -> None:
-        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._thread = threading.get_ident()
         self._marks: list[int] = []
         self._is_on = False
         self._has_lost_session = False
@@ -92,10 +92,6 @@ class AllocationProfile:
             self._patches.close()
             self._unknown_blocks.put_back()
             if not self._is_on:
-                return None
-            if os.getpid() != self._process:
-                # A fork has no thread of the session that it would wait for.
-                self._is_on, _open = False, None
                 return None
             self._is_on, _open = False, None
             if threading.get_ident() != self._thread or not is_profiler_on():

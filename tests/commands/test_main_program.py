@@ -61,6 +61,8 @@ if __name__ == '__main__':
     with multiprocessing.get_context('spawn').Pool(1) as pool:
         print(pool.map(double, [1, 2]))
 """,
+    "a stdout that it closes": "import sys\nprint(1)\nsys.stdout.close()",
+    "a stdout that it takes away": "import sys\nsys.stdout = None",
     "another coding": "# -*- coding: latin-1 -*-\nprint(len('\\u00e4'))",
 }
 PACKAGE = {
@@ -109,7 +111,9 @@ def test_a_script_runs_and_ends_as_python_itself_runs_it(program, folder):
 
 
 @pytest.mark.parametrize(
-    "words", [("package", "-h"), ("package.part",), ("package.part", "-m", "x")], ids=" ".join
+    "words",
+    [("package", "-h"), ("package.part",), ("package.part", "-m", "x"), ("package", "--", "x")],
+    ids=" ".join,
 )
 def test_a_module_runs_and_ends_as_python_itself_runs_it(words, folder):
     (status, out, err), (run_status, run_out, run_err) = both(folder, "-m", *words)
@@ -125,15 +129,22 @@ def test_a_module_runs_and_ends_as_python_itself_runs_it(words, folder):
         ((), "run needs a script or -m and a module, such as memcallback run train.py --epochs 3"),
         (("no.py",), "'no.py' cannot be read: No such file or directory. Name the file that pyth"),
         (("package",), "'package' cannot be read: Is a directory. Name the file that python would"),
+        (("-m", ".part"), "no package specified for '.part' (required for relative module names)"),
         (("-m", "no_such"), "No module named 'no_such' that can run. Name one that python -m wou"),
     ],
-    ids=["nothing", "a file", "a folder", "a module"],
+    ids=["nothing", "a file", "a folder", "a relative module", "a module"],
 )
 def test_a_program_that_is_not_there_is_an_error_in_one_line(words, message, folder):
     *_, (status, out, err) = both(folder, *words) if words else [run_nothing(folder)]
     assert (status, out) == (2, "")
     assert err.startswith(f"memcallback: error: {message}")
     assert len(err.splitlines()) == 1
+
+
+def test_a_program_that_closes_stderr_ends_as_python_itself_ends_it(folder):
+    (folder / "train.py").write_text("import sys\nprint(1)\nsys.stderr.close()")
+    python, run = both(folder, "train.py")
+    assert python == run == (0, "1\n", "")
 
 
 def run_nothing(folder):

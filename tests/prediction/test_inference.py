@@ -192,6 +192,10 @@ def test_a_validation_that_keeps_more_than_training_bounds_the_batch_size_of_bot
     both = advise(validation=grows)
     assert both.largest == advise_of(grows) < alone.largest
     assert f"{alone.largest:,} would fit in training alone" in str(both)
+    assert both.limit < alone.limit
+    assert both.limit_without_retry < alone.limit_without_retry
+    assert not both.fits(alone.largest)
+    assert dict(both.curve)[1024] > dict(alone.curve)[1024]
     assert not any("validation" in part for part in both.leaves_out)
 
 
