@@ -1,22 +1,28 @@
-# Two commands: `make demo` (the main job on real data) and `make test`. Each makes the environment it needs, in .venv.
+# Two commands: `make demo` (the main job on real data) and `make test` (`make test-all` for every test). Each makes the environment it needs, in .venv.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check docs test-oldest test-cuda images dist clean
+.PHONY: demo test test-all lint check docs test-oldest test-cuda images dist clean
 
 # Lightning 2.6 with PyTorch 2.13 warns about itself.
 demo: $(VENV)/.installed
 	$(BIN)/python -W 'ignore:`isinstance(treespec, LeafSpec)` is deprecated:FutureWarning' examples/digits.py
 
-test: $(VENV)/.installed check
+# What says in three minutes on two cores whether a change is right.
+test: $(VENV)/.installed lint
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --quick
+
+# Every test, and the site: what CI runs.
+test-all: $(VENV)/.installed check
 	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
-check: $(VENV)/.installed
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) docs
+
+check: lint docs
 
 # The site, into site/; a link to nothing is an error (with --quiet it would be none). The variable keeps an announcement away.
 docs: $(VENV)/.installed

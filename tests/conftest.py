@@ -7,9 +7,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from slow_files import SLOW_FILES
 
 # With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how
 # much depends on the processor. What operators take for themselves on a CPU is not predicted.
@@ -30,6 +32,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes on a busy machine says nothing of what it shows.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_ignore_collect(collection_path, config):
+    if not config.getoption("--quick"):
+        return None  # whatever else decides
+    path = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return True if path in SLOW_FILES else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -65,6 +74,9 @@ def pytest_addoption(parser):
         "--overwrite-golden",
         action="store_true",
         help="write the golden files anew instead of comparing with them",
+    )
+    parser.addoption(
+        "--quick", action="store_true", help="leave out the slow files (see tests/slow_files.py)"
     )
     parser.addoption(
         "--num-programs",

@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from slow_files import SLOW_FILES
 
 import memcallback
 
@@ -277,3 +278,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 def test_no_module_or_folder_takes_the_place_of_a_public_name():
     # Once a module is imported, it is an attribute of the package.
     assert not set(memcallback.__all__) & {path.stem for path in PACKAGE.iterdir()}
+
+
+def test_every_file_that_is_listed_as_slow_is_there():
+    tests = Path(__file__).parent
+    assert [name for name in SLOW_FILES if not (tests / name).is_file()] == []
