@@ -7,7 +7,7 @@ from operator import ge
 
 import pytest
 import torch
-from device_loop import figures, record_on_device
+from device_loop import empty_device, figures, record_on_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -309,6 +309,7 @@ def test_outputs_that_a_loop_keeps_are_there_until_the_next_ones_have_come():
         keep_outputs="last",
     )
     predicted = mc.predict(step, device="cuda").step
+    empty_device()
     (*_, measured) = record_on_device(model, batch, loss_of, torch.optim.AdamW)
     kept.clear()
     assert figures(predicted) == figures(measured)
