@@ -378,7 +378,7 @@ def test_python_m_memcallback_is_the_command_line():
 
 
 class StandIn:
-    """In place of the tracer: whatever the step, a trace made by hand."""
+    """Replaces the tracer: every step gets the same trace, made by hand."""
 
     def __init__(self):
         self.steps, self.sequence_lengths = [], []

@@ -100,8 +100,8 @@ class MainProgram:
 
 
 def _put_first(folder: str) -> None:
-    """Search modules in a folder first; Python has put ours there, unless it is told not to."""
-    if not getattr(sys.flags, "safe_path", False):
+    """Make a folder the first that Python searches for modules, as for a program of its own."""
+    if not getattr(sys.flags, "safe_path", False):  # `python -P` puts none there
         sys.path[0] = folder
 
 

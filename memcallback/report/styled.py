@@ -80,7 +80,7 @@ def _painted(part: Part) -> str:
 
 def is_colourful() -> bool:
     """Whether the console is a terminal whose user wants colours (https://no-color.org)."""
-    # While rich draws a progress bar, as Lightning's, a proxy of its own stands before the console.
+    # While rich draws a progress bar for Lightning, it replaces stdout by an object of its own.
     stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     is_terminal = getattr(stdout, "isatty", lambda: False)()
     return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

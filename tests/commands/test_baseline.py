@@ -14,7 +14,7 @@ STEP += "torch.nn.Linear(3, 4), torch.ones(5, 3))\n"
 
 
 class StandIn:
-    """In place of the tracer: whatever the step, a trace made by hand."""
+    """Replaces the tracer: every step gets the same trace, made by hand."""
 
     def predict(self, step, *, device, batch_size=None, sequence_length=None, progress=None):
         size = batch_size or step.batch_size.batch_size
