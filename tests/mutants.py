@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,16 @@ NEAREST = {
     "core/allocation_trace": "core/test_allocation_trace prediction/test_batch_trace",
     "core/code_lines": "core/test_code_lines",
     "core/document": "core/test_document core/test_shown",
-    "core/errors": "core/test_shown core/test_errors",
+    "core/errors": "core/test_errors",
     "core/files": "core/test_files",
     "core/interruptions": "core/test_interruptions",
     "core/kernel": "core/test_kernel",
     "core/module_table": "core/test_module_table",
-    "core/phase_spans": "core/test_phase_spans core/test_module_table",
+    "core/phase_spans": "core/test_phase_spans",
     "core/step_memory": "core/test_step_memory core/test_document report/test_report",
     "core/tensors": "core/test_tensors diagnose/test_live_tensors",
-    "core/torch_private": "core/test_private_names core/test_tensors",
-    "core/types": "core/test_types",
+    "core/torch_private": "core/test_tensors core/test_torch_parts",
+    "core/types": "core/test_types report/test_report",
     "core/units": "core/test_units",
     "core/validation": "core/test_validation",
     "core/visible": "core/test_visible",
@@ -49,7 +50,7 @@ NEAREST = {
     "prediction/allocator/host": "prediction/test_allocator",
     "prediction/allocator/settings": "prediction/test_allocator_settings "
     "prediction/test_allocator",
-    "prediction/replay": "prediction/test_replay prediction/test_steady_state",
+    "prediction/replay": "prediction/test_steady_state prediction/test_prediction prediction/test_inference",
     "prediction/steady_state": "prediction/test_steady_state",
     "batch_size/advice": "batch_size/test_advice batch_size/test_estimate",
     "batch_size/bounds": "batch_size/test_estimate batch_size/test_advice",
@@ -194,6 +195,8 @@ def _run_tests(folder: Path, files: list[str], limit_s: float, shown: Path) -> i
             import pytest
 
             code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files]))
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(code)
@@ -288,8 +291,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}
     sys.dont_write_bytecode = True
-    import hypothesis  # noqa: F401  # with pytest and torch, what takes longest
-    import pytest  # noqa: F401
+    import pytest  # noqa: F401  # with torch, what takes longest
     import torch
 
     torch.set_num_threads(1)
