@@ -48,15 +48,14 @@ NEAREST = {
     "prediction/allocator/expandable": "prediction/test_allocator "
     "prediction/test_allocator_recorded",
     "prediction/allocator/host": "prediction/test_allocator",
-    "prediction/allocator/settings": "prediction/test_allocator_settings "
-    "prediction/test_allocator",
+    "prediction/allocator/settings": "prediction/test_allocator_settings prediction/test_allocator",
     "prediction/replay": "prediction/test_steady_state prediction/test_prediction prediction/test_inference",
     "prediction/steady_state": "prediction/test_steady_state",
     "batch_size/advice": "batch_size/test_advice batch_size/test_estimate",
     "batch_size/bounds": "batch_size/test_estimate batch_size/test_advice",
-    "batch_size/estimate": "batch_size/test_estimate",
+    "batch_size/estimate": "batch_size/test_estimate batch_size/test_measured_and_predicted",
     "batch_size/fitted": "integrations/test_fitted",
-    "batch_size/peaks": "batch_size/test_estimate",
+    "batch_size/peaks": "batch_size/test_estimate batch_size/test_measured_and_predicted",
     "batch_size/rank_kinds": "batch_size/test_suggest_ranks",
     "batch_size/sequence_lengths": "batch_size/test_advice",
     "batch_size/suggest": "batch_size/test_limits batch_size/test_suggest_ranks",
@@ -133,7 +132,10 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         elif isinstance(node, ast.BinOp) and type(node.op) in CALCULATED_AS:
             yield node, ast.BinOp(node.left, CALCULATED_AS[type(node.op)](), node.right)
         elif isinstance(node, ast.BoolOp):
-            yield node, ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+            yield (
+                node,
+                ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values),
+            )
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield node, node.operand
         elif isinstance(node, ast.Constant):
@@ -278,7 +280,9 @@ def _score(lines: list[list[str]]) -> str:
         groups.setdefault(group, []).append(outcome == "killed")
     rows = [f"SURVIVED {module}.py:{one}" for outcome, module, one in lines if outcome != "killed"]
     for group, killed in [*sorted(groups.items()), ("all", sum(groups.values(), []))]:
-        rows.append(f"{group}: {sum(killed)} of {len(killed)} killed ({sum(killed) / len(killed):.1%})")
+        rows.append(
+            f"{group}: {sum(killed)} of {len(killed)} killed ({sum(killed) / len(killed):.1%})"
+        )
     return "\n".join(rows)
 
 

@@ -24,9 +24,7 @@ def owner(monkeypatch):
     monkeypatch.setitem(
         PARTS, "gone", torch_private._Part("torch.of_a_test", "gone", "this test", lambda x: x)
     )
-    monkeypatch.setitem(
-        PARTS, "lost", torch_private._Part("torch.of_a_test", "lost", "this test")
-    )
+    monkeypatch.setitem(PARTS, "lost", torch_private._Part("torch.of_a_test", "lost", "this test"))
     yield module
     for name in ("doubled", "gone", "lost"):
         vars(torch_private).pop(name, None)
@@ -36,7 +34,9 @@ def test_a_part_is_looked_up_and_replaced_by_its_fallback_or_a_stand_in(owner):
     assert torch_private.doubled is owner.doubled
     assert torch_private.gone(3) == 3
     assert vars(torch_private)["doubled"] is owner.doubled
-    with pytest.raises(mc.PredictionError, match=r"has no torch\.of_a_test\.lost \(needed for this"):
+    with pytest.raises(
+        mc.PredictionError, match=r"has no torch\.of_a_test\.lost \(needed for this"
+    ):
         torch_private.lost(3)
     with pytest.raises(AttributeError, match="has no attribute 'never'"):
         _ = torch_private.never

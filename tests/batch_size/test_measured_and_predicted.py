@@ -1,0 +1,212 @@
+"""A measured step corrects a prediction upwards alone, and autograd bounds what fewer samples save."""
+
+import pytest
+from hand_made import law, prediction
+
+from memcallback.batch_size.bounds import BatchSizeBounds
+from memcallback.batch_size.estimate import estimate, suggest
+from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
+from memcallback.core.types import Category, Kind, Phase
+from memcallback.core.units import GiB, MiB
+from memcallback.prediction.comparison import RESERVED_SHARE
+from memcallback.prediction.textbook.law import LinearBytes
+
+#: The step of `hand_made` at 16 samples, as the simulated allocator has it.
+PREDICTED = prediction(16)
+REPLAYED = PREDICTED.peak_reserved_bytes
+CAPACITY = {"capacity_bytes": GiB, "outside_bytes": 0, "headroom": 0.0}
+
+
+def measured(reserved, *, batch_size=16, allocated=None, update=None, held=0):
+    """A step whose backward pass has the peak, and an update of its own where one is given."""
+    stats = MemoryStats(
+        allocated_bytes=held, reserved_bytes=reserved, by_category={Category.PARAMETER: held}
+    )
+
+    def window(phase, peak):
+        return PhaseMemory(
+            phase=phase,
+            covers=(phase,),
+            start=stats,
+            end=stats,
+            peak_allocated_bytes=peak,
+            peak_reserved_bytes=reserved,
+        )
+
+    windows = [window(Phase.BACKWARD, reserved if allocated is None else allocated)]
+    if update is not None:
+        windows.append(window(Phase.OPTIMIZER_STEP, update))
+    return StepMemory(
+        kind=Kind.MEASURED,
+        source="a test",
+        device_name="a card",
+        windows=tuple(windows),
+        batch_size=batch_size,
+    )
+
+
+def traced(step):
+    return estimate(measured=step, predicted=PREDICTED, **CAPACITY)
+
+
+@pytest.mark.parametrize("less_bytes", [0, 1, 10 * MiB, REPLAYED])
+def test_a_measured_step_below_the_prediction_does_not_raise_the_advice(less_bytes):
+    without, low = traced(None), traced(measured(REPLAYED - less_bytes))
+    assert low.largest == without.largest
+    assert low.limits() == without.limits()
+    assert [low.peak_at(size) for size in (1, 16, 100)] == [
+        without.peak_at(size) for size in (1, 16, 100)
+    ]
+    assert without.basis == "Simulated from a trace"
+    assert low.basis == "Simulated from a trace; the measured step agrees"
+
+
+def test_a_measured_step_a_little_above_is_added_everywhere():
+    more_bytes = 1234
+    without, high = traced(None), traced(measured(REPLAYED + more_bytes))
+    for size in (1, 16, 17, 100):
+        assert high.peak_at(size) == without.peak_at(size) + more_bytes
+    assert high.basis == "Simulated from a trace; the measured step agrees"
+
+
+def test_what_a_measured_step_needs_far_above_grows_with_the_batch():
+    more_bytes = REPLAYED
+    without, high = traced(None), traced(measured(REPLAYED + more_bytes))
+    assert high.peak_at(16) == without.peak_at(16) + more_bytes
+    assert high.peak_at(8) == without.peak_at(8) + more_bytes
+    assert high.peak_at(32) == without.peak_at(32) + 2 * more_bytes
+    # 17 sixteenths of it, rounded up.
+    assert high.peak_at(17) == without.peak_at(17) + -(-more_bytes * 17 // 16)
+    assert f"raised by {more_bytes / MiB:.2f} MiB, which the measured step needs more" in high.basis
+    assert high.largest < without.largest
+
+
+def test_where_the_band_ends_is_the_share_of_reserved_memory():
+    inside = int(REPLAYED * RESERVED_SHARE / (1 - RESERVED_SHARE))
+    assert "agrees" in traced(measured(REPLAYED + inside)).basis
+    assert "raised by" in traced(measured(REPLAYED + inside + 2)).basis
+
+
+def test_a_measured_step_of_another_size_is_compared_at_that_size():
+    of_eight = prediction(8).peak_reserved_bytes
+    at_eight = traced(measured(of_eight + 1000, batch_size=8))
+    assert at_eight.peaks.batch_size == 8
+    assert at_eight.peak_at(64) == traced(None).peak_at(64) + 1000
+
+
+def test_a_measured_step_without_a_batch_size_says_nothing():
+    unknown = traced(measured(4 * REPLAYED, batch_size=None))
+    assert unknown.basis == "Simulated from a trace"
+    assert unknown.largest == traced(None).largest
+
+
+def test_a_capacity_that_is_not_the_cards_names_whose_architecture_it_is():
+    assert traced(None).architecture_of == "NVIDIA A100-SXM4-80GB"
+    whole = estimate(
+        measured=None, predicted=PREDICTED, capacity_bytes=PREDICTED.device.capacity_bytes
+    )
+    assert whole.architecture_of is None
+
+
+def test_on_a_cpu_what_operators_take_for_themselves_is_left_out_and_a_device_says_reserved():
+    assert traced(None).counts == "reserved"
+    assert traced(None).is_measured is False
+    assert not any("temporary memory" in text for text in traced(None).leaves_out)
+    assert traced(None).leaves_out[0] == "validation, logging, longer samples"
+
+
+def test_outside_memory_that_is_unknown_is_that_of_the_device():
+    unknown = estimate(measured=None, predicted=PREDICTED, capacity_bytes=GiB)
+    assert unknown.outside_bytes == PREDICTED.device.outside_bytes
+    assert any("other processes on the device" in text for text in unknown.leaves_out)
+    assert not any("other processes" in text for text in traced(None).leaves_out)
+
+
+def test_a_size_far_above_what_was_traced_asks_for_a_check():
+    large = estimate(measured=None, predicted=PREDICTED, capacity_bytes=64 * GiB, outside_bytes=0)
+    assert large.leaves_out[-1].endswith("(the largest traced is 7)")
+    assert "runs the same way" in large.leaves_out[-1]
+
+
+def test_bounds_that_fit_whole_are_the_answer_where_memory_is_no_limit():
+    few = estimate(
+        measured=None, predicted=PREDICTED, bounds=BatchSizeBounds(max_batch_size=3), **CAPACITY
+    )
+    assert few.best_batch_size() == 3
+
+
+PER_SAMPLE = LinearBytes(fixed_bytes=0, per_sample_bytes=MiB)
+NOTHING = LinearBytes(fixed_bytes=0, per_sample_bytes=0)
+
+
+def textbook(**changes):
+    """A law without held memory, whose samples take 1 MiB each for outputs and for what stays."""
+    values = {
+        "batch_size": 100,
+        "held": {Category.PARAMETER: 0, Category.GRADIENT: 0},
+        "input": NOTHING,
+        "outputs": NOTHING,
+        "kept": PER_SAMPLE,
+        "saved": PER_SAMPLE,
+        "optimizer_transient_bytes": 0,
+    }
+    return law(**(values | changes))
+
+
+def smaller(predicted, *, capacity=140, **changes):
+    """The most samples of a measured step of 200 MiB with 100 samples in a smaller capacity."""
+    return suggest(
+        measured=measured(200 * MiB, batch_size=100, **changes),
+        predicted=predicted,
+        capacity_bytes=capacity * MiB,
+        outside_bytes=0,
+        headroom=0,
+    ).largest
+
+
+def test_fewer_samples_save_no_more_than_autograd_keeps_of_each():
+    # By proportion alone a sample would save 2 MiB, and 70 of 100 would fit into 140 MiB.
+    assert smaller(None) == 70
+    assert smaller(textbook()) == 40
+
+
+def test_the_inputs_of_fewer_samples_are_saved_too():
+    half = LinearBytes(fixed_bytes=0, per_sample_bytes=MiB // 2)
+    assert smaller(textbook(input=half)) == 60
+
+
+def test_where_autograd_keeps_more_the_proportion_decides():
+    assert smaller(textbook(saved=LinearBytes(fixed_bytes=0, per_sample_bytes=9 * MiB))) == 70
+
+
+def test_an_update_is_there_for_any_batch():
+    # Above the update's 100 MiB a sample saves 1 MiB.
+    assert smaller(None, update=100 * MiB) == 40
+    # Above 150 MiB it saves half of one.
+    assert smaller(None, update=150 * MiB, capacity=151) == 2
+    assert smaller(None, update=150 * MiB, capacity=149) == 0
+
+
+def test_reserved_memory_of_the_update_is_its_share_of_the_peak():
+    # 100 of 100 MiB allocated are 200 of 200 MiB reserved: nothing is saved by fewer samples.
+    assert smaller(None, allocated=100 * MiB, update=100 * MiB) == 0
+    # 50 of 100 are 100 of 200.
+    assert smaller(None, allocated=100 * MiB, update=50 * MiB) == 40
+
+
+def test_an_update_above_the_peak_counts_as_the_peak():
+    assert smaller(None, allocated=100 * MiB, update=400 * MiB, capacity=200) == 100
+
+
+def test_memory_that_is_always_held_does_not_grow():
+    def largest(held_bytes):
+        return suggest(
+            measured=measured(200 * MiB, batch_size=100, held=held_bytes),
+            predicted=None,
+            capacity_bytes=300 * MiB,
+            outside_bytes=0,
+            headroom=0,
+        ).largest
+
+    assert largest(0) == 150
+    assert largest(100 * MiB) == 200
