@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,8 @@ NEAREST = {
     "prediction/test_allocator_recorded",
     "prediction/allocator/host": "prediction/test_allocator",
     "prediction/allocator/settings": "prediction/test_allocator_settings prediction/test_allocator",
-    "prediction/replay": "prediction/test_steady_state prediction/test_prediction prediction/test_inference",
+    "prediction/replay": "prediction/test_steady_state prediction/test_prediction "
+    "prediction/test_inference",
     "prediction/steady_state": "prediction/test_steady_state",
     "batch_size/advice": "batch_size/test_advice batch_size/test_estimate",
     "batch_size/bounds": "batch_size/test_estimate batch_size/test_advice",
@@ -216,10 +218,8 @@ def _run_tests(folder: Path, files: list[str], limit_s: float, shown: Path) -> i
 
 def _end_group(pid: int) -> None:
     """End what the tests have started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _mutate(folder: Path, module: str, chosen: list[Mutant], lines: Path) -> None:
@@ -267,7 +267,8 @@ def _workers(work: list[tuple[str, list[Mutant]]], num_jobs: int, base: Path) ->
                 sys.stdout.flush()
                 os._exit(code)
         pids.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(statuses):
         raise SystemExit("A worker failed; the score would leave its modules out.")
 
 
@@ -279,7 +280,7 @@ def _score(lines: list[list[str]]) -> str:
         group = "allocator" if "allocator/" in module else group
         groups.setdefault(group, []).append(outcome == "killed")
     rows = [f"SURVIVED {module}.py:{one}" for outcome, module, one in lines if outcome != "killed"]
-    for group, killed in [*sorted(groups.items()), ("all", sum(groups.values(), []))]:
+    for group, killed in [*sorted(groups.items()), ("all", [one[0] == "killed" for one in lines])]:
         rows.append(
             f"{group}: {sum(killed)} of {len(killed)} killed ({sum(killed) / len(killed):.1%})"
         )

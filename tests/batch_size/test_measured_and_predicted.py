@@ -1,4 +1,4 @@
-"""A measured step corrects a prediction upwards alone, and autograd bounds what fewer samples save."""
+"""A measured step corrects a prediction upwards alone; autograd bounds what fewer samples save."""
 
 import pytest
 from hand_made import law, prediction

@@ -96,9 +96,11 @@ def test_a_time_limit_is_meant_for_the_training():
 
 
 def test_a_fault_is_a_warning_that_says_what_is_lost_and_why():
-    with pytest.warns(MemoryWarning, match=r"^The report is lost\. OSError: no space\.$"):
-        with faults_as_warnings("The report is lost."):
-            raise OSError(" no space. ")
+    with (
+        pytest.warns(MemoryWarning, match=r"^The report is lost\. OSError: no space\.$"),
+        faults_as_warnings("The report is lost."),
+    ):
+        raise OSError(" no space. ")
 
 
 def test_an_error_of_a_kind_that_is_meant_for_the_user_goes_on():
