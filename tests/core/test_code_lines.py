@@ -167,9 +167,9 @@ def divide():
 
 
 def test_of_an_error_the_programs_line_may_be_outside_of_the_innermost(library):
-    library_fails = made(
-        Path(library.__code__.co_filename), "def fail():\n    return 1 / 0\n"
-    )["fail"]
+    library_fails = made(Path(library.__code__.co_filename), "def fail():\n    return 1 / 0\n")[
+        "fail"
+    ]
     tb = failing(library_fails).__traceback__
     assert line_of_error(tb).file == "trainer/loop.py"
     assert own_line_of_error(tb).function == "failing"

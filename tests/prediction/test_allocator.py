@@ -173,6 +173,35 @@ def test_a_peak_is_the_largest_figure_so_far(events, settings):
         assert stats.peak_reserved_bytes >= largest_reserved
 
 
+@given(requests, settings_of_segments)
+def test_without_expandable_segments_no_peak_of_reserved_memory_is_between_requests(
+    events, settings
+):
+    driver = Driver(RunningAllocator(settings, capacity_bytes=100 * MiB))
+    largest_reserved = 0
+    for event in events:
+        driver.request(*event)
+        largest_reserved = max(largest_reserved, driver.allocator.reserved_bytes)
+        assert driver.allocator.stats().peak_reserved_bytes == largest_reserved
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_the_peak_of_reserved_memory_begins_anew_at_what_is_reserved(is_expandable):
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=is_expandable))
+    kept = allocator.allocate(40 * MiB)
+    allocator.free(allocator.allocate(60 * MiB))
+    allocator.empty_cache()
+    assert allocator.stats().peak_reserved_bytes == 100 * MiB
+    allocator.reset_peaks()
+    assert allocator.stats().peak_reserved_bytes == 40 * MiB
+    allocator.allocate(20 * MiB)
+    assert allocator.stats().peak_reserved_bytes == 60 * MiB
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert allocator.stats().peak_reserved_bytes == 60 * MiB
+    assert allocator.stats().reserved_bytes == 20 * MiB
+
+
 def test_peaks_begin_anew_when_reset():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(3 * MiB))
