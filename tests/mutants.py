@@ -40,7 +40,7 @@ NEAREST = {
     "core/step_memory": "core/test_step_memory core/test_document report/test_report",
     "core/tensors": "core/test_tensors diagnose/test_live_tensors",
     "core/torch_private": "core/test_tensors core/test_torch_parts",
-    "core/types": "core/test_types report/test_report",
+    "core/types": "core/test_types",
     "core/units": "core/test_units",
     "core/validation": "core/test_validation",
     "core/visible": "core/test_visible",
@@ -226,6 +226,8 @@ def _mutate(folder: Path, module: str, chosen: list[Mutant], lines: Path) -> Non
     """Run a module's tests with each mutant, and write what became of it."""
     path = folder / "memcallback" / f"{module}.py"
     files = [f"tests/{name}.py" for name in NEAREST[module].split()]
+    if missing := [name for name in files if not (folder / name).exists()]:
+        raise SystemExit(f"{module} names test files that are not there: {missing}")
     source = path.read_bytes()
     shown = folder / "output.txt"
     began = time.monotonic()
@@ -238,8 +240,11 @@ def _mutate(folder: Path, module: str, chosen: list[Mutant], lines: Path) -> Non
         path.write_bytes(one.applied(source))
         code = _run_tests(folder, files, limit_s, shown)
         path.write_bytes(source)
+        outcome = "too slow" if code is None else "killed" if code else "survived"
         with lines.open("a") as out:
-            out.write(f"{'SURVIVED' if code == 0 else 'killed'}\t{module}\t{one}\n")
+            out.write(f"{outcome}\t{module}\t{one}\n")
+        if outcome == "survived":
+            print(f"SURVIVED {module}.py:{one}", flush=True)
 
 
 def _workers(work: list[tuple[str, list[Mutant]]], num_jobs: int, base: Path) -> None:
@@ -273,16 +278,18 @@ def _workers(work: list[tuple[str, list[Mutant]]], num_jobs: int, base: Path) ->
 
 
 def _score(lines: list[list[str]]) -> str:
-    """The score of each folder, and the survivors."""
-    groups: dict[str, list[bool]] = {}
+    """How many of each part were noticed: by a failed test, or by one that did not end."""
+    groups: dict[str, list[str]] = {}
     for outcome, module, _ in lines:
         group = "replay" if module.startswith("prediction/") else module.split("/")[0]
         group = "allocator" if "allocator/" in module else group
-        groups.setdefault(group, []).append(outcome == "killed")
-    rows = [f"SURVIVED {module}.py:{one}" for outcome, module, one in lines if outcome != "killed"]
-    for group, killed in [*sorted(groups.items()), ("all", [one[0] == "killed" for one in lines])]:
+        groups.setdefault(group, []).append(outcome)
+    rows = []
+    for group, outcomes in [*sorted(groups.items()), ("all", [line[0] for line in lines])]:
+        num_noticed = len(outcomes) - outcomes.count("survived")
         rows.append(
-            f"{group}: {sum(killed)} of {len(killed)} killed ({sum(killed) / len(killed):.1%})"
+            f"{group}: {num_noticed} of {len(outcomes)} noticed ({num_noticed / len(outcomes):.1%}"
+            f", {outcomes.count('too slow')} of them by a time limit)"
         )
     return "\n".join(rows)
 
@@ -312,7 +319,7 @@ def main() -> None:
         base = Path(name)
         _workers(work, arguments.jobs, base)
         lines = [line.split("\t") for line in (base / "lines.txt").read_text().splitlines()]
-    print(_score(sorted(lines, key=lambda line: (line[1], int(line[2].split(":")[0])))))
+    print(_score(lines))
 
 
 if __name__ == "__main__":
