@@ -22,11 +22,13 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Modules -> the test files nearest to them, the most specific first.
+#: Modules -> the test files nearest to them, the most specific first. Of `batch_size` those whose
+#: tests need no traces, which would take half a minute for each change.
 NEAREST = {
     "core/allocation_trace": "core/test_allocation_trace prediction/test_batch_trace",
     "core/code_lines": "core/test_code_lines",
@@ -58,10 +60,19 @@ NEAREST = {
     "batch_size/estimate": "batch_size/test_estimate batch_size/test_measured_and_predicted",
     "batch_size/fitted": "integrations/test_fitted",
     "batch_size/peaks": "batch_size/test_estimate batch_size/test_measured_and_predicted",
-    "batch_size/rank_kinds": "batch_size/test_suggest_ranks",
-    "batch_size/sequence_lengths": "batch_size/test_advice",
-    "batch_size/suggest": "batch_size/test_limits batch_size/test_suggest_ranks",
 }
+
+#: What takes longest to import, and no test wants to see imported.
+IMPORTED_ONCE = (
+    "pytest",
+    "hypothesis.strategies",
+    "numpy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+    "torch.nn.attention.flex_attention",
+)
+#: Pytest would rewrite the assertions of hypothesis, which is there already.
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 COMPARED_AS = {
     ast.Lt: ast.LtE,
@@ -198,7 +209,7 @@ def _run_tests(folder: Path, files: list[str], limit_s: float, shown: Path) -> i
         try:
             import pytest
 
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files]))
+            code = int(pytest.main([*OPTIONS, *files]))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -303,7 +314,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}
     sys.dont_write_bytecode = True
-    import pytest  # noqa: F401  # with torch, what takes longest
+    for name in IMPORTED_ONCE:
+        import_module(name)
     import torch
 
     torch.set_num_threads(1)
