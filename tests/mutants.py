@@ -50,10 +50,9 @@ NEAREST = {
     "prediction/allocator/caching": "prediction/test_allocator prediction/test_allocator_recorded",
     "prediction/allocator/expandable": "prediction/test_allocator "
     "prediction/test_allocator_recorded",
-    "prediction/allocator/host": "prediction/test_allocator",
+    "prediction/allocator/host": "prediction/test_host_allocator",
     "prediction/allocator/settings": "prediction/test_allocator_settings prediction/test_allocator",
-    "prediction/replay": "prediction/test_steady_state prediction/test_prediction "
-    "prediction/test_inference",
+    "prediction/replay": "prediction/test_replay prediction/test_steady_state",
     "prediction/steady_state": "prediction/test_steady_state",
     "batch_size/advice": "batch_size/test_advice batch_size/test_estimate",
     "batch_size/bounds": "batch_size/test_estimate batch_size/test_advice",

@@ -134,7 +134,12 @@ def test_a_library_is_no_framework_and_its_line_is_the_innermost(library):
     assert (line.file, line.number, line.function) == ("trainer/loop.py", 2, "run")
 
 
+def own_of_all():
+    return own_line_here()
+
+
 def test_the_programs_own_line_is_outside_of_libraries(library):
+    assert own_of_all().function == "own_of_all"
     assert library(own_line_here).function == "test_the_programs_own_line_is_outside_of_libraries"
 
 
@@ -154,6 +159,9 @@ def test_both_lines_are_found_up_to_the_file_that_asks(library, framework, tmp_p
     line, own_line = ask(framework.__class__(library.__code__, {"call": look}, argdefs=(look,)))
     assert (line.file, own_line) == ("trainer/loop.py", None)
     assert ask(look) == (None, None)
+    line, own_line = ask(lambda: lines_inside(str(path)))
+    assert line == own_line
+    assert own_line.function == "<lambda>"
 
 
 def failing(call, *arguments):
