@@ -138,9 +138,7 @@ def test_live_storages_are_grouped_by_who_keeps_them_and_the_batch_is_left_out()
     module = torch.nn.Linear(10, 3, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     batch = torch.ones(123, 10)
-    losses = []
-    for _ in range(3):
-        losses.append(module(batch[:7]).sum())
+    losses = [module(batch[:7]).sum() for _ in range(3)]
     history = [torch.ones(50), torch.ones(50)]
     live = owners_of(module, optimizer, batch)
     assert live.step == 4
