@@ -169,6 +169,7 @@ def test_fewer_sequences_share_a_rest_and_each_has_at_least_one_element():
     assert resized_lengths([1, 1, 9], 2) == [4, 3]
     assert resized_lengths([0, 0, 1], 2) == [1, 1]
     assert resized_lengths([], 2) == [0, 0]
+    assert resized_lengths([5], 3) == [5, 5, 5]
 
 
 def test_whole_numbers_that_a_fake_was_made_from_are_known():
