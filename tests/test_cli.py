@@ -674,15 +674,18 @@ def test_an_error_of_predict_is_one_line_too(arguments, message, tracing, capfd)
     assert message in err
 
 
-def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyError("a\nb"), "KeyError: 'a\\nb'."), (AssertionError(), "AssertionError.")],
+)
+def test_what_stops_the_tracer_is_said_in_one_line(error, said, tracing, monkeypatch, capfd):
     def fail(step, *, device, batch_size=None, sequence_length=None, progress=None):
         raise error
 
     monkeypatch.setattr(tracing, "predict", fail)
-    error = KeyError("a\nb")
     assert main(["predict", "some_steps:make_step", "--device", "T4"]) == 2
     assert capfd.readouterr().err.endswith(
-        "error: some_steps:make_step cannot be predicted: KeyError: 'a\\nb'.\n"
+        f"error: some_steps:make_step cannot be predicted: {said}\n"
     )
 
 
