@@ -745,7 +745,10 @@ def test_code_that_exits_is_an_error_like_another(command, capfd):
 def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
     assert main(["predict", "some_steps:make_step", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Whether it fits is unknown: the capacity of the CPU was not given.\n\n")
+    assert out.startswith(
+        "Peak 26.0 MiB allocated, in backward.\n"
+        "Whether it fits is unknown: the capacity of the CPU was not given.\n\n"
+    )
     assert "Memory of one training step (batch size 5) on CPU\n" in out
     assert "reserved peak" not in out
     assert main(["predict", "some_steps:make_step", "--device", "cpu", "--json"]) == 0
