@@ -82,6 +82,27 @@ def test_a_dense_tensor_is_its_own_part_and_a_sparse_one_has_indices_and_values(
     assert (indices.shape, values.shape) == ((2, 3), (3, 5))
 
 
+def test_a_sparse_tensor_without_rows_gets_one_for_each_element_that_it_has():
+    empty = torch.sparse_coo_tensor(
+        torch.zeros(2, 0, dtype=torch.int64), torch.ones(0), (0, 2), check_invariants=True
+    )
+    assert resized_sparse(empty, (3, 2))._values().shape == (0,)
+    one_row = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 0], [0, 1, 2]]), torch.ones(3), (1, 3), check_invariants=True
+    )
+    assert resized_sparse(one_row, (3, 3))._values().shape == (9,)
+
+
+def test_new_ragged_sizes_are_equal_only_to_themselves_and_above_those_of_real_tensors():
+    with FakeTensorMode():
+        like = torch.zeros(3, dtype=torch.int64)
+        first, second = (fake_with_values(like, [0, 2, 7]).nested_int_memo for _ in range(2))
+    assert first == first
+    assert first != second
+    assert str(first).startswith("j")
+    assert int(str(first)[1:]) >= 1 << 40
+
+
 def test_a_nested_tensor_has_values_and_offsets():
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=torch.jagged)
     values, offsets = dense_parts(nested)

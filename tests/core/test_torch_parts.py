@@ -115,3 +115,21 @@ def test_the_reporter_of_a_cpus_memory_is_at_one_address():
     address = torch_private.cpu_reporter_address()
     assert address is None or address > 0
     assert torch_private.cpu_reporter_address() == address
+
+
+def test_a_process_that_refuses_cuda_fails_before_the_driver_is_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", torch.cuda._is_in_bad_fork)
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+    torch_private.refuse_cuda()
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess"):
+        torch.cuda.init()
+
+
+def test_a_part_of_a_module_that_nobody_has_imported_is_imported(monkeypatch):
+    monkeypatch.setitem(
+        PARTS, "of_a_test", torch_private._Part("torch.utils.bundled_inputs", "bundle_inputs", "")
+    )
+    monkeypatch.delitem(sys.modules, "torch.utils.bundled_inputs", raising=False)
+    monkeypatch.delattr(torch.utils, "bundled_inputs", raising=False)
+    assert torch_private.of_a_test is torch.utils.bundled_inputs.bundle_inputs
+    vars(torch_private).pop("of_a_test")

@@ -272,6 +272,17 @@ def test_a_full_device_is_asked_again_after_the_cache_is_given_back():
     assert (stats.num_alloc_retries, stats.num_ooms, stats.reserved_bytes) == (1, 0, 40 * MiB)
 
 
+def test_just_enough_oversize_blocks_are_given_back_without_a_retry():
+    allocator = CachingAllocator(
+        AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=64 * MiB
+    )
+    for block in [allocator.allocate(32 * MiB) for _ in range(2)]:
+        allocator.free(block)
+    allocator.allocate(64 * MiB)
+    assert allocator.num_alloc_retries == 0
+    assert allocator.reserved_bytes == 64 * MiB
+
+
 def test_a_request_too_large_is_refused_with_the_state_and_the_allocator_goes_on():
     allocator = CachingAllocator(capacity_bytes=50 * MiB)
     allocator.allocate(30 * MiB)
