@@ -44,7 +44,7 @@ NEAREST = {
     "core/torch_private": "core/test_tensors core/test_torch_parts",
     "core/types": "core/test_types",
     "core/units": "core/test_units",
-    "core/validation": "core/test_validation",
+    "core/validation": "core/test_validation batch_size/test_advice",
     "core/visible": "core/test_visible",
     "prediction/allocator/blocks": "prediction/test_allocator prediction/test_allocator_recorded",
     "prediction/allocator/caching": "prediction/test_allocator prediction/test_allocator_recorded",

@@ -10,13 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memcallback.core.tensors import (
     dense_parts,
     fake_with_values,
+    is_on,
     is_wrapper,
     jagged_like,
     known_values,
+    own_bytes,
     parts_of,
     resized_lengths,
     resized_sparse,
     sparse_tensor,
+    storage_bytes,
     tensors_in,
     torch_version,
     walk,
@@ -162,6 +165,7 @@ def test_a_sparse_tensor_shares_its_parts(is_coalesced):
     assert (made.sparse_dim(), made.dense_dim()) == (2, 1)
     assert made.is_coalesced() is is_coalesced
     assert made._values().data_ptr() == values.data_ptr()
+    assert not sparse_tensor(INDICES, values, (4, 2, 5)).is_coalesced()
 
 
 @pytest.mark.parametrize(("rows", "elements"), [(4, 3), (5, 4), (8, 7), (2, 1), (1, 0), (0, 0)])
@@ -222,3 +226,27 @@ def test_a_nested_fake_of_other_lengths_knows_its_longest_and_shortest_if_the_fi
 
 def test_the_version_of_pytorch_is_two_numbers():
     assert ".".join(map(str, torch_version())) == ".".join(torch.__version__.split(".")[:2])
+
+
+def test_a_storage_counts_once_and_views_count_what_they_show_of_it():
+    whole = torch.ones(100)
+    first, second = whole[:10], whole[20:25]
+    assert storage_bytes([first, second, first]) == 400
+    assert own_bytes([first, second, first]) == 60
+    assert own_bytes([whole, first]) == 400
+    assert own_bytes([first, torch.ones(3, dtype=torch.float64)]) == 64
+    assert own_bytes([]) == storage_bytes([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "is_there"),
+    [
+        ("cuda:1", "cuda", True),
+        ("cuda:1", "cuda:1", True),
+        ("cuda:1", "cuda:0", False),
+        ("cpu", "cuda", False),
+        ("cpu", "cpu", True),
+    ],
+)
+def test_a_device_without_an_index_is_any_of_its_type(device, wanted, is_there):
+    assert is_on(torch.device(device), torch.device(wanted)) is is_there

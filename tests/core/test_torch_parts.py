@@ -93,6 +93,10 @@ def test_a_subclass_that_wraps_tensors_is_known_by_its_methods():
     assert is_wrapper(Wrapper) is False
 
 
+def test_without_the_counts_of_modes_there_are_none():
+    assert PARTS["num_dispatch_modes"].fallback() == PARTS["num_function_modes"].fallback() == 0
+
+
 def test_views_know_their_base_and_storages_their_number():
     base = torch.ones(4)
     assert torch_private.base_of(base[1:]) is base
@@ -113,7 +117,8 @@ def test_autograd_numbers_its_nodes_in_order():
 
 def test_the_reporter_of_a_cpus_memory_is_at_one_address():
     address = torch_private.cpu_reporter_address()
-    assert address is None or address > 0
+    if sys.platform == "linux":
+        assert address > 0
     assert torch_private.cpu_reporter_address() == address
 
 

@@ -272,6 +272,16 @@ def test_a_full_device_is_asked_again_after_the_cache_is_given_back():
     assert (stats.num_alloc_retries, stats.num_ooms, stats.reserved_bytes) == (1, 0, 40 * MiB)
 
 
+def test_a_device_without_memory_refuses_every_request():
+    allocator = CachingAllocator(capacity_bytes=0)
+    with pytest.raises(OutOfMemoryError) as caught:
+        allocator.allocate(1)
+    assert str(caught.value) == (
+        "Tried to allocate 2.00 MiB of a capacity of 0 bytes, of which 0 bytes is free. 0 bytes is "
+        "allocated, and 0 bytes is reserved but unallocated."
+    )
+
+
 def test_just_enough_oversize_blocks_are_given_back_without_a_retry():
     allocator = CachingAllocator(
         AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=64 * MiB
