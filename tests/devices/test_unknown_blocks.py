@@ -43,6 +43,9 @@ def stderr_of(program):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the count is found on Linux alone")
+@pytest.mark.skipif(
+    torch_version() > (2, 13), reason="where the count lies was read up to PyTorch 2.13"
+)
 def test_recording_on_a_cpu_writes_no_line_about_blocks_of_unknown_size():
     assert LINE not in stderr_of(TRAINING)
 
