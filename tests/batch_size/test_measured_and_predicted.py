@@ -1,10 +1,13 @@
 """A measured step corrects a prediction upwards alone; autograd bounds what fewer samples save."""
 
+from dataclasses import replace
+
 import pytest
 from hand_made import law, prediction
 
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import estimate, suggest
+from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB
@@ -210,3 +213,46 @@ def test_memory_that_is_always_held_does_not_grow():
 
     assert largest(0) == 150
     assert largest(100 * MiB) == 200
+
+
+def test_both_a_step_and_its_validation_must_fit():
+    training = estimate(measured=None, predicted=PREDICTED, **CAPACITY)
+    validation = replace(training, largest=5, peaks=replace(training.peaks, shift_bytes=700 * MiB))
+    both = replace(training, validation=validation)
+    assert both.peak_at(16) == training.peak_at(16) + 700 * MiB
+    assert training.fits(training.largest)
+    assert not both.fits(training.largest)
+    assert both.fits(8)
+    own, other, smaller_ones = training.limits(), validation.limits(), both.limits()
+    assert smaller_ones.at_all == other.at_all < own.at_all
+    assert smaller_ones.without_retry == other.without_retry < own.without_retry
+    assert replace(validation, validation=training).limits().at_all == other.at_all
+    assert both.advice().limit == other.at_all
+
+
+def test_with_all_memory_for_the_taking_the_advice_is_at_most_the_limit():
+    free = estimate(measured=None, predicted=PREDICTED, **CAPACITY)
+    advised = free.advice()
+    assert advised.largest <= advised.limit
+    assert advised.limit_without_retry <= advised.limit
+    assert free.fits(advised.largest)
+    assert not free.fits(advised.limit + 1)
+
+
+@pytest.mark.parametrize(("batch_size", "times"), [(8, 1), (16, 1), (17, 17 / 16), (64, 4)])
+def test_a_shift_per_sample_begins_above_the_known_size(batch_size, times):
+    peaks = TracedPeak.of(PREDICTED)
+    shifted = replace(peaks, shift_bytes=16_000, is_shift_per_sample=True)
+    assert shifted.at(batch_size) - peaks.at(batch_size) == 16_000 * times
+    assert replace(shifted, is_shift_per_sample=False).at(64) - peaks.at(64) == 16_000
+    assert TracedPeak(replays=peaks.replays, batch_size=16, shift_bytes=7).at(64) == (
+        peaks.at(64) + 7
+    )
+
+
+def test_reserved_memory_of_no_samples_is_its_share_of_the_peak():
+    # Without samples 50 MiB of 100 MiB allocated are 100 of 200 MiB reserved: 100 samples take
+    # the other 100.
+    held = {Category.PARAMETER: 50 * MiB, Category.GRADIENT: 0}
+    many = LinearBytes(fixed_bytes=0, per_sample_bytes=9 * MiB)
+    assert smaller(textbook(held=held, saved=many), allocated=100 * MiB, capacity=150) == 50

@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+from memcallback.core.tensors import torch_version
+
 LINE = "Memory block of unknown size was allocated before the profiling started"
 TRAINING = """
 import torch
