@@ -12,6 +12,8 @@ from memcallback.prediction.search import BatchReplays, Outcome
 
 #: A result is found to within this share of itself, and exactly below as many samples.
 _DIVISOR = 64
+#: Two sizes further apart than this share of one of them show how memory grows.
+_STEP_DIVISOR = 8
 #: The next size is at most so many times the largest that is known.
 _LONGEST_STEP = 8
 #: Every so many tries the middle is tried, where straight lines come near from one side alone.
@@ -85,26 +87,38 @@ class RetracedSizes(BatchReplays):
         while bad is None or bad - good > max(1, bad // _DIVISOR):
             number += 1
             size = self._crossing(good)
-            if size is None and bad is None:
-                return None
-            if size is None or (bad is not None and number % _BISECT_EVERY == 0):
-                size = (good + (bad or 0)) // 2
-            size = max(good + 1, min(size, _LONGEST_STEP * max(1, good)))
-            if bad is not None:
-                size = min(size, bad - 1)
+            if bad is None:
+                if size is None and not self._grows():
+                    return None
+                size = max(good + 1, size or 2 * good)
+                size = min(size, _LONGEST_STEP * max(1, good))
+            elif size is None or number % _BISECT_EVERY == 0:
+                size = (good + bad) // 2
+            else:
+                size = min(max(good + 1, size), bad - 1)
             if holds(size):
                 good = size
             else:
                 bad = size
         return good
 
+    def _grows(self) -> bool:
+        """Whether the largest traced size needs more than the smallest."""
+        sizes = self.traced_sizes
+        return self.peak_bytes(sizes[-1]) > self.peak_bytes(sizes[0])
+
     def _crossing(self, near: int) -> int | None:
-        """Where a line through the two traced sizes nearest to one reaches the capacity."""
+        """Where a line through traced sizes reaches the capacity; None if it does nowhere.
+
+        Through the one nearest to a size, and another at some distance: reserved memory grows in
+        steps.
+        """
         capacity_bytes = self.device.allocator_capacity_bytes
-        nearest = sorted(self.traced_sizes, key=lambda size: abs(size - near))[:2]
-        if capacity_bytes is None or len(nearest) < 2:
+        here = min(self.traced_sizes, key=lambda size: abs(size - near))
+        others = [size for size in self.traced_sizes if abs(size - here) > here // _STEP_DIVISOR]
+        if capacity_bytes is None or not others:
             return None
-        (here, there) = nearest
+        there = min(others, key=lambda size: abs(size - here))
         slope = (self.peak_bytes(there) - self.peak_bytes(here)) / (there - here)
         return None if slope <= 0 else int(here + (capacity_bytes - self.peak_bytes(here)) / slope)
 
