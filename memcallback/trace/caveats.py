@@ -25,6 +25,10 @@ _NO_DRIVER = (
     "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
     "of its engines (seen with depthwise convolutions in half precision)."
 )
+_RECURRENT = (
+    "What cuDNN keeps for the backward pass of a recurrent layer (LSTM, GRU, RNN) and works in is "
+    "an estimate: NVIDIA does not publish the sizes. The step may need more or less."
+)
 _FUSED = (
     "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
     "needs less: it is predicted as separate ones."
@@ -45,7 +49,7 @@ def not_compiled(said: tuple[str, ...], error: PredictionError) -> tuple[str, ..
 
 
 def caveats(
-    step: Step, calls: tuple[KernelCall, ...], *, is_compilation_told: bool
+    step: Step, calls: tuple[KernelCall, ...], *, on_card: bool, is_compilation_told: bool
 ) -> Iterator[str]:
     """What to know of a traced step, without its compiled code where that was told of."""
     if torch_version() > _NEWEST_TORCH:
@@ -77,6 +81,8 @@ def caveats(
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: collectives are assumed to take no time."
+    if on_card and any(isinstance(module, nn.RNNBase) for module in step.model.modules()):
+        yield _RECURRENT
     if any("convolution" in call.operator for call in calls):
         if not workspaces_are_known():
             yield _UNKNOWN_WORKSPACES
