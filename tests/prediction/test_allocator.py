@@ -282,15 +282,15 @@ def test_a_device_without_memory_refuses_every_request():
     )
 
 
-def test_just_enough_oversize_blocks_are_given_back_without_a_retry():
-    allocator = CachingAllocator(
-        AllocatorSettings(max_split_bytes=20 * MiB), capacity_bytes=64 * MiB
-    )
-    for block in [allocator.allocate(32 * MiB) for _ in range(2)]:
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_just_enough_oversize_blocks_are_given_back_without_a_retry(num_blocks):
+    settings = AllocatorSettings(max_split_bytes=20 * MiB)
+    allocator = CachingAllocator(settings, capacity_bytes=num_blocks * 32 * MiB)
+    for block in [allocator.allocate(32 * MiB) for _ in range(num_blocks)]:
         allocator.free(block)
     allocator.allocate(64 * MiB)
     assert allocator.num_alloc_retries == 0
-    assert allocator.reserved_bytes == 64 * MiB
+    assert allocator.reserved_bytes == num_blocks * 32 * MiB
 
 
 def test_a_request_too_large_is_refused_with_the_state_and_the_allocator_goes_on():
