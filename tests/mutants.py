@@ -56,7 +56,8 @@ NEAREST = {
     "prediction/steady_state": "prediction/test_steady_state",
     "batch_size/advice": "batch_size/test_advice batch_size/test_estimate",
     "batch_size/bounds": "batch_size/test_estimate batch_size/test_advice",
-    "batch_size/estimate": "batch_size/test_estimate batch_size/test_measured_and_predicted",
+    "batch_size/estimate": "batch_size/test_estimate batch_size/test_advice "
+    "batch_size/test_measured_and_predicted",
     "batch_size/fitted": "integrations/test_fitted",
     "batch_size/peaks": "batch_size/test_estimate batch_size/test_measured_and_predicted",
 }

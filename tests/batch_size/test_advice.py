@@ -87,6 +87,11 @@ def test_equal_limits_are_said_once(limits, said):
     assert said in str(whole).splitlines()
 
 
+def test_a_multiple_is_named_where_one_was_asked_for_and_reached():
+    assert "Suggested: 50, a multiple of 2, 5.00x" in advice(51, multiple_of=2).sentence()
+    assert "Suggested:" not in advice(51, multiple_of=1).sentence()
+
+
 def test_a_dataset_that_fits_is_all_that_is_suggested():
     assert advice(100, dataset_size=60).has_whole_dataset
     assert advice(100, dataset_size=60).largest_in_bounds == 60

@@ -3,15 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hand_made import law, prediction
 
+import memcallback as mc
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import estimate, suggest
-from memcallback.batch_size.peaks import TracedPeak
+from memcallback.batch_size.peaks import TracedPeak, limits_of
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB
+from memcallback.devices.catalogue import find_device
 from memcallback.prediction.comparison import RESERVED_SHARE
+from memcallback.prediction.search import Limits
 from memcallback.prediction.textbook.law import LinearBytes
 
 #: The step of `hand_made` at 16 samples, as the simulated allocator has it.
@@ -256,3 +260,44 @@ def test_reserved_memory_of_no_samples_is_its_share_of_the_peak():
     held = {Category.PARAMETER: 50 * MiB, Category.GRADIENT: 0}
     many = LinearBytes(fixed_bytes=0, per_sample_bytes=9 * MiB)
     assert smaller(textbook(held=held, saved=many), allocated=100 * MiB, capacity=150) == 50
+
+
+def test_advice_for_forward_passes_leaves_out_no_validation():
+    advised = mc.suggest_batch_size(
+        mc.InferenceStep(torch.nn.Linear(8, 8), torch.ones(16, 8)),
+        device="T4",
+        isolate=False,
+        max_batch_size=128,
+    )
+    assert advised.leaves_out[0] == "logging, longer samples"
+
+
+class WithAGap:
+    """Replays of a step in which 41 samples fail, and 60 fit again."""
+
+    device = find_device("T4")
+
+    def on(self, device):
+        return self
+
+    def limits(self, batch_size):
+        return Limits(at_all=40, without_retry=60, fits_again=60)
+
+    def peak_bytes(self, batch_size):
+        return batch_size * MiB
+
+    def fits_without_retry(self, batch_size):
+        return batch_size <= 30 or batch_size == 60
+
+    def largest(self, holds, start):
+        return next(size for size in range(99, 0, -1) if holds(size))
+
+    def largest_up_to(self, most, holds):
+        return next(size for size in range(most, 0, -1) if holds(size))
+
+
+def test_beyond_a_gap_nothing_counts_as_fitting_without_a_retry():
+    peaks = TracedPeak(replays=WithAGap(), batch_size=10)
+    assert peaks.largest_within(100 * MiB) == 60
+    assert limits_of(peaks, 100 * MiB) == Limits(at_all=40, without_retry=30, fits_again=60)
+    assert limits_of(peaks, 20 * MiB).without_retry == 20
