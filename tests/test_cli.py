@@ -807,11 +807,13 @@ def test_the_largest_batch_size_is_suggested(capsys):
     assert main(arguments) == 0
     written = " ".join(capsys.readouterr().out.split())
     assert written.startswith(
-        "Largest batch size: 1,000 (max_batch_size) with 5 % of 24.00 GiB kept free, with the "
+        "Largest batch size: 1,000 (max_batch_size) with 5 % of 24.00 GiB kept free. The "
         "architecture of NVIDIA"
     )
     assert "That is 200x the current 5." in written
-    assert "For 4000 samples between two updates: batch size 1000, accumulate 4." in written
+    assert (
+        "For 4,000 samples between two updates: batch size 1,000, accumulate 4 batches." in written
+    )
     assert "suggested" in written
     assert main([*arguments, "--json", "--world-size", "2"]) == 0
     data = json.loads(capsys.readouterr().out)

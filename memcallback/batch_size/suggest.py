@@ -112,8 +112,7 @@ def suggest_batch_size(
     check_headroom(headroom)
     if validation is not None and validation.after is not step:
         raise ValueError(
-            "validation must run after the step that is suggested for: "
-            "InferenceStep(..., after=step)."
+            "validation must come after the step. Give InferenceStep(..., after=step)."
         )
     lengths = _Lengths()
     if sequence_lengths is not None:
@@ -272,7 +271,11 @@ def _for_one(
         validation = predict_here(wanted.validation, device=device)
         # Buckets of DistributedDataParallel stay while it runs.
         validated = estimate_alone(validation, None, buckets_bytes)
-        why_not = "" if validated else f"Validation does not bound it: {_why_none(validation)}"
+        why_not = (
+            ""
+            if validated
+            else f"Validation does not limit the batch size: {_why_none(validation)}"
+        )
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
         alone = estimate_alone(prediction, measured, buckets_bytes)
@@ -305,7 +308,9 @@ def _in_both(training: Estimate, validation: Estimate) -> Estimate:
     largest = min(training.largest, validation.largest)
     caveats = training.caveats
     if largest < training.largest:
-        caveats += (f"Validation bounds it: {training.largest:,} would fit in training alone.",)
+        caveats += (
+            f"Validation limits the batch size: {training.largest:,} would fit in training alone.",
+        )
     return replace(
         training,
         largest=largest,
@@ -365,7 +370,7 @@ def _verified(
             return estimate
         except PredictionError:
             largest = prediction.trace.largest_traced
-            why = f", which cannot be traced (the largest traced is {largest})"
+            why = f", which cannot be traced (the largest traced is {largest:,})"
             break
         except BatchDependentPath:
             why = ", as it does not at others"
@@ -377,7 +382,7 @@ def _verified(
             break
         estimate = another
     untried = (
-        f"a check that the step runs the same way at batch size {estimate.best_batch_size()}{why}"
+        f"a check that the step runs the same way at batch size {estimate.best_batch_size():,}{why}"
     )
     return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 

@@ -87,8 +87,8 @@ def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> It
     diff = PredictionDiff(old, {**versions(), **prediction.to_dict()})
     if others := differing(diff.old, diff.new, CONDITIONS):
         raise UsageError(
-            f"--baseline {old['path']!r} is of another question: {' '.join(others)} Ask the same, "
-            "or write the baseline anew with --json."
+            f"--baseline {old['path']!r} cannot be compared: {' '.join(others)} Predict with the "
+            "same settings, or write a new baseline with --json."
         )
     allowed = arguments.tolerance or 0.0
     old_bytes, new_bytes = peak_bytes(diff.old), peak_bytes(diff.new)

@@ -26,7 +26,7 @@ def phase_table(steps: Sequence[StepMemory], sequence_length: int | None) -> Tab
     columns = PHASE_COLUMNS if step.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
     length = "" if sequence_length is None else f", sequence length {sequence_length}"
     return Table(
-        title=f"Memory of one {step.stage.label} (batch size {step.batch_size}{length}) on "
+        title=f"Memory of one {step.stage.label} (batch size {step.batch_size:,}{length}) on "
         f"{step.device_name}\npredicted by {step.source}",
         columns=columns,
         rows=tuple(row[: len(columns)] for row in (*warm_up, *rows)),

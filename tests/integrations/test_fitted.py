@@ -119,12 +119,12 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
     )
     text = found.to_text()
     assert " ".join(text.split()).startswith(
-        "Batch size 1100 (it was 32) is the largest found to fit Tesla T4: run for 3 optimizer "
+        "Batch size 1,100 (it was 32) is the largest found to fit Tesla T4. It ran for 3 optimizer "
         "updates and validation within 1000.00 MiB (1.56 GiB less 2.5 %, half of the headroom, "
         "and 512.00 MiB outside the allocator)."
     )
     assert (
-        "Batch size 1234 ran out of memory, and the error was caught: 617 was tried next." in text
+        "Batch size 1,234 ran out of memory, and the error was caught: 617 was tried next." in text
     )
     assert "Batch size 617 took 500.00 MiB and left room: 1100 was tried next." in text
     assert text.endswith("A note.\n")

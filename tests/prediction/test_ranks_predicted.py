@@ -204,7 +204,7 @@ def test_an_older_pytorch_is_told(monkeypatch):
     ):
         mc.predict(step(mc.Ranks(2)), device="24GiB")
     with pytest.raises(
-        ValueError, match=r"A pipeline is made with PyTorch 2\.11 or later, and this is 2\.10\.1"
+        ValueError, match=r"A pipeline needs PyTorch 2\.11 or later, and this is 2\.10\.1"
     ):
         mc.Ranks(2, "pipeline", n_microbatches=2).parallelize(network(2), "cpu")
 
