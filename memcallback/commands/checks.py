@@ -26,14 +26,15 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
         "--max-peak",
         metavar="SIZE",
         type=max_peak,
-        help="exit with 1 if the peak (reserved, on a CPU allocated) is above it, such as 20GiB",
+        help="exit with 1 if the peak is above SIZE, such as 20GiB; reserved memory counts, on a "
+        "CPU allocated memory",
     )
     parser.add_argument(
         "--baseline",
         metavar="base.json",
         type=saved_prediction,
-        help="exit with 1 if the peak is above that of an earlier prediction, which --json wrote, "
-        "and say what has grown",
+        help="compare with an earlier prediction, which --json wrote: exit with 1 if the peak has "
+        "grown, and say where",
     )
     parser.add_argument(
         "--tolerance",

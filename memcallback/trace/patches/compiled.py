@@ -34,7 +34,7 @@ _CUDA_GRAPHS = (
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
-    "cuBLAS; others may need more memory or less."
+    "cuBLAS; others may need more or less memory."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
