@@ -436,8 +436,8 @@ class _Tracer:
         if isinstance(parallel, Pipeline):
             if step.lightning is not None:
                 raise PipelineError(
-                    "A LightningModule is not run in a pipeline, for which Lightning has no "
-                    "strategy. Give the step of the module in it: "
+                    "A LightningModule cannot run in a pipeline: Lightning has no strategy for "
+                    "that. Give the step of the module in it: "
                     "TrainingStep(model, batch, loss=...)."
                 )
             self._model, self._num_parts = parallel.named, parallel.num_microbatches

@@ -77,7 +77,7 @@ _OUTPUTS = OutputCache()
 
 _MIXED = (
     "{} takes a matrix on the host and one on the device, which a device refuses. The one on the "
-    "host was not counted. Move it to the device in the step. If your program has moved it before, "
+    "host was not counted. Move it to the device in the step. If it is there before the step, "
     "name the module that has it: TrainingStep(..., also=[...])."
 )
 
