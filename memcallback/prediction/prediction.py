@@ -16,7 +16,7 @@ from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase, Stage
-from memcallback.core.units import format_bytes
+from memcallback.core.units import brief_bytes, format_bytes
 from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import (
     CONTEXT_SEEN_BYTES,
@@ -294,7 +294,8 @@ class Prediction(Printable):
         from memcallback.prediction.peak_tree import peak_tree
 
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
-        first, *further = verdict or self._answer()
+        answer, *reasons = self.verdict()
+        first, *further = verdict or (answer, "Predicted, not run.", *reasons)
         label = f"One {self.step.stage.label}"
         return step_page(
             f"{title or label}, batch size {self.batch_size:,}{length} on {self.device_name}",
@@ -333,17 +334,6 @@ class Prediction(Printable):
             measured={phase: size for phase, size in peaks.items() if size is not None},
         )
 
-    def _answer(self) -> tuple[str, ...]:
-        """Whether it fits, and the peak; where memory runs out, and which batch fits."""
-        capacity_bytes = self.device.allocator_capacity_bytes
-        peak = peak_sentence(self.step, self.peak_phase, capacity_bytes)
-        if self.capacity_bytes is not None:
-            peak = f"{'Fits.' if self.fits else 'Does not fit.'} {peak}"
-        reason = "Predicted, not run."
-        if not self.fits:
-            reason = f"{reason} Out of memory in {self.out_of_memory}"
-        return peak, reason, *self.verdict()[1:]
-
     def save_html(self, path: str | Path, *, title: str | None = None) -> None:
         """Write `page` as one file, which needs no network.
 
@@ -372,23 +362,16 @@ class Prediction(Printable):
         )
 
     def verdict(self) -> tuple[str, ...]:
-        """Whether it fits, and up to which batch size, one sentence each."""
-        is_host = isinstance(self.device, HostSpec)
+        """Whether it fits, its peak, and up to which batch size it fits, one sentence each."""
+        peak = peak_sentence(self.step, self.peak_phase, self._available())
         if self.capacity_bytes is None:
-            return ("Whether it fits is unknown: the capacity of the CPU was not given.",)
-        capacity = format_bytes(self.capacity_bytes)
-        available = f"The CPU has {capacity}."
-        if not is_host:
-            allocatable = format_bytes(self.device.allocator_capacity_bytes or 0)
-            available = f"The allocator can have {allocatable} of {capacity}."
+            return (peak, "Whether it fits is unknown: the capacity of the CPU was not given.")
         if not self.fits:
-            lines = [f"Does not fit: out of memory in {self.out_of_memory} {available}"]
-        elif is_host:
-            lines = [f"Fits. {available}"]
+            lines = [f"Does not fit. {peak}", f"Out of memory in {self.out_of_memory}"]
         elif self.fits_without_retry:
-            lines = [f"Fits without a retry. {available}"]
+            lines = [f"Fits. {peak}"]
         else:
-            lines = [f"Fits, but the allocator must free its cache, which is slow. {available}"]
+            lines = [f"Fits, but the allocator must free its cache, which is slow. {peak}"]
         growth_bytes = self.trace.growth_bytes(self.batch_size)
         if self.step.stage is Stage.GENERATION and growth_bytes is not None:
             lines.append(f"Each token adds {format_bytes(growth_bytes)}.")
@@ -397,6 +380,15 @@ class Prediction(Printable):
         elif self.limit is not None and self.limit_without_retry is not None:
             lines += self._largest_sentences(self.limit, self.limit_without_retry)
         return tuple(lines)
+
+    def _available(self) -> str:
+        """What there is of memory for the step; empty if nobody knows."""
+        available_bytes = self.device.allocator_capacity_bytes
+        if available_bytes is None:
+            return ""
+        if isinstance(self.device, HostSpec):
+            return f" of the CPU's {brief_bytes(available_bytes)}"
+        return f" of the {brief_bytes(available_bytes)} that the allocator can have"
 
     def _largest_sentences(self, limit: int, without_retry: int) -> list[str]:
         """The largest batch sizes, equal ones once, and what they assume."""

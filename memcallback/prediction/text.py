@@ -96,13 +96,10 @@ def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
     }
 
 
-def peak_sentence(step: StepMemory, phase: Phase, capacity_bytes: int | None) -> str:
-    """The peak of a step, and where it is."""
+def peak_sentence(step: StepMemory, phase: Phase, available: str) -> str:
+    """The peak of a step, of how much, and where it is."""
     allocated, reserved = step.peak_allocated_bytes or 0, step.peak_reserved_bytes
     peak = f"{brief_bytes(allocated)} allocated"
     if reserved is not None:
         peak = f"{brief_bytes(reserved)} reserved ({peak})"
-    available = ""
-    if capacity_bytes is not None:
-        available = f" of the {brief_bytes(capacity_bytes)} that the allocator can have"
     return f"Peak {peak}{available}, in {phase.label}."

@@ -299,7 +299,7 @@ def test_where_no_sample_fits_that_is_said_in_words():
     needed = host_prediction(1).peak_allocated_bytes
     prediction = host_prediction(1, needed - 1)
     assert prediction.limit == 0
-    assert prediction.verdict()[1:] == ("Not even one sample fits.",)
+    assert prediction.verdict()[2:] == ("Not even one sample fits.",)
 
 
 def test_the_verdict_comes_before_the_tables():
@@ -314,21 +314,19 @@ def test_the_verdict_comes_before_the_tables():
 def test_the_words_about_a_cpu():
     fits = host_prediction(capacity_bytes=800 * MiB)
     assert fits.verdict() == (
-        "Fits. The CPU has 800.00 MiB.",
+        "Fits. Peak 48.0 MiB allocated of the CPU's 800 MiB, in backward.",
         f"Largest batch size: {fits.largest_batch_size} with 5 % kept free. With nothing kept "
         f"free: {fits.limit}. "
         "A larger batch is assumed to need no less memory.",
     )
-    assert (
-        host_prediction(capacity_bytes=3 * MiB)
-        .verdict()[0]
-        .startswith("Does not fit: out of memory in step 1, an allocation")
-    )
+    too_small = host_prediction(capacity_bytes=3 * MiB).verdict()
+    assert too_small[0].startswith("Does not fit. Peak ")
+    assert too_small[1].startswith("Out of memory in step 1, an allocation")
     single = host_prediction(2, GiB, trace=BatchTrace.single(traced_step(2)))
     assert (
         single.verdict()[1] == "The largest batch size is unknown: only this batch size was traced."
     )
-    assert host_prediction().verdict() == (
+    assert host_prediction().verdict()[1:] == (
         "Whether it fits is unknown: the capacity of the CPU was not given.",
     )
     assert len(host_prediction().caveats) == 1
