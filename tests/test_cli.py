@@ -746,7 +746,7 @@ def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
     assert main(["predict", "some_steps:make_step", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "Peak 26.0 MiB allocated, in backward.\n"
+        "Peak 26.0 MiB allocated in backward.\n"
         "Whether it fits is unknown: the capacity of the CPU was not given.\n\n"
     )
     assert "Memory of one training step (batch size 5) on CPU\n" in out

@@ -387,8 +387,8 @@ class Prediction(Printable):
         if available_bytes is None:
             return ""
         if isinstance(self.device, HostSpec):
-            return f" of the CPU's {brief_bytes(available_bytes)}"
-        return f" of the {brief_bytes(available_bytes)} that the allocator can have"
+            return f"; the CPU has {brief_bytes(available_bytes)}"
+        return f"; the allocator can have {brief_bytes(available_bytes)}"
 
     def _largest_sentences(self, limit: int, without_retry: int) -> list[str]:
         """The largest batch sizes, equal ones once, and what they assume."""

@@ -97,9 +97,9 @@ def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
 
 
 def peak_sentence(step: StepMemory, phase: Phase, available: str) -> str:
-    """The peak of a step, of how much, and where it is."""
+    """The peak of a step, the phase that has it, and what there is of memory."""
     allocated, reserved = step.peak_allocated_bytes or 0, step.peak_reserved_bytes
     peak = f"{brief_bytes(allocated)} allocated"
     if reserved is not None:
         peak = f"{brief_bytes(reserved)} reserved ({peak})"
-    return f"Peak {peak}{available}, in {phase.label}."
+    return f"Peak {peak} in {phase.label}{available}."

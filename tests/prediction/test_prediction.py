@@ -314,7 +314,7 @@ def test_the_verdict_comes_before_the_tables():
 def test_the_words_about_a_cpu():
     fits = host_prediction(capacity_bytes=800 * MiB)
     assert fits.verdict() == (
-        "Fits. Peak 48.0 MiB allocated of the CPU's 800 MiB, in backward.",
+        "Fits. Peak 48.0 MiB allocated in backward; the CPU has 800 MiB.",
         f"Largest batch size: {fits.largest_batch_size} with 5 % kept free. With nothing kept "
         f"free: {fits.limit}. "
         "A larger batch is assumed to need no less memory.",
