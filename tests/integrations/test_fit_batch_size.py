@@ -858,7 +858,7 @@ def given(**options):
     [
         (
             {"module": HardCoded()},
-            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+: "
+            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+, "
             r"so it does not use the attribute",
         ),
         (
