@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
+from memcallback.batch_size.retraced import RetracedSizes
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.prediction.prediction import Prediction
@@ -72,6 +73,11 @@ class TracedPeak:
         """The replayed peaks of a predicted step."""
         replays = BatchReplays(prediction.trace, prediction.device, prediction.settings)
         return cls(replays=replays, batch_size=prediction.batch_size)
+
+    @property
+    def traced_sizes(self) -> list[int] | None:
+        """The only sizes that are known, where each takes a trace; None if every size is known."""
+        return self.replays.traced_sizes if isinstance(self.replays, RetracedSizes) else None
 
     def at(self, batch_size: int) -> int:
         """The peak of the warm-up step or a steady one, whichever is larger."""

@@ -376,7 +376,10 @@ class Prediction(Printable):
         if self.step.stage is Stage.GENERATION and growth_bytes is not None:
             lines.append(f"Each token adds {format_bytes(growth_bytes)}.")
         if not self.trace.is_any_batch_size_known:
-            lines.append("The largest batch size is unknown: only this batch size was traced.")
+            lines.append(
+                "The largest batch size is unknown: only this batch size was traced. "
+                "suggest_batch_size traces others."
+            )
         elif self.limit is not None and self.limit_without_retry is not None:
             lines += self._largest_sentences(self.limit, self.limit_without_retry)
         return tuple(lines)

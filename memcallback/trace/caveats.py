@@ -25,6 +25,11 @@ _NO_DRIVER = (
     "Convolution workspaces are those that cuDNN names without a CUDA driver. It then skips some "
     "of its engines (seen with depthwise convolutions in half precision)."
 )
+_RECURRENT = (
+    "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "
+    "keeps for the backward pass, is an estimate: NVIDIA does not publish the sizes. The step may "
+    "need more or less."
+)
 _FUSED = (
     "nn.TransformerEncoderLayer in evaluation mode is predicted as separate operators. A device "
     "may run it as one fused operator, which needs less."
@@ -45,7 +50,7 @@ def not_compiled(said: tuple[str, ...], error: PredictionError) -> tuple[str, ..
 
 
 def caveats(
-    step: Step, calls: tuple[KernelCall, ...], *, is_compilation_told: bool
+    step: Step, calls: tuple[KernelCall, ...], *, on_card: bool, is_compilation_told: bool
 ) -> Iterator[str]:
     """What to know of a traced step, without its compiled code where that was told of."""
     if torch_version() > _NEWEST_TORCH:
@@ -77,6 +82,8 @@ def caveats(
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: collectives are assumed to take no time."
+    if on_card and any(isinstance(module, nn.RNNBase) for module in step.model.modules()):
+        yield _RECURRENT
     if any("convolution" in call.operator for call in calls):
         if not workspaces_are_known():
             yield _UNKNOWN_WORKSPACES

@@ -411,7 +411,12 @@ class _Tracer:
             batch_size=batch_size,
             calls=ledger.calls,
             caveats=(
-                *caveats(request.step, ledger.calls, is_compilation_told=is_compilation_told),
+                *caveats(
+                    request.step,
+                    ledger.calls,
+                    on_card=request.device is not None,
+                    is_compilation_told=is_compilation_told,
+                ),
                 *self._mode.assumed,
             ),
             num_flops=self._num_flops[-1] - self._num_flops[-2],

@@ -324,7 +324,9 @@ def test_the_words_about_a_cpu():
     assert too_small[1].startswith("Out of memory in step 1, an allocation")
     single = host_prediction(2, GiB, trace=BatchTrace.single(traced_step(2)))
     assert (
-        single.verdict()[1] == "The largest batch size is unknown: only this batch size was traced."
+        single.verdict()[1]
+        == "The largest batch size is unknown: only this batch size was traced. "
+        "suggest_batch_size traces others."
     )
     assert host_prediction().verdict()[1:] == (
         "Whether it fits is unknown: the capacity of the CPU was not given.",
