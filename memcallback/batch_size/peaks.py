@@ -108,7 +108,12 @@ def counted_peak(step: StepMemory) -> int | None:
 
 
 def limits_of(peaks: PeakLine | TracedPeak, free_bytes: int) -> Limits:
-    """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace."""
+    """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace.
+
+    Unknown where each size takes a trace: searches for them too would take as long again.
+    """
+    if isinstance(peaks, TracedPeak) and peaks.traced_sizes is not None:
+        return Limits(at_all=None, without_retry=None)
     without_retry = peaks.largest_within(free_bytes)
     if not isinstance(peaks, TracedPeak):
         return Limits(at_all=None, without_retry=without_retry)

@@ -60,7 +60,7 @@ def suggest_batch_size(
 
     The size is verified by a trace there. If the step does something else at that size, it is
     predicted again from there. If the step differs at each batch size, each size that is tried is
-    traced, some 20 at most; the result is exact below 64 samples, and within 2 % above.
+    traced, some six to ten; the result is exact below 64 samples, and within 2 % above.
 
     For a size of memory alone, the step is predicted with two architectures, an A100's and an
     H100's, whose libraries take workspaces of different sizes. The advice is the smaller one.

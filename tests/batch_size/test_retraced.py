@@ -38,16 +38,16 @@ def test_the_largest_fits_and_one_more_does_not(advice):
     assert peak(advice.largest).peak_reserved_bytes <= advice.budget_bytes
     assert peak(advice.largest + 1).peak_reserved_bytes > advice.budget_bytes
     assert advice.batch_size == advice.largest // 4 * 4
-    assert peak(advice.limit).fits
-    assert not peak(advice.limit + 1).fits
+    assert (advice.limit, advice.limit_without_retry) == (None, None)
 
 
 def test_it_says_what_was_traced_and_shows_those_sizes_alone(advice):
+    assert "With nothing kept free" not in str(advice)
     assert "Simulated from a trace at each batch size that was tried." in advice.sentence()
     assert not any("check that the step runs the same way" in part for part in advice.leaves_out)
     sizes = [size for size, _ in advice.curve]
     assert {2, advice.batch_size, advice.largest} <= set(sizes)
-    assert len(sizes) < 20
+    assert len(sizes) <= 10
     assert dict(advice.curve)[2] == peak(2).peak_reserved_bytes
     assert advice.fits(advice.largest)
     assert not advice.fits(advice.largest + 1)

@@ -313,3 +313,18 @@ def test_outputs_that_a_loop_keeps_are_there_until_the_next_ones_have_come():
     (*_, measured) = record_on_device(model, batch, loss_of, torch.optim.AdamW)
     kept.clear()
     assert figures(predicted) == figures(measured)
+
+
+def test_attention_is_predicted_for_a_card_that_this_pytorch_no_longer_supports(monkeypatch):
+    # As in a process that has not asked for cuDNN's version: PyTorch refuses it for old cards.
+    monkeypatch.setattr(torch.backends.cudnn, "__cudnn_version", None)
+    step = mc.TrainingStep(
+        nn.TransformerEncoderLayer(64, 4, batch_first=True),
+        torch.zeros(4, 16, 64),
+        loss=lambda model, batch: model(batch).mean(),
+    )
+    peaks = [
+        mc.predict(step, device=card).peak_allocated_bytes
+        for card in ("Tesla V100-SXM2-16GB", "Tesla T4")
+    ]
+    assert 0.5 < peaks[0] / peaks[1] < 2
