@@ -83,7 +83,7 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The step's {} cannot be predicted from the first of them: {}. Give at most {}, which are all "
+    "The step's {} cannot be predicted from the first ones: {}. Give at most {}: so many are all "
     "traced."
 )
 #: Patches must be undone in the reverse order.
@@ -145,7 +145,7 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
     """Trace a rank, and first as much of others as it takes to know what they send it."""
     if needed := newer_torch_needed():
         raise PredictionError(
-            f"A rank of a job is predicted with PyTorch {needed} or later, and this is "
+            f"Predicting a rank of a job needs PyTorch {needed} or later, and this is "
             f"{torch.__version__}. Install a later one, or leave ranks out for one device."
         )
 
@@ -446,8 +446,8 @@ class _Tracer:
         if isinstance(parallel, Pipeline):
             if step.lightning is not None:
                 raise PipelineError(
-                    "A LightningModule is not run in a pipeline, for which Lightning has no "
-                    "strategy. Give the step of the module in it: "
+                    "A LightningModule cannot run in a pipeline: Lightning has no strategy for "
+                    "that. Give the step of the module in it: "
                     "TrainingStep(model, batch, loss=...)."
                 )
             self._model, self._num_parts = parallel.named, parallel.num_microbatches
