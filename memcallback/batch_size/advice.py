@@ -216,8 +216,10 @@ class BatchSizeAdvice(Printable):
         times = f"{_times(self.multiple)}x the current {self.current_batch_size:,}"
         sentences = [
             f"Largest batch size: {largest:,}{self._bound()} with {100 * self.headroom:g} % of "
-            f"{format_bytes(self.capacity_bytes)} kept free{self._architecture()}."
+            f"{format_bytes(self.capacity_bytes)} kept free."
         ]
+        if self.architecture_of is not None:
+            sentences.append(f"The architecture of {self.architecture_of} was assumed.")
         if largest < self.largest:
             sentences.append(f"{self.largest:,} would fit.")
         if self.batch_size == largest:
@@ -228,11 +230,6 @@ class BatchSizeAdvice(Printable):
             multiple = f", a multiple of {multiple_of}" if is_multiple else ""
             sentences.append(f"Suggested: {self.batch_size:,}{multiple}, {times}.")
         return " ".join([*sentences, f"{self.basis}."])
-
-    def _architecture(self) -> str:
-        if self.architecture_of is None:
-            return ""
-        return f", with the architecture of {self.architecture_of}"
 
     def _limits(self, without_retry: int) -> str:
         """What fits with nothing kept free; equal numbers once."""

@@ -218,8 +218,7 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "how much a smaller batch saves, which only a prediction knows: try it before relying "
-            "on it"
+            "how much memory a smaller batch saves: only a prediction knows that, so try it first"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -297,7 +296,7 @@ def estimate_from_trace(
             is_shift_per_sample=is_beyond,
         )
         basis += (
-            f"; raised by {format_bytes(shift_bytes)}, which the measured step needs more"
+            f"; raised by {format_bytes(shift_bytes)}, because the measured step needs more"
             if is_beyond
             else "; the measured step agrees"
         )
@@ -316,8 +315,8 @@ def estimate_from_trace(
         leaves_out[0] = NOT_IN_A_STEP
     if outside_bytes is None and outside:
         leaves_out.append(
-            "other processes on the device, whose context is assumed to take "
-            f"{format_bytes(outside)}"
+            "other processes on the device (its context is assumed to take "
+            f"{format_bytes(outside)})"
         )
     is_host = predicted.peak_reserved_bytes is None
     if measured is None and is_host:

@@ -59,8 +59,8 @@ def suggest_batch_size(
     """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
 
     The size is verified by a trace there. If the step does something else at that size, it is
-    predicted again from there. A step that differs at each batch size is traced at each that is
-    tried, some six to ten: the result is exact below 64 samples, and above within 2 %.
+    predicted again from there. If the step differs at each batch size, each size that is tried is
+    traced, some six to ten; the result is exact below 64 samples, and within 2 % above.
 
     For a size of memory alone, the step is predicted with two architectures, an A100's and an
     H100's, whose libraries take workspaces of different sizes. The advice is the smaller one.
@@ -114,8 +114,7 @@ def suggest_batch_size(
     check_headroom(headroom)
     if validation is not None and validation.after is not step:
         raise ValueError(
-            "validation must run after the step that is suggested for: "
-            "InferenceStep(..., after=step)."
+            "validation must come after the step. Give InferenceStep(..., after=step)."
         )
     lengths = _Lengths()
     if sequence_lengths is not None:
@@ -278,7 +277,11 @@ def _for_one(
         validation = predict_here(wanted.validation, device=device)
         # Buckets of DistributedDataParallel stay while it runs.
         validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
-        why_not = "" if validated else f"Validation does not bound it: {_why_none(validation)}"
+        why_not = (
+            ""
+            if validated
+            else f"Validation does not limit the batch size: {_why_none(validation)}"
+        )
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
         alone = estimate_alone(step, prediction, measured, buckets_bytes)
@@ -326,7 +329,9 @@ def _in_both(training: Estimate, validation: Estimate) -> Estimate:
     largest = min(training.largest, validation.largest)
     caveats = training.caveats
     if largest < training.largest:
-        caveats += (f"Validation bounds it: {training.largest:,} would fit in training alone.",)
+        caveats += (
+            f"Validation limits the batch size: {training.largest:,} would fit in training alone.",
+        )
     return replace(
         training,
         largest=largest,
@@ -387,7 +392,7 @@ def _verified(
             return estimate
         except PredictionError:
             largest = prediction.trace.largest_traced
-            why = f", which cannot be traced (the largest traced is {largest})"
+            why = f", which cannot be traced (the largest traced is {largest:,})"
             break
         except BatchDependentPath:
             why = ", as it does not at others"
@@ -399,7 +404,7 @@ def _verified(
             break
         estimate = another
     untried = (
-        f"a check that the step runs the same way at batch size {estimate.best_batch_size()}{why}"
+        f"a check that the step runs the same way at batch size {estimate.best_batch_size():,}{why}"
     )
     return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 

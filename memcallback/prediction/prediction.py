@@ -390,23 +390,28 @@ class Prediction(Printable):
         if available_bytes is None:
             return ""
         if isinstance(self.device, HostSpec):
-            return f" of the CPU's {brief_bytes(available_bytes)}"
-        return f" of the {brief_bytes(available_bytes)} that the allocator can have"
+            return f"; the CPU has {brief_bytes(available_bytes)}"
+        return f"; the allocator can have {brief_bytes(available_bytes)}"
 
     def _largest_sentences(self, limit: int, without_retry: int) -> list[str]:
         """The largest batch sizes, equal ones once, and what they assume."""
-        limits = f"{limit:,} with nothing kept free"
+        limits = f"{limit:,}"
         if not isinstance(self.device, HostSpec) and without_retry < limit:
-            limits += f", {without_retry:,} of it without a retry"
+            limits = f"{without_retry:,} without a retry, {limit:,} with retries"
         if self.largest_batch_size == limit:
-            limits = f"{limit:,}, with {KEPT_FREE} or with nothing"
+            largest = f"Largest batch size: {limit:,}, with or without {KEPT_FREE}"
         elif self.largest_batch_size is not None:
-            limits = f"{self.largest_batch_size:,} with {KEPT_FREE}, {limits}"
-        architecture = (
-            f", with the architecture of {self.architecture_of}" if self.architecture_of else ""
-        )
-        largest = f"Largest batch size: {limits}" if limit else "Not even one sample fits"
-        largest += f"{architecture}."
+            largest = (
+                f"Largest batch size: {self.largest_batch_size:,} with {KEPT_FREE}. "
+                f"With nothing kept free: {limits}"
+            )
+        else:
+            largest = f"Largest batch size with nothing kept free: {limits}"
+        if limit == 0:
+            largest = "Not even one sample fits"
+        largest += "."
+        if self.architecture_of:
+            largest += f" The architecture of {self.architecture_of} was assumed."
         if self.limits is not None and self.limits.fits_again is not None:
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
@@ -618,8 +623,8 @@ class Prediction(Printable):
             )
         if self.trace.is_far(self.batch_size):
             yield (
-                f"Extrapolated: batch size {self.batch_size} is far beyond the largest traced, "
-                f"{self.trace.largest_traced}. memcallback.predict(step, "
+                f"Extrapolated: batch size {self.batch_size:,} is far beyond the largest traced, "
+                f"{self.trace.largest_traced:,}. memcallback.predict(step, "
                 f"batch_size={self.batch_size}) traces it there."
             )
 

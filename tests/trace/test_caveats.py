@@ -25,5 +25,5 @@ def test_a_recurrent_layer_says_that_cudnn_s_sizes_are_estimates(device):
         torch.zeros(4, 6, 8),
         loss=lambda model, batch: model(batch).square().mean(),
     )
-    told = [caveat for caveat in mc.predict(step, device=device).caveats if "cuDNN keeps" in caveat]
+    told = [caveat for caveat in mc.predict(step, device=device).caveats if "cuDNN takes" in caveat]
     assert len(told) == (0 if device == "cpu" else 1)

@@ -227,6 +227,7 @@ PROGRAMS = {
         {"loss": distinct_values},
     ),
     "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
+    "positions-on-the-host": lambda: (Positions(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),
         torch.zeros(4, 512, 512),
@@ -249,6 +250,20 @@ class Groups(nn.Module):
     def forward(self, x):
         y = self.features(x) @ self.groups * self.masks[0]
         return y @ self.on_host.to(y.device)
+
+
+class Positions(nn.Module):
+    """Has a table on the host, of which each forward pass takes a copy, as VideoMAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(512, 512)
+        self.positions = torch.ones(64, 512)
+
+    def forward(self, x):
+        y = self.features(x)
+        y = y + self.positions.detach().type_as(y).to(device=y.device, copy=True)
+        return y * self.positions[:32].repeat(2, 1).to(y.device)
 
 
 def reduced_by_index(model, batch):
