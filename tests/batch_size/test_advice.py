@@ -277,7 +277,7 @@ def test_a_pipeline_needs_a_sample_for_each_microbatch():
     with pytest.raises(ValueError, match="got 3 samples for 4 ranks: each"):
         BatchSizeBounds(dataset_size=3, world_size=4)
     assert BatchSizeBounds(dataset_size=8, world_size=4, num_microbatches=2).share_of_dataset == 1
-    with pytest.raises(ValueError, match=r"num_microbatches must be at least 1, got 0\. 1 is for"):
+    with pytest.raises(ValueError, match=r"num_microbatches must be at least 1, got 0\. Give 1"):
         BatchSizeBounds(num_microbatches=0)
 
 

@@ -84,7 +84,9 @@ def test_what_a_measured_step_needs_far_above_grows_with_the_batch():
     assert high.peak_at(32) == without.peak_at(32) + 2 * more_bytes
     # 17 sixteenths of it, rounded up.
     assert high.peak_at(17) == without.peak_at(17) + -(-more_bytes * 17 // 16)
-    assert f"raised by {more_bytes / MiB:.2f} MiB, which the measured step needs more" in high.basis
+    assert (
+        f"raised by {more_bytes / MiB:.2f} MiB, because the measured step needs more" in high.basis
+    )
     assert high.largest < without.largest
 
 
@@ -301,3 +303,15 @@ def test_beyond_a_gap_nothing_counts_as_fitting_without_a_retry():
     assert peaks.largest_within(100 * MiB) == 60
     assert limits_of(peaks, 100 * MiB) == Limits(at_all=40, without_retry=30, fits_again=60)
     assert limits_of(peaks, 20 * MiB).without_retry == 20
+
+
+@pytest.mark.parametrize(("capacity", "is_uncertain"), [(199, True), (200, False), (201, False)])
+def test_only_for_a_smaller_batch_is_it_unsure_what_fewer_samples_save(capacity, is_uncertain):
+    advised = suggest(
+        measured=measured(200 * MiB, batch_size=100),
+        predicted=None,
+        capacity_bytes=capacity * MiB,
+        outside_bytes=0,
+        headroom=0,
+    )
+    assert any("a smaller batch saves" in text for text in advised.leaves_out) is is_uncertain
