@@ -255,7 +255,8 @@ def test_files_stay_as_they_are(tmp_path):
         text = outcome(action)
         assert f"test_isolated.py:{action.__code__.co_firstlineno} in <lambda> {deed}" in text
     # These do not ask Python.
-    assert "Operation not permitted" in outcome(lambda: torch.save({}, str(path)))
+    said = outcome(lambda: torch.save({}, str(path)))
+    assert "Operation not permitted" in said or "cannot be opened" in said  # PyTorch 2.6
     assert outcome(lambda: ctypes.CDLL(None).unlink(bytes(path))) == "-1"
     assert outcome(lambda: ctypes.CDLL(None).truncate(bytes(path), 0)) == "-1"
     assert path.read_bytes() == before
