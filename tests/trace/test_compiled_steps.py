@@ -7,6 +7,8 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
 
@@ -102,6 +104,37 @@ def test_a_module_with_a_graph_break_is_compiled_in_parts():
     prediction = predict(torch.compile(Broken()), 64)
     assert said(prediction, COMPILED)
     assert not said(prediction, AS_EAGER)
+
+
+class Attention(nn.Module):
+    """Attention whose weights are dropped at random, perhaps computed again for its gradients."""
+
+    def __init__(self, *, is_checkpointed):
+        super().__init__()
+        self.project, self.is_checkpointed = nn.Linear(1024, 1024), is_checkpointed
+
+    def attend(self, x):
+        heads = self.project(x).sin().unflatten(-1, (16, 64)).transpose(0, 1)[None]
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+
+    def forward(self, x):
+        return (
+            checkpoint(self.attend, x, use_reentrant=False)
+            if self.is_checkpointed
+            else (self.attend(x))
+        )
+
+
+def test_activation_checkpointing_inside_of_compiled_code_is_predicted_compiled():
+    def step(*, is_checkpointed):
+        model = torch.compile(Attention(is_checkpointed=is_checkpointed))
+        prediction = predict(model, 512)
+        assert said(prediction, COMPILED)
+        assert not said(prediction, "Compiled code was traced as it would run without")
+        return sum(live.block_bytes for live in prediction.saved)
+
+    # Nothing is kept for the backward pass but what is the loss's own.
+    assert step(is_checkpointed=True) < step(is_checkpointed=False)
 
 
 def test_other_compilers_are_not_run():

@@ -66,6 +66,11 @@ class CompiledCode:
             if self.compiles and "torch._inductor.compile_fx" in sys.modules:
                 torch.compiler.reset()  # else what other traces compiled makes this one dynamic
             yield eval_frame, "_callback_from_stance", partial(self._callback, original)
+            if self.compiles:
+                # Imported here, as it imports a part of PyTorch's compiler.
+                from memcallback.trace.patches.random_state import random_state_patches
+
+                yield from random_state_patches()
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
 
