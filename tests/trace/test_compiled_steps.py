@@ -106,6 +106,47 @@ def test_a_module_with_a_graph_break_is_compiled_in_parts():
     assert not said(prediction, AS_EAGER)
 
 
+def scores_and_loss(model, batch):
+    """A product whose rows Inductor pads, as 5000 numbers are no multiple of 128 bytes."""
+    labels = torch.zeros(batch.shape[0], dtype=torch.long, device=batch.device)
+    return F.cross_entropy(model(batch), labels)
+
+
+@pytest.mark.parametrize(
+    ("precision", "reserved_bytes"), [("32-true", 174_063_616), ("bf16-mixed", 132_120_576)]
+)
+def test_a_compiled_loss_is_predicted_as_it_ran_on_a_device(precision, reserved_bytes):
+    step = mc.TrainingStep(
+        nn.Linear(256, 5000),
+        torch.zeros(2048, 256),
+        loss=torch.compile(scores_and_loss),
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+    )
+    prediction = mc.predict(step, device=CARD)
+    assert prediction.peak_reserved_bytes == reserved_bytes
+    assert said(prediction, COMPILED)
+    assert not said(prediction, AS_EAGER)
+
+
+class CompiledAdamW(torch.optim.AdamW):
+    """Compiles its update, which makes the state as it is compiled."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.step = torch.compile(self.step)
+
+
+def test_a_compiled_optimizer_is_predicted_as_it_ran_on_a_device():
+    step = mc.TrainingStep(
+        nn.Linear(1024, 1024), torch.zeros(64, 1024), loss=squares, optimizer=CompiledAdamW
+    )
+    prediction = mc.predict(step, device=CARD)
+    assert prediction.peak_allocated_bytes == 85_477_376
+    assert prediction.peak_reserved_bytes == 92_274_688
+    assert not said(prediction, AS_EAGER)
+
+
 class Attention(nn.Module):
     """Attention whose weights are dropped at random, perhaps computed again for its gradients."""
 
