@@ -2,6 +2,7 @@
 
 import os
 
+import lightning
 import pytest
 import torch
 import torch._dynamo
@@ -126,6 +127,38 @@ def test_a_compiled_loss_is_predicted_as_it_ran_on_a_device(precision, reserved_
     prediction = mc.predict(step, device=CARD)
     assert prediction.peak_reserved_bytes == reserved_bytes
     assert said(prediction, COMPILED)
+    assert not said(prediction, AS_EAGER)
+
+
+class Module(lightning.LightningModule):
+    """Its loss is a part of its training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 5000)
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        return F.cross_entropy(self(inputs), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("is_in_a_trainer", [False, True])
+def test_a_compiled_lightning_module_s_whole_training_step_is_predicted_compiled(is_in_a_trainer):
+    module = torch.compile(Module())
+    if is_in_a_trainer:
+        module = lightning.pytorch.utilities.compile.from_compiled(module)
+    batch = (torch.zeros(2048, 256), torch.zeros(2048, dtype=torch.long))
+    prediction = mc.predict(mc.TrainingStep.from_lightning(module, batch), device=CARD)
+    # What a Trainer with PyTorch 2.11 reserved on a virtual H200.
+    assert prediction.peak_reserved_bytes == 243_269_632
     assert not said(prediction, AS_EAGER)
 
 
